@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -22,7 +23,7 @@ import pytest
 from rich.text import Text
 
 from scaletrain_cli.launch.view import read_view
-from scaletrain_cli.launch.watching import Log, Shown, read_log
+from scaletrain_cli.launch.watching import Log, Reading, Shown, ViewReader, read_log
 from scaletrain_cli.rundir.journal import append_line, append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import node_file
@@ -33,6 +34,7 @@ from tests.cli.command_line import PROJECT, scaletrain
 from tests.cli.prepared_runs import prepare
 from tests.cli.test_terminal import ATTACKS, obeyed
 from tests.launch.conftest import no_preparation
+from tests.waiting import wait_until
 
 __all__ = ["no_preparation"]
 SIZES = ((80, 24), (120, 40), (40, 10))
@@ -130,7 +132,8 @@ def test_the_overview_shows_the_figures_of_status(trained: RunDir) -> None:
 def test_charts_have_spikes_validations_attempts_and_rollbacks(trained: RunDir) -> None:
     screen = page(shown_of(trained), "curves", 120, 40)
     loss = screen.split("gradient norm")[0]
-    assert " 10┤" in loss  # the spike of a single step
+    assert "▲ up to 11.37" in loss  # the spike of a single step
+    assert loss.count("▲") == 2
     assert "o" in loss.split("loss  o validation")[1]
     axis = next(line for line in loss.splitlines() if "└" in line)
     assert "2" in axis
@@ -138,7 +141,7 @@ def test_charts_have_spikes_validations_attempts_and_rollbacks(trained: RunDir) 
     assert axis.index("2") < axis.index("R")
     halved = page(shown_of(trained), "curves", 120, 40, halvings=2)
     assert "last 75" in halved
-    assert " 10┤" not in halved.split("gradient norm")[0]
+    assert "▲" not in halved
 
 
 def test_ranks_are_ordered_by_memory_and_by_their_own_time(trained: RunDir) -> None:
@@ -244,6 +247,40 @@ def test_a_damaged_record_is_an_error(prepared: dict[str, Path], monkeypatch: py
         assert scaletrain("watch", "r1", *options).code == 2
 
 
+def test_a_scheduler_is_asked_every_ten_seconds(trained: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that ended for good needs no question; an open one is asked about, and its answer stands."""
+    from scaletrain_cli.launch.backends.base import Job
+    from scaletrain_cli.launch.backends.local.backend import LocalBackend
+    from scaletrain_cli.spec.backend_traits import BUILT_IN
+
+    attempt = trained.attempt(1) / "attempt.json"
+    attempt.write_text(json.dumps(json.loads(attempt.read_text()) | {"ended": None, "reason": None, "decision": None}))
+    monkeypatch.setitem(BUILT_IN, "local", dataclasses.replace(BUILT_IN["local"], runs_here=False))
+    now, asked = [0.0], []
+
+    def job(self: LocalBackend, *of: object) -> Job:
+        asked.append(now[0])
+        return Job("7", "running", f"answer {len(asked)}")
+
+    monkeypatch.setattr(LocalBackend, "job", job)
+    reader = ViewReader(trained, clock=lambda: now[0])
+    found = []
+    for now[0] in (0.0, 1.0, 9.0, 10.0, 15.0, 50.0):
+        view = reader.read()
+        found.append((view.status.state, view.status.job.detail))
+    assert asked == [0.0, 10.0, 50.0]
+    assert found == [("running", f"answer {number}") for number in (1, 1, 1, 2, 2, 3)]
+
+
+def test_a_run_that_is_removed_leaves_the_last_screen_with_the_reason(trained: RunDir) -> None:
+    with Reading(trained, 0.01) as reading:
+        wait_until(lambda: reading.shown, "the first reading")
+        trained.record.unlink()
+        wait_until(lambda: reading.shown is not None and reading.shown.problem, "the problem")
+    assert reading.shown is not None
+    assert "run.json" in texts(reading.shown, Choices(), 120, 24)[0]
+
+
 class Terminal:
     """A pseudo-terminal of 80 x 24 with the command in it."""
 
@@ -304,6 +341,8 @@ def test_in_a_terminal_keys_are_answered_and_the_terminal_is_restored(trained: R
         opened.process.send_signal(signal.SIGTSTP)
         opened.wait_for("\x1b[?1049l")
         assert termios.tcgetattr(opened.slave)[3] == opened.before[3]
+        stat = Path(f"/proc/{opened.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process is stopped")
         opened.process.send_signal(signal.SIGCONT)
         opened.wait_for("q quit")
         opened.press("q")

@@ -11,7 +11,7 @@ from rich.text import Text
 from scaletrain_cli.launch.view import RunView
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.watch.layout import Choices, cut
-from scaletrain_cli.ui.watch.plot import Line, Mark, plot
+from scaletrain_cli.ui.watch.plot import Line, Mark, ceiling, plot
 
 MOST_HALVINGS = 10
 _TRAINING, _VALIDATION, _ATTEMPT, _ROLLBACK = "cyan", "bold yellow", "blue", "bold red"
@@ -71,6 +71,9 @@ def _chart(
     levels: Mapping[str, float] | None = None,
 ) -> list[Text]:
     part = f"  last {len(lines[0].x):,}" if choices.halvings else ""
+    values = [value for value in lines[0].y if math.isfinite(value)]
+    highest = max(values, default=0.0)
+    above = f"  {'▲' if choices.unicode else '^'} up to {y_text(highest)}" if highest > ceiling(values) else ""
     x_text = seconds_text if choices.by_time else _step_text
     drawn = plot(
         lines,
@@ -82,7 +85,7 @@ def _chart(
         levels=levels,
         unicode=choices.unicode,
     )
-    return [cut(title.copy().append(part, "dim"), width), *drawn]
+    return [cut(title.copy().append(above, "red").append(part, "dim"), width), *drawn]
 
 
 def _line(view: RunView, choices: Choices, column: str, style: str) -> Line:

@@ -56,7 +56,7 @@ def overview(view: RunView, choices: Choices, width: int, height: int) -> Conten
     return Content([*head, *chart, *figures, *shown_findings, *shown_events])
 
 
-_MINOR_EVENTS = ("measured", "first-loss", "mixture")
+_MINOR_EVENTS = ("measured", "first-loss", "mixture", "finding", "finding-cleared")
 
 
 def _why(view: RunView, width: int) -> list[Text]:
@@ -71,8 +71,10 @@ def _figures(view: RunView) -> list[tuple[str, str]]:
     """Return label and text of each line of figures; an empty text where nothing is known."""
     status, figures, plan, hardware = view.status, view.figures, view.record.plan, view.hardware
     left = [f"{seconds_text(figures.eta_seconds)} left" if figures.eta_seconds else "", cost_text(figures)]
-    if figures.eta_seconds and figures.eta_seconds > 60:
-        left[0] += time.strftime(" until %b %d %H:%M", time.localtime(view.now + figures.eta_seconds))
+    if figures.eta_seconds:
+        end = time.localtime(view.now + figures.eta_seconds)
+        is_today = end[:3] == time.localtime(view.now)[:3]
+        left[0] += time.strftime(", until %H:%M" if is_today else ", until %b %d %H:%M", end)
     rate = [f"learning rate {status.learning_rate:.3g}"] if status.learning_rate is not None else []
     rate += [f"gradient norm {status.grad_norm:.3g}"] if status.grad_norm is not None else []
     mfu = "" if status.mfu is None else f"MFU {percent_text(status.mfu)}, planned {percent_text(plan.time.mfu)}"
@@ -112,23 +114,23 @@ def _step_text(view: RunView) -> str:
 
 def _saved(view: RunView) -> str:
     step, seconds = view.status.last_checkpoint_step, view.figures.measured_step_seconds
-    parts = []
+    parts, took = [], ""
     if step is not None:
         commits = [event for event in view.events if event.get("event") == "checkpoint" and event.get("step") == step]
         saved: Mapping[str, Any] = commits[-1] if commits else {}
         at = saved.get("time")
         age = f", {seconds_text(max(0, round(view.now - at)))} ago" if isinstance(at, int | float) else ""
-        size = f", {bytes_text(saved['bytes'])}" if isinstance(saved.get("bytes"), int) else ""
-        took = f" in {seconds_text(saved['seconds'])}" if isinstance(saved.get("seconds"), int | float) else ""
-        parts.append(f"step {step:,}{age}{size}{took}")
+        parts.append(f"step {step:,}{age}")
+        if isinstance(saved.get("bytes"), int) and isinstance(saved.get("seconds"), int | float):
+            took = f"{bytes_text(saved['bytes'])} in {seconds_text(saved['seconds'])}"
     following = view.next_checkpoint_step
     if following is not None:
-        wait = max(0, following - view.status.step)
-        when = "" if seconds is None else f" in {seconds_text(round(wait * seconds))}"
+        wait = following - view.status.step
+        when = f" in {seconds_text(round(wait * seconds))}" if seconds is not None and wait > 0 else ""
         parts.append(f"next at step {following:,}{when}")
     if view.status.steps_lost_total:
         parts.append(f"{counted(view.status.steps_lost_total, 'step')} lost so far")
-    return joined(parts)
+    return joined([*parts, took])
 
 
 def _job_text(view: RunView) -> str:

@@ -13,6 +13,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and c
 _LABEL_COLUMNS = 8
 _LOG_RANGE = 30.0  # the highest value over the lowest, from which the axis is logarithmic
 _FEWEST_ROWS = 4
+_GROUP, _GROUPS = 5, 100  # points whose median is taken at least, and how many groups there are about
 _MARK_CELLS = 4  # between two marks of a line
 
 
@@ -54,10 +55,13 @@ def plot(
     """Return ``rows`` lines of ``columns`` characters: the curves, axes with figures, and the marks on the x axis.
 
     ``levels``: horizontal lines by label, such as the planned value. A cell that several lines touch has the style of
-    the last one. Without ``logarithmic`` the axis is so if all values are positive and spread over a factor of 30.
+    the last one. Values above ``ceiling`` are marked at the top. Without ``logarithmic`` the axis is so if all values
+    are positive and spread over a factor of 30.
     """
     known = [[(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)] for line in lines]
     values = [y for points in known for _, y in points] + list((levels or {}).values())
+    top = ceiling([y for line, points in zip(lines, known, strict=True) if not line.mark for _, y in points])
+    values = [min(value, top) for value in values]
     height, width = rows - 2, columns - _LABEL_COLUMNS - 1
     if not values or height < _FEWEST_ROWS - 2 or width < 8:
         blank = [Text("no values yet".center(columns)[:columns], "dim")] if rows > 0 else []
@@ -72,7 +76,7 @@ def plot(
 
     def place(x: float, y: float) -> tuple[int, int]:
         across = round((x - left) / (right - left) * (canvas.across - 1))
-        return across, round((high - scale(y)) / (high - low) * (canvas.down - 1))
+        return across, round((high - scale(min(y, top))) / (high - low) * (canvas.down - 1))
 
     for mark in marks:
         if left <= mark.x <= right:
@@ -85,6 +89,10 @@ def plot(
                 canvas.put(across, down, line.mark, line.style)
         else:
             canvas.curve([place(x, y) for x, y in points], line.style, line.band_style or line.style)
+    for points in known:
+        for x, y in points:
+            if y > top:
+                canvas.put(*place(x, y), "▲" if unicode else "^", "bold red")
     drawn = canvas.rows()
     ticks = _ticks(low, high, is_log, height, y_text)
     out = []
@@ -93,6 +101,24 @@ def plot(
         out.append(Text.assemble(label, (("┤" if number in ticks else "│") if unicode else "|", "dim"), row))
     out.append(_axis(width, [(place(mark.x, values[0])[0], mark) for mark in marks if left <= mark.x <= right], canvas))
     return [*out, _x_labels(width, left, right, x_text)]
+
+
+def ceiling(values: Sequence[float]) -> float:
+    """Return the value above which points of a curve are marked instead of drawn; infinity if that is not needed.
+
+    A spike of a few points would leave no height for all others. The curve without spikes is that of the medians of
+    groups of neighbors. Room for the noise above it is half of its range, or a third of that of 99 % of the values.
+    Points are only left out if all would else have to share less than half of the height.
+    """
+    if len(values) < 4 * _GROUP:
+        return math.inf
+    size = max(_GROUP, len(values) // _GROUPS)
+    groups = [sorted(values[start : start + size]) for start in range(0, len(values) - _GROUP + 1, size)]
+    medians = [group[len(group) // 2] for group in groups]
+    low, ordered = min(values), sorted(values)
+    likely = ordered[int(0.99 * len(ordered))]
+    top = max(max(medians) + 0.5 * (max(medians) - low), likely + (likely - low) / 3)
+    return top if ordered[-1] - low > 2 * (top - low) > 0 else math.inf
 
 
 def _apart(points: Sequence[tuple[int, int]], distance: int) -> list[tuple[int, int]]:
@@ -138,7 +164,7 @@ def _round_values(low: float, high: float, wanted: int, is_log: bool) -> list[fl
         return [math.log10(v) for v in _round_values(10**low, 10**high, wanted, False) if v > 0]
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
-    unit = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough)
+    unit = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= 0.7 * rough)
     first, last = math.ceil(low / unit), math.floor(high / unit)
     return [number * unit for number in range(first, last + 1)]
 
