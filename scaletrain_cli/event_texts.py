@@ -257,3 +257,4 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "from-scratch": lambda event: "training restarts at step 0 without a checkpoint",
     "pods-force-deleted": lambda event: f"force-deleted the pods {', '.join(event['pods'])} of unreachable nodes",
 }
+EVENT_NAMES = tuple(_SENTENCES)  # of this package; a program of the user's may record others

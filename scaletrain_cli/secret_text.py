@@ -31,6 +31,10 @@ SECRET_FORMS = {
         r"(?i:[?&](sig|signature|x-(amz|goog)-(signature|credential|security-token)|awsaccesskeyid|token|access[_-]?token)"
         r"=[^&\s]{4,})"
     ),
+    "a webhook URL": (
+        r"(?i:https?://(hooks\.slack\.com/(services|workflows|triggers)|(\w+\.)?discord(app)?\.com/api/webhooks|"
+        r"[\w.-]+\.webhook\.office\.com)/[^\s'\"]+)"
+    ),
     "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
 }
 SECRET_FORM = re.compile("|".join(f"(?P<f{index}>{pattern})" for index, pattern in enumerate(SECRET_FORMS.values())))

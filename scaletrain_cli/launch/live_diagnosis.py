@@ -1,9 +1,9 @@
-"""The process that diagnoses a run while it trains: a child of the first node's agent (launch/node/observer.py).
+"""The process that diagnoses a run while it trains, and notifies: a child of the first node's agent (node/observer.py).
 
 ``python -m scaletrain_cli.launch.live_diagnosis RUN_DIR --attempt N --parent-pid PID``. It reads the run directory and
-appends the events ``finding`` and ``finding-cleared``. The end of its standard input asks for a last diagnosis; it then
-ends. It has the lowest priority, is the first process that the kernel kills for lack of memory, dies with the agent,
-and no rank waits for it.
+appends the events ``finding`` and ``finding-cleared``; a thread sends notifications of all events to the receivers in
+``notify``. The end of its standard input asks for a last diagnosis; it then ends. It has the lowest priority, is the
+first process that the kernel kills for lack of memory, dies with the agent, and no rank waits for it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from scaletrain_cli.diagnosis.hysteresis import Hysteresis, Transition
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.processes import die_with_parent
 from scaletrain_cli.log_setup import set_up_logging
+from scaletrain_cli.notify.notifier import Notifier, receivers_environment
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, raised_findings
@@ -39,6 +41,8 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 _YOUNG_SECONDS = 300.0
 _YOUNG_PAUSE_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 60.0, 1800.0
 _YOUNG_SHARE, _SHARE = 0.01, 0.001
+_NOTIFY_SECONDS = 5.0  # between two readings of new events
+_LAST_NOTIFY_SECONDS = 1.0  # for an answer at the end; the process that records the end sends the rest
 _NICE = 19
 _FIRST_TO_KILL = "1000"
 logger = logging.getLogger(__name__)
@@ -57,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging("live diagnosis")
     run = RunDir(options.run_folder)
     try:
-        _run_until_asked(LiveDiagnosis(run, read_record(run), options.attempt), descriptor=0)
+        record = read_record(run)
+        with _notifying(run, record):
+            _run_until_asked(LiveDiagnosis(run, record, options.attempt), descriptor=0)
     except (ScaletrainError, OSError) as error:
         logger.warning("the run is not diagnosed while it trains: %s", error)
         return ExitCode.CRASHED
@@ -70,6 +76,28 @@ def _yield_to_training() -> None:
         os.nice(_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_KILL, encoding="ascii")
+
+
+@contextlib.contextmanager
+def _notifying(run: RunDir, record: RunRecord) -> Iterator[None]:
+    """Send notifications in a thread, so that a slow receiver delays no diagnosis."""
+    if not record.spec.notify:
+        yield
+        return
+    notifier, over = Notifier(run, record, receivers_environment(run, record)), threading.Event()
+
+    def send() -> None:
+        while not over.wait(_NOTIFY_SECONDS):
+            try:
+                notifier.work(_NOTIFY_SECONDS, is_living=True)
+            except Exception as error:  # the next try may succeed, as after a full disk
+                logger.warning("notifications were not sent: %s", error)
+
+    thread = threading.Thread(target=send, name="notify", daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join(_LAST_NOTIFY_SECONDS)
 
 
 def _run_until_asked(diagnosis: LiveDiagnosis, descriptor: int) -> None:

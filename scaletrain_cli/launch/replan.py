@@ -32,8 +32,8 @@ from scaletrain_cli.spec.sources import SourceSpec
 # another run. Of the sources of a mixture, the shares may change, and sources may be added. While a run has trained
 # nothing, all of ``data`` may change.
 MAY_CHANGE = (
-    *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "telemetry", "code", "env"),
-    *("training.micro_batch_size", "data.loader", "data.cache", "data.stages", "data.skip"),
+    *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "notify", "telemetry", "code"),
+    *("env", "training.micro_batch_size", "data.loader", "data.cache", "data.stages", "data.skip"),
 )
 # Fields that the planner sets where they are `auto`; a user may have pinned them.
 _PINS = (

@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.attempts import (
     AttemptRecord,
     Decision,
@@ -28,12 +28,14 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import has_committed, record_event
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec.run import RestartsSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
 CACHES_TRIED = 2
+# The longest time for notifications: between two attempts, and at the end of the run, when nodes are idle.
+_NOTIFY_SECONDS, _LAST_NOTIFY_SECONDS = 5.0, 15.0
 
 _BUDGET: dict[ExitReason, str] = {
     "preempted": "preemption",
@@ -227,6 +229,8 @@ def conclude_attempt(
         )
     _record(run, end_attempt(run, spec, number, outcome, decision))
     _remember_bad_nodes(run, number, outcome, down, decision)
+    if decision.requeue or decision.left_to_scheduler:  # else conclude_run sends it together with the end of the run
+        _send_notifications(run, record, _receivers_environment(run, record), _NOTIFY_SECONDS)
     return decision
 
 
@@ -250,17 +254,46 @@ def withdraw_restart(run: RunDir, number: int, why: Reason, *, left_to_scheduler
 
 
 def conclude_run(run: RunDir, decision: Decision) -> int:
-    """Record that no attempt follows, and return the exit code of the run. The engine itself records a finished run.
+    """Record that no attempt follows, notify, and return the exit code. The engine itself records a finished run.
 
     The values of its secrets are removed, except after a preemption: each resume supplies them again.
     """
+    record = _record_of(run)
+    environment = None if record is None else _receivers_environment(run, record)  # before they are forgotten
     if decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled:
         forget_secrets(run)
     if decision.exit_code != ExitCode.DONE:
         if run.is_cancelled:
             record_event(run, "cancelled")
         record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why, **decision.reason.to_document())
+    if record is not None and environment is not None:
+        _send_notifications(run, record, environment, _LAST_NOTIFY_SECONDS)
     return decision.exit_code
+
+
+def _record_of(run: RunDir) -> RunRecord | None:
+    """Return the record of a run; None for a damaged one, which must not change its end."""
+    try:
+        return read_record(run)
+    except (ScaletrainError, OSError):
+        return None
+
+
+def _receivers_environment(run: RunDir, record: RunRecord) -> dict[str, str]:
+    """Return the variables for the receivers of notifications; empty if there are none."""
+    if not record.spec.notify:
+        return {}
+    from scaletrain_cli.notify.notifier import receivers_environment
+
+    return receivers_environment(run, record)
+
+
+def _send_notifications(run: RunDir, record: RunRecord, environment: Mapping[str, str], seconds: float) -> None:
+    """Send the notifications of what has ended, for at most ``seconds``. Never raises."""
+    if record.spec.notify:
+        from scaletrain_cli.notify.notifier import send_waiting
+
+        send_waiting(run, record, environment, seconds)
 
 
 def forget_secrets(run: RunDir) -> None:

@@ -193,3 +193,12 @@ class Matching:
 
 # No NUL, which is invalid in paths, arguments and environment values.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=4096)]
+EnvName = Annotated[
+    str,
+    Matching(
+        r"[A-Za-z_][A-Za-z0-9_]*",
+        256,
+        "must be the name of an environment variable: letters, digits and _, not starting with a digit",
+    ),
+]
+EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]

@@ -17,10 +17,13 @@ from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.image_files import IMAGE_FORMATS, SKLEARN_DIGITS
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.model import ModelSpec, divisors
+from scaletrain_cli.spec.notify import NotifySpec, notify_inconsistencies
 from scaletrain_cli.spec.quantities import (
     LARGEST_WHOLE,
     AutoSeconds,
     AutoWhole,
+    EnvName,
+    EnvValue,
     Matching,
     Positive,
     PositiveBytes,
@@ -57,7 +60,6 @@ RelativeFolder = Annotated[
 AbsoluteFolder = Annotated[str, Matching(r"/[^\x00\n]*", 4096, "must be the absolute path of a folder, on one line")]
 
 
-EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 _WITH_A_FOLDER = used_when(where_not("code.path", None))
 
 
@@ -212,16 +214,6 @@ class PlannerSpec(Section):
 
 NO_DATA = "none"  # data.source of a program of the user's whose spec has no data section
 SCHEMA = "scaletrain/v1"
-EnvName = Annotated[
-    str,
-    Matching(
-        r"[A-Za-z_][A-Za-z0-9_]*",
-        256,
-        "must be the name of an environment variable: letters, digits and _, not starting with a digit",
-    ),
-]
-
-
 # Kinds of models by the name in pydantic errors; llama and gpt are one kind.
 MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
 FAMILIES = [*BUILT_IN_FAMILIES, *VISION]
@@ -288,6 +280,7 @@ class RunSpec(Section):
     guard: GuardSpec = LEFT_OUT
     restarts: RestartsSpec = LEFT_OUT
     tracking: TrackingSpec = LEFT_OUT
+    notify: tuple[NotifySpec, ...] = Field(default=(), description="whom to tell of findings, failures and the end")
     telemetry: TelemetrySpec = LEFT_OUT
     planner: PlannerSpec = LEFT_OUT
     code: CodeSpec = LEFT_OUT
@@ -447,6 +440,7 @@ class RunSpec(Section):
         both = sorted(set(self.secret_env) & self.env.keys())
         if both:
             yield "secret_env", f"{', '.join(both)} is also in env, where its value is visible; remove it from env."
+        yield from notify_inconsistencies(self.notify, self.env, own_program=self.code.own_program)
         yield from self.cluster.section.run_inconsistencies(env=self.env, secret_env=self.secret_env)
 
     def _group_inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -118,7 +118,8 @@ def run_node(options: AgentOptions) -> int:
         write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
         stopped = StoppedProcesses(stopped_seconds(record.spec))
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
-        watch.observer = Observer(run, options.attempt) if options.node_rank == 0 else None
+        if options.node_rank == 0:
+            watch.observer = Observer(run, options.attempt, notifies=bool(record.spec.notify))
         if record.spec.telemetry.enabled:
             path = node_file(run, options.attempt, node.node)
             watch.telemetry = NodeTelemetry(

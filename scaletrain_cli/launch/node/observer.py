@@ -1,4 +1,4 @@
-"""The agent's side of the process that diagnoses the run while it trains (launch/live_diagnosis.py)."""
+"""The agent's side of the process that diagnoses the run while it trains and notifies (launch/live_diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ logger = logging.getLogger(__name__)
 class Observer:
     """Starts the process once the attempt has trained for some seconds, and asks it for a last diagnosis at the end.
 
-    No method raises or waits, except ``finish`` for at most 5 seconds.
+    ``notifies``: the run has receivers of notifications, so that the process is needed before the first step, too. No
+    method raises or waits, except ``finish`` for at most 5 seconds.
     """
 
     run: RunDir
     attempt: int
+    notifies: bool = False
     start_seconds: float = _START_SECONDS
     _began: float = field(default_factory=time.monotonic, init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -41,8 +43,9 @@ class Observer:
         return None if self._process is None else self._process.pid
 
     def start_if_due(self) -> None:
-        """Start the process if the attempt is old enough and has written measurements. Called about every second."""
-        if not self._is_tried and time.monotonic() - self._began >= self.start_seconds and self._has_trained():
+        """Start the process if the attempt is old enough and is measured. Called about every second."""
+        is_old = time.monotonic() - self._began >= self.start_seconds
+        if not self._is_tried and is_old and (self.notifies or self._has_trained()):
             self._start()
 
     def finish(self, seconds: float = _LAST_SECONDS, *, failed: bool) -> None:

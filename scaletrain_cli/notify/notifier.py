@@ -1,0 +1,198 @@
+"""Send the notifications of a run: read new events, send what is due, and keep in notify.json what was sent.
+
+Two processes use it: the first node's while an attempt lives (launch/live_diagnosis.py), and the one that records the
+end of an attempt or of the run (launch/restart.py). A lock lets one of them work at a time. An event is read and its
+notifications are recorded as pending in one write of the file; each delivery is another one. So a notification is lost
+by no crash, and sent twice only if the process is killed between the receiver's answer and that write, with the same
+id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.notify.delivery import Delivery, Origin, deliver
+from scaletrain_cli.notify.notices import Notice, Pending, Receiver, notice_of
+from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import locked, open_to_read
+from scaletrain_cli.spec.notify import NotifySpec
+
+_LEAST_GAP_SECONDS = 1.0  # between two notifications to a receiver
+_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 2.0, 600.0
+_COMMAND_TRIES = 3
+_LOCK_SECONDS = 2.0
+logger = logging.getLogger(__name__)
+
+
+def receivers_environment(run: RunDir, record: RunRecord) -> dict[str, str]:
+    """Return the variables for receivers: of this process, of the spec, and the values of ``secret_env``."""
+    secrets: Mapping[str, Any] = {}
+    with contextlib.suppress(OSError):
+        secrets = read_document(run.secrets) or {}
+    return {**os.environ, **record.spec.env, **{name: str(value) for name, value in secrets.items()}}
+
+
+def state_file(run: RunDir) -> Path:
+    """Return the path of the file that holds what was sent."""
+    return run.path / "notify.json"
+
+
+def read_receivers(run: RunDir) -> dict[str, Receiver]:
+    """Return the receivers in the state file by name; those of another form are left out."""
+    found = (read_document(state_file(run)) or {}).get("receivers")
+    receivers: dict[str, Receiver] = {}
+    for name, data in found.items() if isinstance(found, dict) else ():
+        with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
+            receivers[name] = Receiver.from_json(data)
+    return receivers
+
+
+class Notifier:
+    """The receivers of one run. ``environment``: as receivers_environment() returns it."""
+
+    def __init__(self, run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> None:
+        self._run, self._environment = run, environment
+        self._settings: dict[str, NotifySpec] = {each.name: each for each in record.spec.notify}
+        self._origin = Origin(run.run_id, record.spec.name, str(run.path), tuple(record.spec.secret_env))
+        self._logged: dict[str, str] = {}
+
+    def work(self, seconds: float, *, is_living: bool) -> None:
+        """Read new events, and send what is due, until nothing is due within ``seconds``.
+
+        ``is_living``: the run trains, so that findings last. Raises OSError if the run directory cannot be used.
+        """
+        if not self._settings:
+            return
+        until = time.monotonic() + seconds
+        with locked(self._run.path / "notify.lock", wait_seconds=max(_LOCK_SECONDS, seconds)) as alone:
+            if not alone:
+                return
+            receivers = self._collect(is_living)
+            if not is_living:  # the last try may have been a long time ago, and there may be no later one
+                for each in receivers.values():
+                    each.pending = [replace(pending, not_before=0.0) for pending in each.pending]
+            while (due := self._next(receivers)) is not None:
+                name, pending, at = due
+                if (pause := at - time.time()) > 0:
+                    if time.monotonic() + pause > until:
+                        return
+                    time.sleep(pause)
+                if time.monotonic() >= until and not is_living:
+                    return
+                self._send(name, receivers[name], pending)
+                self._write(receivers)
+
+    def _collect(self, is_living: bool) -> dict[str, Receiver]:
+        """Return the receivers with what new events add, after that was written."""
+        known = read_receivers(self._run)
+        receivers = {name: known.get(name, Receiver()) for name in self._settings}
+        before = {name: each.to_json() for name, each in receivers.items()}
+        for name, receiver in receivers.items():
+            settings = self._settings[name]
+            if receiver.read_bytes is None:
+                receiver.read_bytes = _begin_of_submission(self._run.events)
+            for place, end, event in _events_from(self._run.events, receiver.read_bytes):
+                notice = notice_of(event, place)
+                if notice is not None:
+                    receiver.take(notice, settings)
+                receiver.read_bytes = end
+            if is_living:
+                receiver.remind(time.time(), settings)
+        if before != {name: each.to_json() for name, each in receivers.items()}:
+            self._write(receivers)
+        return receivers
+
+    def _write(self, receivers: Mapping[str, Receiver]) -> None:
+        write_document(state_file(self._run), {"receivers": {name: each.to_json() for name, each in receivers.items()}})
+
+    def _next(self, receivers: Mapping[str, Receiver]) -> tuple[str, Pending, float] | None:
+        """Return the receiver and the notification to be sent first, and its Unix time; None if there is none."""
+        found = [
+            (name, pending, max(pending.not_before, each.blocked_until, each.last_sent + _LEAST_GAP_SECONDS))
+            for name, each in receivers.items()
+            for pending in each.pending[:1]
+        ]
+        return min(found, key=lambda one: one[2], default=None)
+
+    def _send(self, name: str, receiver: Receiver, pending: Pending) -> None:
+        settings = self._settings[name]
+        result: Delivery = deliver(pending.notice, settings, self._origin, self._environment)
+        now = time.time()
+        if not result.problem:
+            receiver.delivered(pending, now)
+            self._logged.pop(name, None)
+            return
+        if self._logged.get(name) != result.problem:
+            logger.warning("%s: a notification was not accepted: %s", name, result.problem)
+        self._logged[name] = result.problem
+        tried_out = settings.command is not None and pending.tries + 1 >= _COMMAND_TRIES
+        if result.is_final or tried_out:
+            receiver.refused(pending, result.problem)
+            return
+        pause = min(_LONGEST_RETRY_SECONDS, _FIRST_RETRY_SECONDS * 2.0**pending.tries)
+        if result.retry_after is not None:
+            receiver.blocked_until = now + result.retry_after
+            pause = min(pause, result.retry_after)
+        receiver.postponed(pending, result.problem, now + pause)
+
+
+def send_waiting(run: RunDir, record: RunRecord, environment: Mapping[str, str], seconds: float) -> None:
+    """Send what the end of an attempt adds, and what is pending, for at most ``seconds``. Never raises.
+
+    The thread is left behind if a receiver does not answer; what it has not sent stays pending.
+    """
+    if not record.spec.notify:
+        return
+    notifier = Notifier(run, record, environment)
+
+    def send() -> None:
+        try:
+            notifier.work(seconds, is_living=False)
+        except Exception as error:  # notifications never change the end of an attempt
+            logger.warning("notifications were not sent: %s", error)
+
+    thread = threading.Thread(target=send, name="notify", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def trial_notice(now: float) -> Notice:
+    """Return a notification for a test of receivers."""
+    text = "a test of the receivers of this run"
+    return Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})
+
+
+def _events_from(path: Path, start: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield (offset, offset of its end, event) of each complete line from ``start`` on."""
+    try:
+        with open_to_read(path) as file:
+            file.seek(0, os.SEEK_END)
+            begin = min(start, file.tell())
+            file.seek(begin)
+            data = file.read()
+    except FileNotFoundError:
+        return
+    place = begin
+    *lines, _ = data.split(b"\n")
+    for line in lines:
+        end = place + len(line) + 1
+        with contextlib.suppress(ValueError):
+            if isinstance(event := parse_json(line), dict):
+                yield place, end, event
+        place = end
+
+
+def _begin_of_submission(path: Path) -> int:
+    """Return the offset of the latest event ``submitted``; 0 if there is none: a new receiver gets no older events."""
+    places = [place for place, _, event in _events_from(path, 0) if event.get("event") == "submitted"]
+    return places[-1] if places else 0

@@ -1,0 +1,223 @@
+"""Notifications of a run to a real HTTP server: once, later after failures, and never in the way of training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.attempts import Decision
+from scaletrain_cli.launch.restart import conclude_run
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.notify import delivery, notifier
+from scaletrain_cli.notify.notices import Notice, Receiver
+from scaletrain_cli.notify.notifier import Notifier, read_receivers, send_waiting, state_file
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.spec.notify import NotifySpec
+from tests.launch.conftest import MadeRun, make_plan, make_spec
+from tests.notify.webhook import Webhook
+
+HOOK = NotifySpec.model_validate({"webhook": "HOOK"})
+MakeHook = Callable[..., Webhook]
+
+
+@pytest.fixture
+def hook() -> Iterator[MakeHook]:
+    made: list[Webhook] = []
+
+    def make(*answers: tuple[int, dict[str, str]] | str) -> Webhook:
+        made.append(Webhook(*answers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifier, "_LEAST_GAP_SECONDS", 0.05)
+    monkeypatch.setattr(notifier, "_FIRST_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(notifier, "_LOCK_SECONDS", 0.1)
+
+
+def notifying(*receivers: dict[str, Any]) -> MadeRun:
+    spec = make_spec(f"notify={json.dumps(list(receivers) or [{'webhook': 'HOOK'}])}")
+    made = create_run(spec, make_plan(spec), None)
+    record_event(made.run, "submitted", job_id="1", scheduler="local")
+    return MadeRun(made.run, made.record)
+
+
+def fail(made: MadeRun, why: str = "too many crashes") -> None:
+    record_event(made.run, "stopped", exit_code=93, why=why, code="launch.stop-no-progress", params={"attempts": 3})
+
+
+def work(made: MadeRun, environment: dict[str, str], seconds: float = 2.0, *, is_living: bool = True) -> None:
+    Notifier(made.run, made.record, environment).work(seconds, is_living=is_living)
+
+
+def receiver_of(made: MadeRun) -> Any:
+    (found,) = read_receivers(made.run).values()
+    return found
+
+
+def test_slack_gets_text_and_blocks_once_and_the_url_is_in_no_file(hook: MakeHook) -> None:
+    made, server = notifying(), hook()
+    fail(made, "a < b & c")
+    for _ in range(3):  # as by several attempts
+        work(made, {"HOOK": server.url})
+    (message,) = server.received
+    assert message.keys() == {"text", "blocks"}
+    assert message["text"].startswith(f"{made.run.run_id}: failed: not requeued: a &lt; b &amp; c")
+    assert [block["type"] for block in message["blocks"]] == ["section", "context"]
+    assert server.headers[0]["Content-Type"] == "application/json"
+    assert receiver_of(made).sent == 1
+    written = b"".join(path.read_bytes() for path in made.run.path.rglob("*") if path.is_file())
+    assert b"opaque-part" not in written
+
+
+def test_json_has_the_event_and_hides_secrets(hook: MakeHook) -> None:
+    made, server = notifying({"webhook": "HOOK", "format": "json"}), hook()
+    fail(made, "the key hf_abcdefghijklmnopqrstuvwx and opaque-token-1 were rejected")
+    work(made, {"HOOK": server.url, "MY_TOKEN": "opaque-token-1"})
+    (message,) = server.received
+    assert message["schema"] == "scaletrain.notification/v1"
+    assert (message["run_id"], message["kind"], message["severity"]) == (made.run.run_id, "failed", "error")
+    assert message["event"]["exit_code"] == 93
+    assert "the key (not shown) and (not shown) were rejected" in message["text"]
+    assert server.ids == [message["id"]]
+
+
+def test_a_busy_receiver_is_asked_again_after_the_time_that_it_names(hook: MakeHook) -> None:
+    soon = datetime.now(timezone.utc) + timedelta(seconds=3)
+    server = hook((429, {"Retry-After": "0.3"}), (503, {"Retry-After": soon.strftime("%a, %d %b %Y %H:%M:%S GMT")}))
+    made = notifying()
+    fail(made)
+    began = time.monotonic()
+    work(made, {"HOOK": server.url}, 10.0)
+    assert len(server.received) == 3
+    assert time.monotonic() - began > 1.5  # the date has whole seconds
+    assert len(set(server.ids)) == 1
+
+
+def test_failures_are_tried_again_later_and_kept_over_processes(
+    hook: MakeHook, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, server = notifying(), hook((500, {}), (500, {}), (500, {}))
+    fail(made)
+    work(made, {}, 0.1)  # the variable is not set
+    assert "HOOK is not set" in receiver_of(made).problem
+    work(made, {"HOOK": "http://127.0.0.1:9/opaque-part"}, 0.1)
+    assert "no connection" in receiver_of(made).problem
+    assert server.received == []
+    work(made, {"HOOK": server.url}, 5.0)
+    assert len(server.received) == 4
+    assert receiver_of(made).pending == []
+    logged = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("HTTP status 500" in line for line in logged) == 1  # not once per try
+    assert "opaque-part" not in "".join(logged)
+
+
+def test_the_end_of_a_run_does_not_wait_for_the_next_try(hook: MakeHook) -> None:
+    made, server = notifying(), hook()
+    fail(made)
+    receivers = {"webhook HOOK": Receiver(0)}
+    receivers["webhook HOOK"].take(Notice("1-hang", "hang", "error", "a hang", 0.0, {"event": "hang"}), HOOK)
+    receivers["webhook HOOK"].postponed(receivers["webhook HOOK"].pending[0], "HTTP status 500", time.time() + 600)
+    write_document(state_file(made.run), {"receivers": {name: each.to_json() for name, each in receivers.items()}})
+    work(made, {"HOOK": server.url})
+    assert server.received == []
+    work(made, {"HOOK": server.url}, is_living=False)
+    assert len(server.received) == 2
+
+
+@pytest.mark.parametrize("answer", [(404, {}), (302, {"Location": "http://127.0.0.1:9/elsewhere"})])
+def test_a_refusal_is_final(hook: MakeHook, answer: tuple[int, dict[str, str]]) -> None:
+    made, server = notifying(), hook(answer)
+    fail(made)
+    for _ in range(2):
+        work(made, {"HOOK": server.url})
+    assert len(server.received) == 1
+    assert (receiver_of(made).dropped, receiver_of(made).problem) == (1, f"HTTP status {answer[0]}")
+
+
+def test_a_receiver_that_never_answers_delays_the_end_by_a_bounded_time(
+    hook: MakeHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process sends the end late, and findings in the meantime are not lost."""
+    made, server = notifying(), hook("hang")
+    monkeypatch.setattr(delivery, "REQUEST_SECONDS", 0.6)
+    fail(made)
+    began = time.monotonic()
+    send_waiting(made.run, made.record, {"HOOK": server.url}, 0.3)
+    assert time.monotonic() - began < 2
+    assert receiver_of(made).pending
+    time.sleep(0.6)  # the thread that was left behind gives up
+    work(made, {"HOOK": server.url}, 5.0)
+    assert len(server.received) == 2
+    assert len(set(server.ids)) == 1
+    assert receiver_of(made).pending == []
+
+
+def test_a_crash_between_reading_and_sending_neither_loses_nor_repeats(
+    hook: MakeHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, server = notifying(), hook()
+    fail(made)
+    with monkeypatch.context() as patch:
+        patch.setattr(notifier, "deliver", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            work(made, {"HOOK": server.url})
+    assert len(receiver_of(made).pending) == 1
+    work(made, {"HOOK": server.url})
+    work(made, {"HOOK": server.url})
+    assert len(server.received) == 1
+
+
+def test_a_new_receiver_gets_no_events_of_earlier_submissions_and_a_damaged_state_is_replaced(hook: MakeHook) -> None:
+    made, server = notifying(), hook()
+    fail(made)
+    record_event(made.run, "submitted", job_id="2", scheduler="local")
+    write_document(state_file(made.run), {"receivers": {"webhook HOOK": {"pending": 3}}})
+    work(made, {"HOOK": server.url})
+    assert server.received == []
+    assert receiver_of(made).read_bytes == made.run.events.stat().st_size
+
+
+def test_the_end_of_a_run_is_sent_before_its_secrets_are_forgotten(hook: MakeHook) -> None:
+    made, server = notifying(), hook()
+    write_document(made.run.secrets, {"HOOK": server.url})
+    conclude_run(made.run, Decision.because(False, 93, Reason("launch.stop-no-progress", {"attempts": 3})))
+    assert len(server.received) == 1
+    assert not made.run.secrets.exists()
+
+
+def test_a_command_gets_the_notification_as_json_and_is_tried_three_times(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    code = f"import os, sys; open({str(told)!r}, 'a').write(sys.stdin.read() + os.environ['SCALETRAIN_NOTIFY_KIND'])"
+    made = notifying({"command": [sys.executable, "-c", code]}, {"command": [sys.executable, "-c", "exit('no luck')"]})
+    fail(made)
+    work(made, {"PATH": "/usr/bin"}, 5.0)
+    text = told.read_text(encoding="utf-8")
+    assert text.endswith("failed")
+    assert json.loads(text.removesuffix("failed"))["run_id"] == made.run.run_id
+    refused = read_receivers(made.run)[made.record.spec.notify[1].name]
+    assert (refused.dropped, refused.pending) == (1, [])
+    assert refused.problem.endswith("ended with code 1: no luck")
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "COMMAND_SECONDS", 0.3)
+    made = notifying({"command": ["sh", "-c", "sleep 60"]})
+    fail(made)
+    work(made, {"PATH": "/usr/bin:/bin"}, 5.0)
+    assert receiver_of(made).problem == "sh did not end within 0 s"
