@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("list", "List runs."),
         Verb("logs", "Show the output of a run."),
         Verb("events", "Show the events of a run."),
+        Verb("notify", "Test receivers of notifications: notify test|list|send."),
         Verb("nodes", "Manage excluded nodes: nodes list|clear."),
         Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|average|prune."),
         Verb("evaluation", "Evaluate checkpoints: evaluation submit|list|show."),

@@ -16,11 +16,10 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from scaletrain_cli.notify.notices import Notice
 from scaletrain_cli.secret_text import hide_values, hide_values_in, secret_values
-from scaletrain_cli.spec.notify import NotifySpec
+from scaletrain_cli.spec.notify import NotifySpec, url_problem
 
 SCHEMA = "scaletrain.notification/v1"
 REQUEST_SECONDS, COMMAND_SECONDS = 10.0, 30.0
@@ -111,16 +110,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
-
-
-def url_problem(url: str) -> str:
-    """Return why a text is not the URL of a webhook; empty if it is one."""
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        known = False
-    return "" if known and url.isprintable() and " " not in url else "not a URL that begins with https:// or http://"
 
 
 def _post(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[str, str]) -> Delivery:

@@ -196,6 +196,9 @@ TEXTS: dict[str, Text] = {
     "tracker-not-installed": Text(
         "{tracker} is not installed here", ("Run {command}, or remove {tracker} from tracking",)
     ),
+    "notify-not-set": Text("{name} is not set for the run", ("{hint}",)),
+    "notify-not-a-url": Text("{name} is {problem}", ("Set it to the URL of the webhook",)),
+    "notify-no-command": Text("{program} is not found", ("Give the path of a program, or install it",)),
     "no-wandb-key": Text(
         "the run has no API key for Weights & Biases",
         ("{login}; or set it to offline and upload the files later with `wandb sync`",),

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -80,3 +81,13 @@ def notify_inconsistencies(
             if event not in known and not own_program:
                 hint = f" {did_you_mean(event, known)}".rstrip()
                 yield f"{key}.events", f"{event} is not an event.{hint}"
+
+
+def url_problem(url: str) -> str:
+    """Return why a text is not the URL of a webhook; empty if it is one."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    return "" if known and url.isprintable() and " " not in url else "not a URL that begins with https:// or http://"

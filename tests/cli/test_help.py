@@ -16,6 +16,7 @@ VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 # Verbs that are groups, and what is in them.
 IN_GROUPS = {
     "data": ("prepare", "show", "stats", "upload"),
+    "notify": ("test", "list", "send"),
     "nodes": ("list", "clear"),
     "checkpoint": ("list", "verify", "export", "average", "prune"),
     "evaluation": ("submit", "list", "show"),

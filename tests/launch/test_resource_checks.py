@@ -72,6 +72,7 @@ NAMES_NOTHING = {
         for key in ("name", "prompts.*", "tasks.*", "batch_size")
     },
     "evaluation.zero_shot.templates.*": "prompts",
+    "notify.*.events.*": "names of events, which loading the spec checks",
     "tracking.*": "the name of a tracker, which loading the spec checks",
 }
 # The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
@@ -238,6 +239,15 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ),
     ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
     ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
+    (
+        "notify.*.webhook",
+        ("notify=[{webhook: NOT_SET_ANYWHERE}]",),
+        "notify.0.webhook",
+        "NOT_SET_ANYWHERE is not set for the run. Export NOT_SET_ANYWHERE.",
+    ),
+    ("notify.*.webhook", ("notify=[{webhook: PATH}]",), "notify.0.webhook", "PATH is not a URL that begins with https"),
+    ("notify.*.webhook", (ON_SLURM, "notify=[{webhook: PATH}]"), "notify.0.webhook", "PATH is not set for the run"),
+    ("notify.*.command.*", ("notify=[{command: [no-such-program]}]",), "notify.0.command", "is not found"),
     (
         "tracking.wandb.project",
         ("tracking.wandb.mode=online",),

@@ -46,6 +46,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.notify import url_problem
 
 if TYPE_CHECKING:
     from scaletrain_cli.data.sources.records import SourceFile
@@ -358,6 +359,28 @@ def wandb_problems(view: View) -> Iterator[Problem]:
     yield view.problem(key, Reason("checks.no-wandb-key", {"login": hint}), "online")
 
 
+def notify_problems(view: View) -> Iterator[Problem]:
+    """Yield each webhook whose URL the run will not have, or that is none, and each command that is not found.
+
+    Commands are looked for where the run is on this machine. No problem contains a URL.
+    """
+    spec, backend = view.spec, backend_for(view.spec.cluster.scheduler)
+    for number, one in enumerate(spec.notify):
+        if one.command is not None:
+            word = one.command[0]
+            path = spec.env.get("PATH", view.environment.get("PATH"))
+            if spec.cluster.traits.runs_here and shutil.which(word, path=path) is None:
+                reason = Reason("checks.notify-no-command", {"program": word})
+                yield view.problem(f"notify.{number}.command", reason, word)
+            continue
+        name, key = str(one.webhook), f"notify.{number}.webhook"
+        if name not in view.secrets and not backend.passes_on(spec, name, view.environment):
+            reason = Reason("checks.notify-not-set", {"name": name, "hint": backend.secret_hint(name)})
+            yield view.problem(key, reason, name)
+        elif (url := view.environment.get(name)) and (problem := url_problem(url)):
+            yield view.problem(key, Reason("checks.notify-not-a-url", {"name": name, "problem": problem}), name)
+
+
 def section_problems(view: View) -> Iterator[Problem]:
     """Yield resources of the back end's section that do not exist."""
     yield from backend_for(view.spec.cluster.scheduler).resource_problems(view)
@@ -394,5 +417,6 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     secret_problems,
     tracker_problems,
     wandb_problems,
+    notify_problems,
     section_problems,
 )

@@ -229,6 +229,22 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "Kubernetes: cluster.kubernetes.secrets names the Secret that has it",
     ),
     _row(
+        "notify.*.webhook",
+        "an environment variable with the URL of a webhook",
+        "set, or in secret_env of the run; an http or https URL",
+        _SUBMIT,
+        f"{_CHECKS}notify_problems",
+        "whether the receiver accepts it: `scaletrain notify test`",
+    ),
+    _row(
+        "notify.*.command.*",
+        "a program and its arguments",
+        "local: the program is on PATH",
+        _SUBMIT,
+        f"{_CHECKS}notify_problems",
+        "other machines: its first use. Training continues without it",
+    ),
+    _row(
         "tracking.wandb.project",
         "a project of Weights & Biases",
         "wandb is installed; with mode: online, a key exists: WANDB_API_KEY, or an entry in .netrc",

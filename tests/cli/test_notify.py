@@ -1,0 +1,63 @@
+"""`scaletrain notify`: tests of receivers, what was sent, and what is sent late."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from tests.cli.command_line import SMALL, scaletrain
+from tests.launch.conftest import make_plan, make_spec
+from tests.notify.webhook import Webhook
+
+
+@pytest.fixture
+def server() -> Iterator[Webhook]:
+    made = Webhook()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    spec = make_spec("notify=[{webhook: HOOK}]")
+    made = create_run(spec, make_plan(spec), "told").run
+    record_event(made, "stopped", exit_code=93, why="w", code="x", params={})
+    return made
+
+
+def test_a_test_notification_goes_to_every_receiver_of_a_spec_or_a_run(
+    server: Webhook, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", server.url)
+    path = tmp_path / "run.yaml"
+    path.write_text(Path(SMALL).read_text() + "notify: [{webhook: HOOK, format: json}, {webhook: MISSING}]\n")
+    ended = scaletrain("notify", "test", str(path))
+    assert ended.code == 1
+    assert ended.out.splitlines() == ["webhook HOOK: accepted", "webhook MISSING: the variable MISSING is not set"]
+    ended = scaletrain("notify", "test", run.run_id, "--json")
+    assert json.loads(ended.out)["receivers"] == [{"receiver": "webhook HOOK", "accepted": True, "problem": ""}]
+    assert [message.get("kind", "slack") for message in server.received] == ["test", "slack"]
+    assert server.received[0]["text"] == "a test of the receivers of this run"
+
+
+def test_what_is_waiting_after_the_end_is_listed_and_sent(
+    server: Webhook, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.cli.notify._SEND_SECONDS", 0.5)
+    ended = scaletrain("notify", "send", "told")
+    assert ended.code == 1
+    assert ended.out.startswith("webhook HOOK: 1 waiting; the variable HOOK is not set")
+    monkeypatch.setenv("HOOK", server.url)
+    assert scaletrain("notify", "send", "told").code == 0
+    assert scaletrain("notify", "list", "told").out == "webhook HOOK: 1 sent, 0 waiting, 0 given up\n"
+    (row,) = json.loads(scaletrain("notify", "list", "told", "--json").out)["receivers"]
+    assert row == {"receiver": "webhook HOOK", "sent": 1, "waiting": 0, "given_up": 0, "problem": ""}
+    assert len(server.received) == 1
+    assert run.run_id in server.received[0]["text"]
