@@ -109,6 +109,7 @@ checkpoint: {every: $checkpoint_every, keep: 3}  # in steps; written in the back
 restarts: {preemption: unlimited, node: 10, crash: 3}
 # tracking: [tensorboard, {wandb: {project: $name}}]  # also mlflow; metrics.jsonl is always written
 # telemetry: {enabled: false}  # by default ranks, GPUs and nodes are measured each second
+# notify: [{webhook: SLACK_URL}]  # name of a variable; told of findings, failures and the end
 # code: {path: ., engine: train}  # your own program in a git working tree, instead of the built-in engine
 # env: {NCCL_DEBUG: WARN}
 """
