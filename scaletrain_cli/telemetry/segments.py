@@ -1,10 +1,10 @@
 """The segments of a series file: rows of one tier, stored by column, compressed, with a CRC-32.
 
 A segment is a header of 16 bytes (magic, version, tier, length and CRC of the body) and a body compressed by zlib. The
-body is a JSON index and then, per block, little-endian columns: times (ms, int64), steps (int64), counts (int64), and
-per column of values the mean (float32), and lowest and highest where they differ from it. Integers are stored as
-differences to the row before, and all numbers byte by byte (all first bytes, then all second ones), which compresses
-better. A block has the rows of all subjects with the same columns, one subject after another.
+body is a JSON index and then, per block, two arrays by column: int64 with times (ms), steps and counts, as differences
+to the row before, and float32 with the mean of each column, and its lowest and highest value where they differ from it.
+Arrays are little-endian and stored byte by byte (all first bytes, then all second ones), which compresses better. A
+block has the rows of all subjects with the same columns, one subject after another.
 
 Rows of tier k stand for 10^k rows as they were added; ``first`` is the number of the first of these.
 """
@@ -17,11 +17,11 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import sub
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FACTOR = 10  # rows of a tier that make one row of the next tier
 TIERS = 7  # of 1, 10, ... 10^6 rows
@@ -54,20 +54,29 @@ class Row:
     cells: Mapping[str, Cell]
 
 
-class Part(NamedTuple):
-    """Consecutive rows of one subject in one segment; ``columns``: (mean, lowest, highest) by name."""
+class Block(NamedTuple):
+    """Rows of all subjects with the same columns. ``columns``: places of mean, lowest and highest in ``values``."""
 
-    tier: int
-    first: int
     times: Sequence[float]
     steps: Sequence[int]
     counts: Sequence[int]
-    columns: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]]
+    values: array[float]
+    columns: Mapping[str, tuple[int, int, int]]
+
+
+class Part(NamedTuple):
+    """Consecutive rows of one subject in one segment: ``rows`` rows of a block from row ``start`` on."""
+
+    tier: int
+    first: int
+    block: Block
+    start: int
+    rows: int
 
     def firsts(self) -> range:
         """Return the number of the first added row of each row."""
         span = FACTOR**self.tier
-        return range(self.first, self.first + span * len(self.times), span)
+        return range(self.first, self.first + span * self.rows, span)
 
 
 class Segment(NamedTuple):
@@ -84,25 +93,23 @@ def write_segment(tier: int, rows: Mapping[str, Sequence[Row]]) -> bytes:
     for subject, own in rows.items():
         names = tuple(sorted({name for row in own for name in row.cells}))
         blocks.setdefault(names, []).append(subject)
-    index, columns = [], []
+    index, numbers = [], []
     for names, subjects in blocks.items():
         block = [row for subject in subjects for row in rows[subject]]
-        columns += [
-            _integers([round(row.time * _MS) for row in block]),
-            _integers([row.step for row in block]),
-            _integers([row.count for row in block]),
-        ]
-        ranged = []
+        columns = [[round(row.time * _MS) for row in block], [row.step for row in block], [row.count for row in block]]
+        integers = array("q")
+        for column in columns:
+            integers.extend([*column[:1], *map(sub, column[1:], column)])
+        values, ranged = array("f"), []
         for name in names:
             cells = [row.cells.get(name, _ABSENT) for row in block]
-            columns.append(_floats([cell.mean for cell in cells]))
             ranged.append(int(any(cell.lowest != cell.highest and cell.weight for cell in cells)))
-            if ranged[-1]:
-                columns += [_floats([cell.lowest for cell in cells]), _floats([cell.highest for cell in cells])]
-        places = [[subject, rows[subject][0].first, len(rows[subject])] for subject in subjects]
-        index.append([list(names), ranged, places])
+            for number in range(3 if ranged[-1] else 1):
+                values.extend(map(_in_float32, (cell[number] for cell in cells)))
+        numbers += [_split(integers), _split(values)]
+        index.append([names, ranged, [[subject, rows[subject][0].first, len(rows[subject])] for subject in subjects]])
     text = json.dumps(index, separators=(",", ":")).encode()
-    body = zlib.compress(_INDEX_LENGTH.pack(len(text)) + text + b"".join(columns), 6)
+    body = zlib.compress(_INDEX_LENGTH.pack(len(text)) + text + b"".join(numbers), 6)
     return _HEADER.pack(_MAGIC, tier, len(body), _crc(tier, body)) + body
 
 
@@ -128,25 +135,19 @@ def read_segment(data: bytes, segment: Segment) -> dict[str, Part]:
         parts: dict[str, Part] = {}
         for names, ranged, subjects in json.loads(body[_INDEX_LENGTH.size : at]):
             rows = sum(count for _, _, count in subjects)
-            integers = []
-            for _ in range(3):
-                integers.append(_read_integers(body[at : at + 8 * rows], rows))
-                at += 8 * rows
-            times = [time / _MS for time in integers[0]]
-            columns = {}
+            integers = _joined("q", body, at, 3 * rows)
+            at += 24 * rows
+            columns, place = {}, 0
             for name, has_range in zip(names, ranged, strict=True):
-                found = []
-                for _ in range(3 if has_range else 1):
-                    found.append(_read_floats(body[at : at + 4 * rows], rows))
-                    at += 4 * rows
-                columns[str(name)] = found if has_range else found * 3
+                columns[str(name)] = (place, place + rows, place + 2 * rows) if has_range else (place,) * 3
+                place += (3 if has_range else 1) * rows
+            values = _joined("f", body, at, place)
+            at += 4 * place
+            times, steps, counts = (accumulate(integers[rows * column : rows * (column + 1)]) for column in range(3))
+            block = Block([time / _MS for time in times], list(steps), list(counts), values, columns)
             start = 0
             for subject, first, count in subjects:
-                cut = slice(start, start + count)
-                own = {name: (mean[cut], low[cut], high[cut]) for name, (mean, low, high) in columns.items()}
-                parts[str(subject)] = Part(
-                    segment.tier, int(first), times[cut], integers[1][cut], integers[2][cut], own
-                )
+                parts[str(subject)] = Part(segment.tier, int(first), block, start, count)
                 start += count
     except (zlib.error, struct.error, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"a segment with unknown content: {error}") from error
@@ -160,19 +161,13 @@ def _crc(tier: int, body: bytes) -> int:
     return zlib.crc32(body, zlib.crc32(_CHECKED.pack(tier, len(body))))
 
 
-def _integers(values: Sequence[int]) -> bytes:
-    return _split(array("q", [*values[:1], *map(sub, values[1:], values)]))
-
-
-def _floats(values: Iterable[float]) -> bytes:
+def _in_float32(value: float) -> float:
     # Beyond the largest float32 a value would become infinite, or raise an error, depending on the platform.
-    return _split(array("f", [value if math.isinf(value) else _clamped(value) for value in values]))
-
-
-def _clamped(value: float) -> float:
     if value > _LARGEST_FLOAT:
-        return _LARGEST_FLOAT
-    return -_LARGEST_FLOAT if value < -_LARGEST_FLOAT else value
+        return _LARGEST_FLOAT if value < math.inf else value
+    if value < -_LARGEST_FLOAT:
+        return -_LARGEST_FLOAT if value > -math.inf else value
+    return value
 
 
 def _split(values: array[float] | array[int]) -> bytes:
@@ -182,24 +177,16 @@ def _split(values: array[float] | array[int]) -> bytes:
     return b"".join(data[byte :: values.itemsize] for byte in range(values.itemsize))
 
 
-def _joined(data: bytes, rows: int, size: int) -> bytes:
-    if len(data) != rows * size:
+def _joined(kind: Literal["f", "q"], body: bytes, at: int, number: int) -> array[Any]:
+    """Return ``number`` values of the array that begins at ``at``. Raises ValueError where the body is too short."""
+    values = array(kind)
+    size = values.itemsize
+    if number < 0 or at + number * size > len(body):
         raise ValueError("a segment that is shorter than its index says")
-    joined = bytearray(len(data))
+    joined = bytearray(number * size)
     for byte in range(size):
-        joined[byte::size] = data[byte * rows : (byte + 1) * rows]
-    return bytes(joined)
-
-
-def _read_integers(data: bytes, rows: int) -> list[int]:
-    values = array("q", _joined(data, rows, 8))
-    if sys.byteorder == "big":
-        values.byteswap()
-    return list(accumulate(values))
-
-
-def _read_floats(data: bytes, rows: int) -> array[float]:
-    values = array("f", _joined(data, rows, 4))
+        joined[byte::size] = body[at + byte * number : at + (byte + 1) * number]
+    values.frombytes(joined)
     if sys.byteorder == "big":
         values.byteswap()
     return values

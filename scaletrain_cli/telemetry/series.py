@@ -10,37 +10,33 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 import itertools
 import math
 import os
 import threading
 from array import array
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from scaletrain_cli.safe_files import closing_descriptor, make_folder, open_to_append, open_to_read, replace_file
+from scaletrain_cli.safe_files import open_to_read
+from scaletrain_cli.telemetry.bounded_file import BoundedFile
 from scaletrain_cli.telemetry.segments import (
     FACTOR,
     TIERS,
     Cell,
     Part,
     Row,
+    Segment,
     find_segments,
     read_segment,
-    write_segment,
 )
 
 LARGEST_FILE = 1 << 20  # bytes
 MOST_SUBJECTS = 1024
 MOST_COLUMNS = 64  # of a subject
-_KEPT_SHARE = 0.75  # of the largest size, when the oldest rows are removed
-# Shares of the tiers in the file: the first three eighths are rows as they were added.
-_WEIGHTS = (6.0, 4.0, 2.5, 1.5, 1.0, 0.5, 0.5)
 _CELLS_PER_SEGMENT = 1 << 14
 _MOST_PENDING = 20_000  # rows that are not written yet, where the file system does not respond
 _COARSE_ROWS_PER_SEGMENT = 8
@@ -48,7 +44,7 @@ _LONGEST_NAME = 200
 _NUMBERS = FACTOR ** (TIERS - 1)
 _LATEST, _LAST_STEP = 1e11, 1 << 62
 # With ``newest``: bytes read at first, and at most.
-_FIRST_BYTES, _MOST_BYTES = 1 << 13, 1 << 17
+_FIRST_BYTES, _MOST_BYTES = 1 << 14, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -97,16 +93,6 @@ def _merged(one: Cell, other: Cell) -> Cell:
     return Cell(mean, min(one.lowest, other.lowest), max(one.highest, other.highest), weight)
 
 
-@dataclass
-class _Stored:
-    """A segment of the file. ``ends``: for each subject the number after its last added row."""
-
-    start: int
-    end: int
-    tier: int
-    ends: Mapping[str, int]
-
-
 class SeriesWriter:
     """Writer of one file, which only this process writes. A method never raises OSError: then values are lost.
 
@@ -114,20 +100,14 @@ class SeriesWriter:
     """
 
     def __init__(self, path: Path, *, largest_bytes: int = LARGEST_FILE) -> None:
-        self._path, self._largest = path, largest_bytes
+        self._file = BoundedFile(path, largest_bytes)
         self._lock, self._file_lock = threading.Lock(), threading.Lock()
         self._next: dict[str, int] = {}
         self._sums: dict[str, list[_Sum | None]] = {}
         self._pending: list[dict[str, list[Row]]] = [{} for _ in range(TIERS)]
         self._rows_pending = 0
-        self._stored: list[_Stored] = []
-        self._covered: list[dict[str, int]] = [{} for _ in range(TIERS)]
-        self._size = 0  # of the file
-        with contextlib.suppress(OSError):
-            self._find_end()
         # Numbers begin at the next row of the coarsest tier, as the sums of rows that a file has already are not known.
-        last = max((end for stored in self._stored for end in stored.ends.values()), default=0)
-        self._begun = -(-last // _NUMBERS) * _NUMBERS
+        self._begun = -(-self._file.last // _NUMBERS) * _NUMBERS
 
     def add(
         self,
@@ -191,105 +171,23 @@ class SeriesWriter:
 
         Until then a segment would not be worth its index, and the file still has their finer rows.
         """
+        for tier, piece in self._take(0, least_rows):
+            self._file.append(tier, piece, lambda: self._take(1, 1))
+
+    def _take(self, first: int, least_rows: int) -> list[tuple[int, dict[str, Sequence[Row]]]]:
+        """Return the pending rows of tiers from ``first`` on, in pieces for one segment each, and forget them.
+
+        The coarsest are first: the rows that they stand for may be removed to make room for the others.
+        """
+        taken = []
         with self._lock:
-            taken = []
-            for tier, rows in enumerate(self._pending):
+            for tier in reversed(range(first, TIERS)):
+                rows = self._pending[tier]
                 if rows and (tier == 0 or max(map(len, rows.values())) >= least_rows):
                     taken.append((tier, rows))
                     self._pending[tier] = {}
                     self._rows_pending -= sum(map(len, rows.values()))
-        if not taken:
-            return
-        if self._size == 0:
-            make_folder(self._path.parent, parents=False)  # not where the run was removed
-        self._find_end()
-        for tier, rows in taken:
-            for piece in _pieces(tier, rows):
-                self._append(tier, piece)
-
-    def _append(self, tier: int, rows: Mapping[str, Sequence[Row]]) -> None:
-        """Append a segment. It is lost where there is no room for it. Raises OSError."""
-        data = write_segment(tier, rows)
-        if self._size + len(data) > self._largest:
-            self._make_room(len(data))
-        if self._size + len(data) > self._largest:
-            return
-        # Opened for each segment: on NFS other hosts see what was written once the file is closed.
-        with closing_descriptor(open_to_append(self._path)) as file:
-            try:
-                if os.write(file, data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            except OSError:
-                os.ftruncate(file, self._size)
-                raise
-        self._note(tier, len(data), _ends(tier, rows))
-
-    def _note(self, tier: int, length: int, ends: Mapping[str, int]) -> None:
-        self._stored.append(_Stored(self._size, self._size + length, tier, ends))
-        self._covered[tier].update(ends)
-        self._size += length
-
-    def _make_room(self, needed: int) -> None:
-        """Replace the file by one without the rows that are oldest in their tier. Raises OSError."""
-        with self._lock:  # before rows are removed, those that stand for them are written
-            waiting = self._pending[1:]
-            self._pending[1:] = [{} for _ in waiting]
-            self._rows_pending -= sum(len(own) for rows in waiting for own in rows.values())
-        new = [
-            (_ends(tier, piece), tier, write_segment(tier, piece))
-            for tier, rows in enumerate(waiting, start=1)
-            for piece in _pieces(tier, rows)
-        ]
-        for ends, tier, _ in new:
-            self._covered[tier].update(ends)
-        kept: list[deque[_Stored]] = [deque() for _ in range(TIERS)]
-        for stored in self._stored:
-            kept[stored.tier].append(stored)
-        sizes = [sum(stored.end - stored.start for stored in tier) for tier in kept]
-        room = _KEPT_SHARE * self._largest - needed - sum(len(data) for _, _, data in new)
-        while sum(sizes) > max(room, 0):
-            # Of the rows that coarser ones stand for, those of the tier that exceeds its share of the file most.
-            oldest = [tier for tier in range(TIERS) if kept[tier]]
-            covered = [tier for tier in oldest if self._is_covered(kept[tier][0])]
-            tier = max(covered or oldest, key=lambda tier: sizes[tier] / _WEIGHTS[tier])
-            removed = kept[tier].popleft()
-            sizes[tier] -= removed.end - removed.start
-        with open_to_read(self._path) as file:
-            data = file.read()
-        rest = sorted((stored for tier in kept for stored in tier), key=lambda stored: stored.start)
-        pieces = [(stored.ends, stored.tier, data[stored.start : stored.end]) for stored in rest] + new
-        replace_file(self._path, b"".join(piece for _, _, piece in pieces))
-        self._stored, self._size = [], 0
-        for stands_for, tier, piece in pieces:
-            self._note(tier, len(piece), stands_for)
-
-    def _is_covered(self, stored: _Stored) -> bool:
-        """Return whether rows of the next tier stand for all rows of the segment."""
-        if stored.tier == TIERS - 1:
-            return True
-        covered = self._covered[stored.tier + 1]
-        return all(end <= covered.get(subject, 0) for subject, end in stored.ends.items())
-
-    def _find_end(self) -> None:
-        """Find the segments of the file unless they are known, as for a file that this object wrote. Raises OSError."""
-        size = os.stat(self._path).st_size if self._path.exists() else 0
-        if size == self._size:
-            return
-        self._stored, self._covered, self._size = [], [{} for _ in range(TIERS)], 0
-        with open_to_read(self._path) as file:
-            data = file.read()
-        for segment in find_segments(data):
-            with contextlib.suppress(ValueError):
-                parts = read_segment(data, segment)
-                self._size = segment.start
-                ends = {subject: part.firsts()[-1] + FACTOR**segment.tier for subject, part in parts.items()}
-                self._note(segment.tier, segment.end - segment.start, ends)
-        self._size = len(data)
-
-
-def _ends(tier: int, rows: Mapping[str, Sequence[Row]]) -> dict[str, int]:
-    """Return for each subject the number after the last added row that its rows stand for."""
-    return {subject: own[-1].first + FACTOR**tier for subject, own in rows.items()}
+        return [(tier, piece) for tier, rows in taken for piece in _pieces(tier, rows)]
 
 
 def _pieces(tier: int, rows: Mapping[str, Sequence[Row]]) -> Iterator[dict[str, Sequence[Row]]]:
@@ -321,31 +219,43 @@ def read_series(path: Path, *, newest: int | None = None) -> dict[str, Series]:
     if newest is not None and newest < 1:
         raise ValueError(f"newest must be at least 1, not {newest}")
     with open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        window = size if newest is None else min(size, _FIRST_BYTES)
-        while True:
-            file.seek(size - window)
-            parts = _parts(file.read(window), newest)
-            fewest = min((sum(len(part.times) for part in own if not part.tier) for own in parts.values()), default=0)
-            if newest is None or fewest >= newest or window >= min(size, _MOST_BYTES):
-                break
-            window = min(size, _MOST_BYTES, 4 * window)
+        if newest is None:
+            data = file.read()
+            parts = _parts(data, list(find_segments(data)))
+        else:
+            parts = _newest_parts(file, newest)
     return {subject: _series(subject, own, newest) for subject, own in parts.items()}
 
 
-def _parts(data: bytes, newest: int | None) -> dict[str, list[Part]]:
-    """Return the parts of each subject in ``data``, newest first; with ``newest`` no more segments than needed."""
+def _newest_parts(file: BinaryIO, newest: int) -> dict[str, list[Part]]:
+    """Return the parts at the end of the file: fine rows, and coarser ones too if the fine ones are too few."""
+    size = os.fstat(file.fileno()).st_size
+    window, found = min(size, _FIRST_BYTES), {}
+    while True:
+        file.seek(size - window)
+        data = file.read(window)
+        segments = list(find_segments(data))
+        found = _parts(data, [segment for segment in segments if segment.tier == 0], newest)
+        if found and all(sum(part.rows for part in parts) >= newest for parts in found.values()):
+            return found
+        if window >= min(size, _MOST_BYTES):
+            return _parts(data, segments)
+        window = min(size, _MOST_BYTES, 4 * window)
+
+
+def _parts(data: bytes, segments: Sequence[Segment], newest: int | None = None) -> dict[str, list[Part]]:
+    """Return the parts of each subject; with ``newest`` of no more of the last segments than are needed."""
     found: dict[str, list[Part]] = {}
     rows: dict[str, int] = {}
-    for segment in reversed(list(find_segments(data))):
+    for segment in reversed(segments):
         try:
             parts = read_segment(data, segment)
         except ValueError:
             continue
         for subject, part in parts.items():
             found.setdefault(subject, []).append(part)
-            rows[subject] = rows.get(subject, 0) + (0 if part.tier else len(part.times))
-        if newest is not None and min(rows.values()) >= newest:
+            rows[subject] = rows.get(subject, 0) + part.rows
+        if newest is not None and min(rows.values(), default=0) >= newest:
             break
     return found
 
@@ -396,22 +306,47 @@ def _with_coarse(rows: Sequence[_Place], coarse: Sequence[_Place]) -> list[_Plac
 
 
 def _joined(subject: str, rows: Sequence[_Place]) -> Series:
+    # Consecutive, as rows of a part are in order.
+    cuts = [(part, places[0].row, places[-1].row + 1) for part, places in _by_part(rows)]
+    return _cut_out(subject, *cuts[0]) if len(cuts) == 1 else _put_together(subject, cuts)
+
+
+def _cut_out(subject: str, part: Part, low: int, high: int) -> Series:
+    """Return rows of one part. Columns without a range have one array for mean, lowest and highest."""
+    block, start, stop = part.block, part.start + low, part.start + high
+    columns: list[dict[str, array[float]]] = [{}, {}, {}]
+    for name, places in block.columns.items():
+        mean = block.values[places[0] + start : places[0] + stop]
+        ranged = places[0] != places[1]
+        columns[0][name] = mean
+        columns[1][name] = block.values[places[1] + start : places[1] + stop] if ranged else mean
+        columns[2][name] = block.values[places[2] + start : places[2] + stop] if ranged else mean
+    return Series(subject, block.times[start:stop], block.steps[start:stop], block.counts[start:stop], *columns)
+
+
+def _put_together(subject: str, cuts: Sequence[tuple[Part, int, int]]) -> Series:
     times: list[float] = []
     steps: list[int] = []
     counts: list[int] = []
-    names = sorted({name for part in {id(row.part): row.part for row in rows}.values() for name in part.columns})
-    columns: dict[str, tuple[array[float], array[float], array[float]]] = {
-        name: (array("f"), array("f"), array("f")) for name in names
-    }
-    for part, places in itertools.groupby(rows, key=attrgetter("part")):
-        indices = [place.row for place in places]
-        cut = slice(indices[0], indices[-1] + 1)  # consecutive, as rows of a part are in order
-        times += part.times[cut]
-        steps += part.steps[cut]
-        counts += part.counts[cut]
+    names = sorted({name for part, _, _ in cuts for name in part.block.columns})
+    columns: dict[str, tuple[array[float], ...]] = {name: (array("f"), array("f"), array("f")) for name in names}
+    for part, low, high in cuts:
+        block, start, stop = part.block, part.start + low, part.start + high
+        times += block.times[start:stop]
+        steps += block.steps[start:stop]
+        counts += block.counts[start:stop]
         for name, targets in columns.items():
-            found = part.columns.get(name)
+            places = block.columns.get(name)
             for number, target in enumerate(targets):
-                target.extend(found[number][cut] if found else itertools.repeat(math.nan, len(indices)))
+                if places is None:
+                    target.extend(itertools.repeat(math.nan, high - low))
+                else:
+                    target += block.values[places[number] + start : places[number] + stop]
     mean, lowest, highest = ({name: targets[number] for name, targets in columns.items()} for number in range(3))
     return Series(subject, times, steps, counts, mean, lowest, highest)
+
+
+def _by_part(rows: Sequence[_Place]) -> Iterator[tuple[Part, list[_Place]]]:
+    for _, group in itertools.groupby(rows, key=lambda place: id(place.part)):
+        places = list(group)
+        yield places[0].part, places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from scaletrain_cli.rundir.paths import RunDir
@@ -53,3 +54,26 @@ def test_of_very_many_nodes_some_are_read(tmp_path: Path) -> None:
     assert (list(found.ranks), found.is_whole) == ([0, 2, 5, 7], False)
     assert len(read_telemetry(run, most_nodes=10).ranks) == 9
     assert read_telemetry(run, most_nodes=10).is_whole
+
+
+def test_the_newest_rows_of_a_large_run_are_read_in_little_time(tmp_path: Path) -> None:
+    run, columns = RunDir(tmp_path), {f"column_{number}_seconds": number / 7 for number in range(12)}
+    first = node_file(run, 1, "node-0000-n0")
+    first.parent.mkdir(parents=True)
+    writer = SeriesWriter(first)
+    for row in range(200):
+        for kind in ("rank", "gpu"):
+            for number in range(8):
+                writer.add(f"{kind} {number}", 1e9 + row, row, columns | {"row": row % 7 / 7})
+        if row % 10 == 9:
+            writer.flush()
+    for node in range(1, 512):
+        node_file(run, 1, f"node-{node:04d}-n{node}").hardlink_to(first)
+    costs = []
+    while len(costs) < 5 and min(costs, default=1.0) >= 0.3:
+        began = time.process_time()
+        found = read_telemetry(run, newest=1)
+        costs.append(time.process_time() - began)
+    assert min(costs) < 0.3
+    assert (len(found.gpus), found.is_whole) == (64 * 8, False)
+    assert list(found.gpus["n504/7"].steps) == [199]
