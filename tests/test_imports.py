@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "data",
         "diagnosis",
         "notify",
+        "report",
         "ui",
         "launch",
         "plan",
@@ -61,6 +62,7 @@ MAY_IMPORT = {
         "worker",
     },
     "ui": {"data", "diagnosis", "launch", "plan", "spec", "rundir", "telemetry", "worker"},
+    "report": {"diagnosis", "launch", "plan", "spec", "rundir", "telemetry"},
     "diagnosis": {"plan", "spec", "rundir", "telemetry"},
     "launch": {"data", "diagnosis", "notify", "plan", "spec", "rundir", "telemetry", "tracking", "worker"},
     "engine": {"data", "plan", "spec", "rundir", "telemetry", "tracking", "worker"},
@@ -357,6 +359,7 @@ def write_module(project: Path, file: str, source: str) -> None:
         ["list"],
         ["diagnose", "--help"],
         ["watch", "--help"],
+        ["report", "--help"],
     ],
     ids=" ".join,
 )

@@ -51,6 +51,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("watch", "Watch a run: progress, curves, speed beside the plan, memory, nodes, events, findings."),
         Verb("diagnose", "Diagnose how a run trains: loss, learning rate, data, speed, memory, checkpoints."),
         Verb("profile", "Profile a few steps of a living run, and compare their time with the plan."),
+        Verb("report", "Write one HTML page about a run, several runs or a sweep."),
         Verb("explain", "Explain why a run is pending or failed, and how to fix it."),
         Verb("list", "List runs."),
         Verb("logs", "Show the output of a run."),

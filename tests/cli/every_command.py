@@ -24,7 +24,7 @@ VALUES = {
 }
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
-ALSO |= {"watch": ["--once"]}
+ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"]}
 
 
 def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -1,0 +1,68 @@
+"""`scaletrain report`: one HTML page of a run, of several runs beside each other, or of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli.cli.completion import complete_run
+from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.reasons import Reason
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+
+
+def command(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="Run ids, run directories, or a sweep. Several runs are compared.",
+            show_default=False,
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.", show_default=False),
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", metavar="NAME", help="Report the runs of this sweep.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a report of runs as one HTML page without outside references: -o FILE.
+
+    Curves with attempts and rollbacks, goodput, planned and measured figures, nodes, diagnosis, spec and events; of
+    several runs, their figures and curves beside each other; of a sweep, parameters and best points. Reads the run
+    directories and writes only FILE. --json prints the figures.
+    """
+    from scaletrain_cli.report.comparison import read_report
+    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
+
+    if output is None and not as_json:
+        raise UsageError(Reason("report.no-output"))
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
+    if bool(runs) == (sweep is not None):
+        raise UsageError(Reason("report.runs-or-sweep"))
+    found = [find_sweep(sweep)] if sweep is not None else [find_run_or_sweep(name) for name in runs or ()]
+    sweeps = [each for each in found if isinstance(each, Sweep)]
+    if sweeps and len(found) > 1:
+        raise UsageError(Reason("report.one-sweep", {"sweep": sweeps[0].name}))
+    members = sweeps[0].runs if sweeps else [each for each in found if not isinstance(each, Sweep)]
+    report = read_report(list(dict.fromkeys(members)), sweeps[0] if sweeps else None)
+    if output is not None:
+        from scaletrain_cli.report.page import page
+        from scaletrain_cli.safe_files import replace_file
+        from scaletrain_cli.ui.console import say
+
+        replace_file(output, page(report), public=True)
+        say(f"wrote {output}")
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(report)

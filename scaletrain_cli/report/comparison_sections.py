@@ -1,0 +1,317 @@
+"""The sections of a page of several runs or of a sweep: figures side by side, curves over each other, parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw
+from scaletrain_cli.report.comparison import ranked
+from scaletrain_cli.report.markup import plain_value, safe, table, tiles, value_text
+from scaletrain_cli.report.run_charts import line_of, loss_span, since_start
+from scaletrain_cli.report.run_sections import SWITCH, finding_item
+from scaletrain_cli.text import counted, percent_text, whole_text
+
+_COLORS = 8
+_SHADES = 5  # of the colors q0 to q4, the best to the worst
+_BEST = 10
+_CHARTS = (
+    ("loss", "Training loss", "", False),
+    ("grad_norm", "Gradient norm", "", True),
+    ("learning_rate", "Learning rate", "", False),
+    ("step_seconds", "Step time", "seconds", False),
+    ("tokens_per_second", "Tokens per second", "per_second", False),
+    ("samples_per_second", "Samples per second", "per_second", False),
+    ("mfu", "MFU", "share", False),
+    ("memory_bytes", "Memory of rank 0", "bytes", False),
+)
+
+
+def comparison_sections(report: Mapping[str, Any], tables: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the HTML of the sections. ``tables``: the data of the page's script, to which those of runs are added."""
+    runs: Sequence[Mapping[str, Any]] = report["runs"]
+    sweep = report["sweep"]
+    order = ranked(report)
+    yield f"<header><h1>{safe(sweep['name'] if sweep else f'{len(runs)} runs')}</h1>"
+    yield f'<p class="verdict"><span>{safe(_summary(report, order))}</span></p>{tiles(_tiles(report, order))}</header>'
+    if sweep:
+        yield from _parallel(report, order)
+        yield from _best_points(report, order)
+    colors = _colors(runs, order, shaded=sweep is not None)
+    figures = _figures(runs, order, colors, tables)
+    if figures:
+        yield f'<section id="curves"><h2>Curves</h2>{SWITCH}<div class="charts">{"".join(figures)}</div></section>'
+    yield f'<section id="runs"><h2>Runs</h2>{_table_of_runs(report, colors)}</section>'
+    if report["differences"]:
+        yield f'<section id="differences"><h2>Differences of the specs</h2>{_differences(report)}</section>'
+    yield f'<section id="diagnosis"><h2>Diagnosis</h2>{"".join(_findings(runs))}</section>'
+    missing = [f"{each['run_id']}: {each['text']}" for each in report["damaged"]]
+    missing += [f"{run['run_id']}: {each['text']}" for run in runs for each in run["missing"]]
+    if missing:
+        rows = "".join(f"<li>{safe(text)}</li>" for text in missing)
+        yield f'<section id="missing"><h2>Not in this report</h2><ul class="missing">{rows}</ul></section>'
+
+
+def _summary(report: Mapping[str, Any], order: Sequence[str]) -> str:
+    states = [run["status"]["state"] for run in report["runs"]]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    gone = report["sweep"]["points"] - len(states) if report["sweep"] else 0
+    missing = f", {gone} of {report['sweep']['points']} not readable or deleted" if gone > 0 else ""
+    if not order:
+        return f"{counts}{missing}. No run has a loss yet."
+    best = report["final"][order[0]]
+    return f"{counts}{missing}. The best {_measure(report)} is {best:.4g}, of {order[0]}."
+
+
+def _measure(report: Mapping[str, Any]) -> str:
+    return "validation loss" if report["measure"] == "validation_loss" else "training loss"
+
+
+def _tiles(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
+    runs, final = report["runs"], report["final"]
+    if order:
+        spread = f"worst {final[order[-1]]:.4g}" if len(order) > 1 else ""
+        yield f"best {_measure(report)}", f"{final[order[0]]:.4g}", spread, ""
+    findings = [finding["severity"] for run in runs for finding in run["diagnosis"]["findings"]]
+    worse = "bad" if "error" in findings else "attention" if "warning" in findings else ""
+    yield (
+        "findings",
+        whole_text(len(findings)),
+        f"{findings.count('error')} errors, {findings.count('warning')} warnings",
+        worse,
+    )
+    costs = [run["status"]["cost_so_far_usd"] for run in runs if run["status"]["cost_so_far_usd"] is not None]
+    yield "cost of all runs", value_text(sum(costs), "usd") if costs else "–", counted(len(runs), "run"), ""
+    restarts = sum(run["status"]["restarts"] for run in runs)
+    yield "restarts", whole_text(restarts), f"{sum(run['status']['steps_lost_total'] for run in runs):,} steps lost", ""
+
+
+def _colors(runs: Sequence[Mapping[str, Any]], order: Sequence[str], *, shaded: bool) -> dict[str, str]:
+    """Return the CSS class of each run: by its rank in a sweep, else one each."""
+    if not shaded:
+        return {run["run_id"]: f"c{number % _COLORS}" for number, run in enumerate(runs)}
+    places = {run_id: place * _SHADES // max(1, len(order)) for place, run_id in enumerate(order)}
+    return {run["run_id"]: f"q{places.get(run['run_id'], _SHADES - 1)}" for run in runs}
+
+
+def _figures(
+    runs: Sequence[Mapping[str, Any]], order: Sequence[str], colors: Mapping[str, str], tables: list[dict[str, Any]]
+) -> list[str]:
+    """Return the charts with a line for each run, the best drawn last; time is counted from each run's start."""
+    trained = sorted(
+        (run for run in runs if run["curves"]["kept"]["step"]),
+        key=lambda run: order.index(run["run_id"]) if run["run_id"] in order else len(order),
+    )
+    if not trained:
+        return []
+    span, names, first = loss_span(trained), short_names([run["run_id"] for run in trained]), len(tables)
+    for run, name in zip(trained, names, strict=True):
+        kept = run["curves"]["kept"]
+        columns = {key: {**column, "name": name} for key, column in kept["columns"].items()}
+        tables.append({"step": kept["step"], "time": since_start(run, kept["time"]), "columns": columns})
+    charts = []
+    for column, title, unit, logarithmic in _CHARTS:
+        lines = []
+        for at, (run, name) in enumerate(zip(trained, names, strict=True)):
+            kept = run["curves"]["kept"]
+            if column in kept["columns"]:
+                shifted = {**kept, "time": since_start(run, kept["time"])}
+                line = line_of(shifted, column, name, colors[run["run_id"]], first + at)
+                lines.append(dataclasses.replace(line, low=(), high=()) if len(trained) > 3 else line)
+        is_loss = column == "loss"
+        legend, from_zero = is_loss or len(lines) <= _COLORS, not (is_loss or logarithmic)
+        key = f"compared-{column}"
+        charts.append(
+            Chart(key, title, unit, lines[::-1], logarithmic, is_large=is_loss, from_zero=from_zero, legend=legend)
+        )
+        if is_loss:
+            charts.append(_validation_chart(trained, names, colors))
+    return [figure for chart in charts if (figure := draw(chart, span))]
+
+
+def _validation_chart(runs: Sequence[Mapping[str, Any]], names: Sequence[str], colors: Mapping[str, str]) -> Chart:
+    lines = []
+    for run, name in zip(runs, names, strict=True):
+        rows = run["curves"]["validations"]
+        times = since_start(run, [row["time"] for row in rows])
+        values = [row["loss"] for row in rows]
+        lines.append(Line(name, colors[run["run_id"]], [row["step"] for row in rows], times, values, kind="dots"))
+    return Chart("validation", "Validation loss", "", lines[::-1], legend=len(lines) <= _COLORS)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the names without the words that all begin with."""
+    if len(names) < 2:
+        return list(names)
+    shared = len(list(itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))))
+    cut = max(max(names[0].rfind(mark, 0, shared) for mark in "-_.") + 1, 0)
+    return [name[cut:] or name for name in names]
+
+
+def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
+    rows = []
+    names = short_names([run["run_id"] for run in report["runs"]]) if report["sweep"] else []
+    for run, short in itertools.zip_longest(report["runs"], names):
+        name, color = safe(short or run["run_id"]), colors[run["run_id"]]
+        status, final = run["status"], report["final"][run["run_id"]]
+        per_second = (
+            status["tokens_per_second"] if status["samples_per_second"] is None else status["samples_per_second"]
+        )
+        mfu = next((row["measured"] for row in run["compared"] if row["name"] == "mfu"), None)
+        goodput = status["goodput"]
+        severities = [finding["severity"] for finding in run["diagnosis"]["findings"]]
+        rows.append(
+            [
+                f'<span class="swatch {color}" style="background:var(--c)"></span>{name}',
+                safe(status["state"]),
+                f"{status['step']:,} of {status['total_steps']:,}",
+                safe(value_text(status["loss"], "")),
+                value_text(final, ""),
+                safe(value_text(status["step_seconds"]["measured"], "seconds")),
+                safe(value_text(status["step_seconds"]["planned"], "seconds")),
+                safe(value_text(per_second, "per_second")),
+                safe(value_text(mfu, "share")),
+                "–" if goodput is None else percent_text(goodput["goodput"]),
+                safe(value_text(status["cost_so_far_usd"], "usd")),
+                whole_text(status["restarts"]),
+                safe(", ".join(f"{severities.count(name)} {name}" for name in dict.fromkeys(severities))),
+            ]
+        )
+    titles = [
+        "run",
+        "state",
+        "step",
+        "last loss",
+        f"final {_measure(report)}",
+        "step time",
+        "planned",
+        f"{_unit(report)}/s",
+    ]
+    titles += ["MFU", "goodput", "cost", "restarts", "findings"]
+    return table(titles, rows, "ltnnnnnnnnnnl")
+
+
+def _unit(report: Mapping[str, Any]) -> str:
+    units = {run["status"]["unit"] for run in report["runs"]}
+    return units.pop() if len(units) == 1 else "samples"
+
+
+def _differences(report: Mapping[str, Any]) -> str:
+    names = short_names([run["run_id"] for run in report["runs"]])
+    if len(names) <= 6:
+        rows = (
+            [
+                f"<code>{safe(row['key'])}</code>",
+                *(f"<code>{safe(plain_value(value))}</code>" for value in row["values"]),
+            ]
+            for row in report["differences"]
+        )
+        return table(["key", *names], rows, "t" + "l" * len(names))
+    rows = (
+        [f"<code>{safe(row['key'])}</code>", safe(", ".join(dict.fromkeys(map(plain_value, row["values"]))))]
+        for row in report["differences"]
+    )
+    return table(["key", "values"], rows, "tl")
+
+
+def _findings(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found = False
+    for run in runs:
+        findings = run["diagnosis"]["findings"]
+        if findings:
+            found = True
+            yield f"<h3>{safe(run['run_id'])}</h3><ul class='list'>{''.join(map(finding_item, findings))}</ul>"
+    if not found:
+        yield "<p>No findings.</p>"
+
+
+def _best_points(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[str]:
+    parameters = report["sweep"]["parameters"]
+    by_id = {run["run_id"]: run for run in report["runs"]}
+    rows = [
+        [
+            str(place),
+            *(safe(_value_of(parameter["values"].get(run_id))) for parameter in parameters),
+            value_text(report["final"][run_id], ""),
+            safe(by_id[run_id]["status"]["state"]),
+            safe(value_text(by_id[run_id]["status"]["cost_so_far_usd"], "usd")),
+            safe(run_id),
+        ]
+        for place, run_id in enumerate(order[:_BEST], 1)
+    ]
+    if rows:
+        titles = ["", *(parameter["key"] for parameter in parameters), _measure(report), "state", "cost", "run"]
+        found = table(titles, rows, "n" * (2 + len(parameters)) + "tnl")
+        yield f"<section id='best'><h2>Best points</h2>{found}</section>"
+
+
+def _value_of(value: Any) -> str:
+    return "–" if value is None else plain_value(value)
+
+
+def _parallel(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[str]:
+    """Yield parallel coordinates: an axis for each parameter, the last one for the final loss, a line for each run."""
+    parameters, final = report["sweep"]["parameters"], report["final"]
+    if not order or not parameters:
+        return
+    axes = [(parameter["key"], parameter["values"]) for parameter in parameters]
+    axes.append((_measure(report), {run_id: final[run_id] for run_id in order}))
+    scales = [_axis([values[run_id] for run_id in order if run_id in values]) for _, values in axes]
+    labels, drawn = [], []
+    for number, ((key, _), (_, ticks)) in enumerate(zip(axes, scales, strict=True)):
+        left = 100 * number / (len(axes) - 1)
+        side = ' class="first"' if number == 0 else ' class="last"' if number == len(axes) - 1 else ""
+        drawn.append(f'<path class="axis" d="M{round(WIDTH * left / 100)} 0V{HEIGHT}"/>')
+        labels.append(f'<b{side} style="left:{left:.2f}%">{safe(key.rpartition(".")[2])}</b>')
+        labels += [
+            f'<span{side} style="left:{left:.2f}%;bottom:{100 * at:.1f}%">{safe(text)}</span>' for at, text in ticks
+        ]
+    for place, run_id in reversed(list(enumerate(order))):
+        points = [
+            (round(WIDTH * number / (len(axes) - 1)), round(HEIGHT * (1 - scale(values[run_id]))))
+            for number, ((_, values), (scale, _)) in enumerate(zip(axes, scales, strict=True))
+            if run_id in values
+        ]
+        path = "L".join(f"{x} {y}" for x, y in points)
+        best = " best" if place == 0 else ""
+        shade = place * _SHADES // len(order)
+        title = safe(f"{run_id}: {final[run_id]:.4g}")
+        drawn.append(f'<path class="point q{shade}{best}" d="M{path}"><title>{title}</title></path>')
+    name = f"parameters of {len(order)} runs, to the {_measure(report)}"
+    yield (
+        f'<section id="parameters"><h2>Parameters</h2><p class="soft"><small>A line is a run: blue the best fifth, '
+        f'orange the worst, the thickest the best one. The table has the values.</small></p><div class="parallel">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{safe(name)}">'
+        f"<title>{safe(name)}</title>{''.join(drawn)}</svg>{''.join(labels)}</div></section>"
+    )
+
+
+_Scale = Callable[[Any], float]
+_MOST_TICKS = 8
+
+
+def _axis(values: Sequence[Any]) -> tuple[_Scale, list[tuple[float, str]]]:
+    """Return the scale of an axis, 0 to 1, and its ticks: by value for numbers, in order of appearance for words."""
+    numbers = [value for value in values if isinstance(value, float) and math.isfinite(value)]
+    if len(numbers) < len(values) or not numbers:
+        names = list(dict.fromkeys(map(str, values)))
+        places = {name: (number + 0.5) / len(names) for number, name in enumerate(names)}
+        return lambda value: places[str(value)], [(place, name) for name, place in places.items()]
+    low, high = min(numbers), max(numbers)
+    logarithmic = low > 0 and high / low >= 10
+
+    def scale(value: Any) -> float:
+        if high == low:
+            return 0.5
+        if logarithmic:
+            return math.log(value / low) / math.log(high / low)
+        return float((value - low) / (high - low))
+
+    distinct = sorted(set(numbers))
+    if len(distinct) > _MOST_TICKS:
+        middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
+        distinct = [low, middle, high]
+    return scale, [(scale(value), f"{value:.4g}") for value in distinct]

@@ -1,0 +1,138 @@
+"""Pieces of HTML that every section of a report uses: escaped text, tables, bars, numbers with units."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, visible, whole_text
+
+_LONGEST = 2000
+
+
+def safe(text: object) -> str:
+    """Return text of users, programs and files for HTML, with control characters escaped, cut to 2,000 characters."""
+    shown = str(text)
+    return escape(visible(shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]} ..."))
+
+
+def prose(text: object) -> str:
+    """Return a sentence for HTML; what is between backquotes is code."""
+    parts = safe(text).split("`")
+    if len(parts) % 2 == 0:
+        return "`".join(parts)
+    return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
+
+
+def label(name: str) -> str:
+    """Return the name of a figure as words."""
+    return safe(_LABELS.get(name, name.replace("_", " ")))
+
+
+_LABELS = {
+    "mfu": "MFU",
+    "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
+    "exposed_communication": "exposed communication",
+    "restore": "set-up",
+    "data": "waiting for data",
+    "data_wait": "waiting for data",
+    "peak": "peak of the fullest rank",
+    "bytes": "size",
+    "seconds": "time to save",
+    "blocked_seconds": "training waits for a save",
+    "interval_time": "time between saves",
+    "interval": "steps between saves",
+    "whole_run": "whole run",
+}
+
+
+def value_text(value: Any, unit: str) -> str:
+    """Return a value with its unit: bytes, seconds, usd, share, steps, per_second, hertz, ... or none."""
+    if isinstance(value, str):  # as "nan" is recorded
+        return value
+    if value is None or not math.isfinite(value):
+        return "–"
+    if unit == "bytes":
+        return bytes_text(value)
+    if unit == "seconds":
+        return seconds_text(max(0.0, value))
+    if unit == "usd":
+        return dollars_text(value)
+    if unit == "share":
+        return percent_text(max(0.0, value))
+    if unit == "steps":
+        return whole_text(round(value))
+    if unit == "per_second":
+        return f"{count_text(value)}/s"
+    if unit == "bytes_per_second":
+        return f"{bytes_text(value)}/s"
+    if unit in _SUFFIXES:
+        factor, suffix = _SUFFIXES[unit]
+        return f"{value / factor:,.0f} {suffix}"
+    return f"{value:.4g}"
+
+
+_SUFFIXES = {"hertz": (1e6, "MHz"), "celsius": (1.0, "°C"), "watts": (1.0, "W")}
+
+
+def time_text(seconds: Any) -> str:
+    """Return a time in UTC to the second; empty for none."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < 4e9:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: str, caption: str = "") -> str:
+    """Return a table of cells of HTML. ``kinds``, by column: l text, t text in one line, n number, b bar."""
+    classes = {"l": "", "t": ' class="t"', "n": ' class="n"', "b": ' class="bar"'}
+    head = "".join(
+        f'<th scope="col"{classes[kind]}>{safe(title)}</th>' for title, kind in zip(titles, kinds, strict=True)
+    )
+    body = "\n".join(
+        f"<tr>{''.join(f'<td{classes[kind]}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>"
+        for row in rows
+    )
+    named = f"<caption>{safe(caption)}</caption>" if caption else ""
+    return f'<div class="wide"><table>{named}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def stacked_bar(parts: Iterable[tuple[str, float, str]], name: str) -> str:
+    """Return one bar of (CSS class, share, text) parts that add up to 1."""
+    filled = "".join(
+        f'<i class="{kind}" style="width:{100 * share:.3f}%" title="{safe(text)}"></i>'
+        for kind, share, text in parts
+        if share > 0
+    )
+    return f'<div class="track" role="img" aria-label="{safe(name)}">{filled}</div>'
+
+
+def details(summary: str, body: str, *, is_open: bool = False) -> str:
+    """Return a part that opens on a click. ``summary`` is text, ``body`` HTML."""
+    return f"<details{' open' if is_open else ''}><summary>{safe(summary)}</summary>{body}</details>"
+
+
+def tiles(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """Return tiles of (label, value, note, CSS class); all are text but the class."""
+    cells = (
+        f'<div class="tile {kind}"><span>{safe(name)}</span><b>{safe(value)}</b><small>{safe(note)}</small></div>'
+        for name, value, note, kind in rows
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def plain_value(value: Any) -> str:
+    """Return a value of a spec as YAML writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def mapping_rows(values: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row of two cells for each entry."""
+    return [[safe(key), safe(plain_value(value))] for key, value in values.items()]

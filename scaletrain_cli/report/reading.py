@@ -1,0 +1,263 @@
+"""Reads the directory of a run into the JSON object of one run in a report (schema ``scaletrain.report/v1``).
+
+A section whose files are missing or damaged is empty and named in ``missing``; only a run without a valid record, or
+with damaged records of attempts, is an error, as for `scaletrain status`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.checks import Diagnosis
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.event_texts import event_sentence
+from scaletrain_cli.launch.attempts import AttemptRecord
+from scaletrain_cli.launch.node.record import NodeRecord, read_node_records
+from scaletrain_cli.launch.view import read_view
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.report.curves import MOST_BINS, Curves, read_curves
+from scaletrain_cli.report.hardware import hardware_of_run
+from scaletrain_cli.report.planned import compared_figures
+from scaletrain_cli.report.spec_history import spec_of
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.evaluations import read_evaluations
+from scaletrain_cli.rundir.goodput import read_ledger
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+SCHEMA = "scaletrain.report/v1"
+_DAMAGE = (UsageError, OSError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_MOST_EVENTS, _MOST_NODES, _MOST_MARKS = 300, 64, 400
+_MOST_READ_ATTEMPTS = 8  # whose nodes are read: the latest ones
+_MOST_EVALUATIONS = 100
+
+
+def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any]:
+    """Return the figures of one run (docs/json.md). Raises UsageError when run.json is damaged."""
+    view = read_view(run)
+    record, status, attempts, case = view.record, view.status, view.attempts, view.case
+    missing: list[Reason] = []
+
+    def section(name: str, read: Callable[[], Any], empty: Any) -> Any:
+        try:
+            return read()
+        except _DAMAGE as error:
+            missing.append(Reason("report.section-damaged", {"section": name, "detail": str(error)}))
+            return empty
+
+    nothing = Curves(_EMPTY_TABLE, [], [], 0, True)
+    curves = section("curves", lambda: read_curves(run.metrics, case.events, most_bins=most_bins), nothing)
+    throughput = {
+        name: values[-1]
+        for name in ("tokens_per_second", "samples_per_second", "mfu")
+        if (values := _known(curves, name))
+    }
+    if not curves.kept["step"]:
+        missing.append(Reason("report.no-metrics", {"file": str(run.metrics)}))
+    if not curves.is_whole:
+        missing.append(Reason("report.sampled", {"rows": curves.rows}))
+    if status.goodput is None:
+        missing.append(Reason("report.no-ledger"))
+    evaluations = section("evaluations", lambda: _evaluations(run), [])
+    if view.hardware is None:
+        missing.append(Reason("report.no-telemetry"))
+    nodes = section("nodes", lambda: _nodes(run, attempts, view.now), {"nodes": [], "not_shown": 0, "excluded": []})
+    rows = section("plan", lambda: [row.to_json() for row in compared_figures(view, throughput)], [])
+    return {
+        "run_id": run.run_id,
+        "name": record.spec.name,
+        "created": record.created,
+        "versions": dict(record.versions),
+        "revision": record.revision,
+        "status": view.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in attempts]},
+        "what": _what(record),
+        "diagnosis": view.diagnosis.to_json(),
+        "curves": curves.to_json(),
+        "marks": section("marks", lambda: _marks(case.events, view.diagnosis), []),
+        "planned": _planned_lines(record, case),
+        "compared": rows,
+        "attempts": section("attempts", lambda: _attempts(run, attempts, view.now, over=view.is_over), []),
+        **nodes,
+        "hardware": section("hardware", lambda: hardware_of_run(run, view.hardware), None),
+        "evaluations": evaluations,
+        "events": section("events", lambda: _events(case.events), {"rows": [], "not_shown": 0}),
+        "spec": section("spec", lambda: spec_of(run), {"keys": [], "revisions": []}),
+        "missing": [{**reason.to_document(), "text": str(reason)} for reason in missing],
+    }
+
+
+_EMPTY_TABLE: dict[str, Any] = {"step": [], "time": [], "attempt": [], "columns": {}}
+
+
+def _known(curves: Curves, name: str) -> list[float]:
+    column = curves.kept["columns"].get(name, {"mean": []})
+    return [value for value in column["mean"] if value is not None]
+
+
+def _what(record: RunRecord) -> dict[str, Any]:
+    """Return what is trained, where, and the layout."""
+    spec, plan = record.spec, record.plan
+    return {
+        "family": spec.model.family,
+        "parameters": plan.model.parameters,
+        "trainable_parameters": plan.model.trainable_parameters,
+        "objective": spec.training.objective,
+        "precision": spec.training.precision,
+        "optimizer": spec.training.optimizer.name,
+        "global_batch_size": spec.training.global_batch_size,
+        "scheduler": spec.cluster.scheduler,
+        "nodes": spec.cluster.nodes,
+        "device": spec.cluster.gpu,
+        "world_size": plan.layout.world_size,
+        "layout": dataclasses.asdict(plan.layout),
+        "clipping": spec.training.gradient_clipping,
+    }
+
+
+def _planned_lines(record: RunRecord, case: Case) -> dict[str, float | None]:
+    """Return the planned values that curves are drawn beside; None on a CPU where the plan means another thing."""
+    plan = record.plan
+    return {
+        "step_seconds": plan.time.step,
+        "tokens_per_second": plan.time.tokens_per_second or None,
+        "samples_per_second": plan.time.samples_per_second or None,
+        "mfu": plan.time.mfu,
+        "memory_bytes": None if case.on_cpu else plan.memory.peak,
+        "memory_capacity_bytes": None if case.on_cpu else plan.memory.capacity,
+    }
+
+
+def _marks(events: Sequence[Mapping[str, Any]], diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Return what happened at a step: ``kind``, ``step``, ``time`` (None for a finding) and ``text``."""
+    marks: list[dict[str, Any]] = []
+    saves = [event for event in events if event.get("event") == "checkpoint"]
+    kept = {id(event) for event in saves[:: max(1, -(-len(saves) // _MOST_MARKS))]}
+    for event in events:
+        name = str(event.get("event"))
+        kind = {"started": "attempt", "resumed": "attempt", "rolled-back": "rollback", "spike": "spike"}.get(name, name)
+        if kind not in ("attempt", "rollback", "spike", "checkpoint") or (
+            name == "checkpoint" and id(event) not in kept
+        ):
+            continue
+        step = event.get("from_step") if name == "rolled-back" else event.get("step")
+        if isinstance(step, int) and isinstance(event.get("time"), int | float):
+            more = {"to_step": event.get("to_step")} if name == "rolled-back" else {}
+            more |= {"attempt": event.get("attempt")} if kind == "attempt" else {}
+            marks.append({"kind": kind, "step": step, "time": event["time"], "text": event_sentence(event)} | more)
+    for number, finding in enumerate(diagnosis.findings, 1):
+        step = finding.reason.params.get("step")
+        if isinstance(step, int):
+            text = f"{finding.severity} {number}: {finding.reason}"
+            marks.append(
+                {
+                    "kind": "finding",
+                    "step": step,
+                    "time": None,
+                    "text": text,
+                    "severity": finding.severity,
+                    "number": number,
+                }
+            )
+    return marks
+
+
+def _attempts(run: RunDir, attempts: Sequence[AttemptRecord], now: float, *, over: bool) -> list[dict[str, Any]]:
+    """Return the attempts with their ends and the seconds of their ledgers."""
+    found = []
+    for attempt, after in itertools.zip_longest(attempts, attempts[1:]):
+        ledger = read_ledger(run, attempt.number)
+        known = max(attempt.started, ledger.updated) if ledger is not None else attempt.started
+        until = attempt.ended if attempt.ended is not None else known if over or after is not None else now
+        found.append(
+            {
+                "number": attempt.number,
+                "job_id": attempt.job_id,
+                "started": attempt.started,
+                "until": until,
+                "is_open": attempt.ended is None and after is None and not over,
+                "reason": attempt.reason,
+                "exit_code": attempt.exit_code,
+                "why": str(attempt.why) if attempt.message or attempt.code else "",
+                "decision": "" if attempt.decision is None else str(attempt.decision.reason),
+                "from_step": attempt.checkpoint_at_start,
+                "last_step": attempt.last_step,
+                "last_checkpoint_step": attempt.last_checkpoint_step,
+                "nodes": list(attempt.nodes[:_MOST_NODES]),
+                "node_count": len(attempt.nodes),
+                "seconds": {} if ledger is None else dict(ledger.seconds),
+            }
+        )
+    return found
+
+
+def _nodes(run: RunDir, attempts: Sequence[AttemptRecord], now: float) -> dict[str, Any]:
+    """Return the nodes, those with failures first, and the nodes that are excluded by evidence of this run."""
+    evidence = {node.node: node for node in read_bad_nodes(run.path.parent, now) if node.run_id == run.run_id}
+    took_part: dict[str, list[int]] = {}
+    failed: dict[str, list[dict[str, Any]]] = {}
+    ranks: dict[str, list[int]] = {}
+    for attempt in attempts:
+        for name in attempt.nodes:
+            took_part.setdefault(name, []).append(attempt.number)
+    for attempt in attempts[-_MOST_READ_ATTEMPTS:]:
+        for record in read_node_records(run, attempt.number):
+            took_part.setdefault(record.name, []).append(attempt.number)
+            ranks[record.name] = sorted({rank.rank for rank in record.ranks})
+            if record.first_failure is not None and record.exit_code != 0:
+                failed.setdefault(record.name, []).append(_failure(record, attempt))
+    order = sorted(took_part, key=lambda name: (name not in evidence, -len(failed.get(name, ())), name))
+    shown = [
+        {
+            "node": name,
+            "attempts": sorted(set(took_part[name])),
+            "ranks": ranks.get(name, []),
+            "failures": failed.get(name, []),
+            "excluded": None if name not in evidence else dataclasses.asdict(evidence[name]),
+        }
+        for name in order[:_MOST_NODES]
+    ]
+    excluded = [dataclasses.asdict(node) for node in evidence.values()]
+    return {"nodes": shown, "not_shown": len(order) - len(shown), "excluded": excluded}
+
+
+def _failure(record: NodeRecord, attempt: AttemptRecord) -> dict[str, Any]:
+    rank = next((each for each in record.ranks if each.holds(record.first_failure)), None)
+    return {
+        "attempt": attempt.number,
+        "rank": record.first_failure,
+        "signal": None if rank is None else rank.signal,
+        "exit_code": None if rank is None else rank.exit_code,
+    }
+
+
+def _evaluations(run: RunDir) -> list[dict[str, Any]]:
+    return [
+        {"step": one.step, "state": one.state, "metrics": dict(one.metrics), "errors": dict(one.errors)}
+        for one in read_evaluations(run)[-_MOST_EVALUATIONS:]
+    ]
+
+
+def _events(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the latest events; of more than 300, checkpoints between the first and the last of them are left out."""
+    chosen = list(events)
+    if len(chosen) > _MOST_EVENTS:
+        chosen = [event for event in chosen if event.get("event") != "checkpoint"]
+    if len(chosen) > _MOST_EVENTS:
+        chosen = [*chosen[:20], *chosen[-(_MOST_EVENTS - 20) :]]
+    rows = [
+        {"time": event.get("time"), "event": str(event.get("event")), "text": event_sentence(event)} for event in chosen
+    ]
+    return {"rows": rows, "not_shown": len(events) - len(rows)}
+
+
+def verdict(status: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:
+    """Return how a run is: ``good``, ``attention`` (warnings, or it does not train) or ``bad`` (failed, or errors)."""
+    severities = {finding["severity"] for finding in findings}
+    if status["state"] == "failed" or "error" in severities:
+        return "bad"
+    stands = status["state"] in ("unknown", "suspended", "cancelled", "preempted")
+    return "attention" if stands or "warning" in severities else "good"

@@ -1,0 +1,212 @@
+"""The curves of one run as charts: the order, units, planned levels and marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from scaletrain_cli.report.chart import Chart, Line, Span, draw, span_of
+from scaletrain_cli.report.markup import value_text
+
+_SOURCES = 8
+_SOURCE = "loss/"
+
+
+def span_of_run(run: Mapping[str, Any]) -> Span | None:
+    """Return the steps and the time of a run, from the start of its first attempt; None without measured steps."""
+    kept, attempts = run["curves"]["kept"], run["attempts"]
+    if not kept["step"]:
+        return None
+    parts = [(kept["step"], kept["time"]), *((part["step"], part["time"]) for part in run["curves"]["undone"])]
+    return span_of(parts, attempts[0]["started"] if attempts else None)
+
+
+def chart_figures(run: Mapping[str, Any], span: Span | None, tables: list[dict[str, Any]]) -> list[str]:
+    """Return the figures of a run, the loss first; none without measured steps.
+
+    ``tables``: the data of the page's script, to which those of the charts are added.
+    """
+    if span is None:
+        return []
+    kept = run["curves"]["kept"]
+    number = len(tables)
+    tables.append(_table(kept))
+    tables.append(_validation_table(run["curves"]["validations"]))
+    return [figure for chart in _charts(run, number) if (figure := draw(chart, span))]
+
+
+def _table(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a run for the script of the page, with the names that it shows."""
+    columns = {
+        name: {**column, "name": name.removeprefix(_SOURCE) if name.startswith(_SOURCE) else _NAMES.get(name, name)}
+        for name, column in kept["columns"].items()
+    }
+    return {"step": kept["step"], "time": kept["time"], "columns": columns}
+
+
+_NAMES = {
+    "loss": "training",
+    "grad_norm": "norm",
+    "learning_rate": "learning rate",
+    "step_seconds": "step",
+    "data_wait": "waiting for data",
+    "tokens_per_second": "tokens",
+    "samples_per_second": "samples",
+    "mfu": "MFU",
+    "memory_bytes": "memory of rank 0",
+    "loss_scale": "loss scale",
+}
+
+
+def _validation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    columns: dict[str, dict[str, Any]] = {"loss": {"name": "validation", "mean": [row["loss"] for row in rows]}}
+    for source in sorted({name for row in rows for name in row["sources"]}):
+        columns[source] = {"name": f"{source}, validation", "mean": [row["sources"].get(source) for row in rows]}
+    return {
+        "few": True,
+        "step": [row["step"] for row in rows],
+        "time": [row["time"] for row in rows],
+        "columns": columns,
+    }
+
+
+def line_of(table: Mapping[str, Any], column: str, name: str, color: str, number: int | None, **more: Any) -> Line:
+    """Return the line of a column; without values if the run does not measure it."""
+    found = table["columns"].get(column, {"mean": [None] * len(table["step"])})
+    return Line(
+        name=name,
+        color=color,
+        steps=table["step"],
+        times=table["time"],
+        values=found["mean"],
+        low=found.get("low", ()),
+        high=found.get("high", ()),
+        parts=table["attempt"],
+        data=None if number is None else (number, column),
+        **more,
+    )
+
+
+def _charts(run: Mapping[str, Any], number: int) -> Iterator[Chart]:
+    curves, planned, what = run["curves"], run["planned"], run["what"]
+    kept, undone, marks = curves["kept"], curves["undone"], run["marks"]
+    plain = [mark for mark in marks if mark["kind"] in ("attempt", "rollback")]
+
+    def lines(column: str, name: str, color: str = "c0") -> list[Line]:
+        faint = [
+            line_of(part, column, "undone", "c5", None, kind="faint") for part in undone if column in part["columns"]
+        ]
+        return [line_of(kept, column, name, color, number), *faint]
+
+    def level(name: str, text: str = "planned") -> list[tuple[str, float]]:
+        return [(text, planned[name])] if planned[name] else []
+
+    validated = curves["validations"]
+    loss = lines("loss", "training")
+    if validated:
+        loss.append(_validation_line(validated, None, "validation", "c1", number + 1))
+    yield Chart("loss", "Loss", "", loss, marks=marks, is_large=True)
+    sources = [name for name in kept["columns"] if name.startswith(_SOURCE)][:_SOURCES]
+    if sources:
+        by_source = [
+            line_of(kept, name, name.removeprefix(_SOURCE), f"c{at}", number) for at, name in enumerate(sources)
+        ]
+        names = [name.removeprefix(_SOURCE) for name in sources]
+        by_source += [
+            _validation_line(validated, name, f"{name}, validation", f"c{at}", number + 1)
+            for at, name in enumerate(names)
+            if any(name in row["sources"] for row in validated)
+        ]
+        yield Chart("sources", "Loss by source", "", by_source, marks=plain)
+    clip = [("clipped at", what["clipping"])] if what["clipping"] else []
+    yield Chart(
+        "gradients",
+        "Gradient norm",
+        "",
+        lines("grad_norm", "before clipping", "c3"),
+        logarithmic=True,
+        levels=clip,
+        marks=plain,
+    )
+    yield Chart(
+        "rate",
+        "Learning rate",
+        "",
+        lines("learning_rate", "learning rate", "c2"),
+        marks=plain,
+        from_zero=True,
+        legend=False,
+    )
+    seconds = [*lines("step_seconds", "step")]
+    if _reaches(kept, "data_wait", 0.02, kept["columns"].get("step_seconds")):
+        seconds.append(line_of(kept, "data_wait", "waiting for data", "c1", number))
+    yield Chart("step-time", "Step time", "seconds", seconds, levels=level("step_seconds"), marks=plain, from_zero=True)
+    for column, title in (
+        ("tokens_per_second", "Tokens per second"),
+        ("samples_per_second", f"{_samples(run)} per second"),
+    ):
+        yield Chart(
+            column,
+            title,
+            "per_second",
+            lines(column, "measured", "c2"),
+            levels=level(column),
+            marks=plain,
+            from_zero=True,
+        )
+    yield Chart("mfu", "MFU", "share", lines("mfu", "measured", "c3"), levels=level("mfu"), marks=plain, from_zero=True)
+    yield Chart(
+        "loss-scale",
+        "Loss scale",
+        "",
+        lines("loss_scale", "loss scale", "c4"),
+        logarithmic=True,
+        marks=plain,
+        legend=False,
+    )
+    if run["hardware"] is not None and any(each["key"] == "memory" for each in run["hardware"]["curves"]):
+        return  # that of all ranks is among those of the hardware
+    memory = [*level("memory_bytes"), *level("memory_capacity_bytes", "device")]
+    yield Chart(
+        "memory", "Memory", "bytes", lines("memory_bytes", "rank 0", "c6"), levels=memory, marks=plain, from_zero=True
+    )
+
+
+def _samples(run: Mapping[str, Any]) -> str:
+    return str(run["status"]["unit"]).capitalize()
+
+
+def _reaches(kept: Mapping[str, Any], column: str, share: float, of: Mapping[str, Any] | None) -> bool:
+    """Return whether the mean of a column is at least a share of the mean of another."""
+    sums = [
+        sum(value or 0.0 for value in (found or {"mean": []})["mean"]) for found in (kept["columns"].get(column), of)
+    ]
+    return sums[0] > share * sums[1] > 0
+
+
+def _validation_line(rows: Sequence[Mapping[str, Any]], source: str | None, name: str, color: str, number: int) -> Line:
+    values = [row["loss"] if source is None else row["sources"].get(source) for row in rows]
+    steps, times = [row["step"] for row in rows], [row["time"] for row in rows]
+    return Line(name, color, steps, times, values, kind="dots", data=(number, "loss" if source is None else source))
+
+
+def loss_span(runs: Sequence[Mapping[str, Any]]) -> Span:
+    """Return the span of several runs, each counted from its own start."""
+    return span_of(
+        [(run["curves"]["kept"]["step"], since_start(run, run["curves"]["kept"]["time"])) for run in runs], origin=0.0
+    )
+
+
+def since_start(run: Mapping[str, Any], times: Sequence[float | None]) -> list[float | None]:
+    """Return times in seconds since the first attempt of a run."""
+    attempts = run["attempts"]
+    start = attempts[0]["started"] if attempts else next((at for at in times if at is not None), 0.0)
+    return [None if at is None else round(at - start, 3) for at in times]
+
+
+def last_value(run: Mapping[str, Any], column: str, unit: str) -> str:
+    """Return the last value of a column as text."""
+    values = [
+        value for value in run["curves"]["kept"]["columns"].get(column, {"mean": []})["mean"] if value is not None
+    ]
+    return value_text(values[-1] if values else None, unit)

@@ -1,0 +1,84 @@
+"""The spec of a run as keys and values, and what each revision has changed in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_spec_lines, revision_path, revisions
+
+_HIDDEN = "(set)"  # the values of environment variables may be secrets
+_LAYOUT = "plan.layout."
+
+
+def spec_of(run: RunDir) -> dict[str, Any]:
+    """Return ``keys``: of the latest revision, each with its value and its ``place``, the lines in the file first.
+
+    ``revisions``: for each its number, time, overrides, and the keys of spec and layout that it ``changed``.
+    """
+    lines = read_spec_lines(run)
+    before = _flat_document(read_document(run.record) or {})
+    made = []
+    for number in revisions(run):
+        document = read_document(revision_path(run, number)) or {}
+        after = _flat_document(document)
+        made.append(
+            {
+                "revision": number,
+                "created": document.get("created"),
+                "overrides": [
+                    str(each).partition("=")[0] + "=" + _HIDDEN if str(each).startswith("env.") else str(each)
+                    for each in document.get("overrides", ())
+                ],
+                "changed": differences(before, after),
+            }
+        )
+        before = after
+    keys = [
+        {"key": key, "value": value, "place": place_in(lines, key)}
+        for key, value in before.items()
+        if not key.startswith(_LAYOUT)
+    ]
+    return {"keys": keys, "revisions": made}
+
+
+def place_in(lines: Mapping[str, str], key: str) -> str:
+    """Return ``file:line`` of a key or of a list that has it; empty for a default."""
+    return lines.get(key, "")
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the keys with another value, each with both; None where a side lacks the key."""
+    keys = dict.fromkeys([*before, *after])
+    return [
+        {"key": key, "before": before.get(key), "after": after.get(key)}
+        for key in keys
+        if before.get(key) != after.get(key)
+    ]
+
+
+def flat_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a spec by dotted key; a list is one leaf, and values of ``env`` are hidden."""
+    return dict(_leaves("", spec))
+
+
+def _flat_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    spec, plan = document.get("spec"), document.get("plan")
+    found = flat_spec(spec) if isinstance(spec, dict) else {}
+    layout = plan.get("layout") if isinstance(plan, dict) else None
+    return found | ({f"{_LAYOUT}{key}": value for key, value in layout.items()} if isinstance(layout, dict) else {})
+
+
+def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        if prefix == "env":
+            return [(f"env.{name}", _HIDDEN) for name in value]
+        return [
+            leaf for name, each in value.items() for leaf in _leaves(f"{prefix}.{name}" if prefix else str(name), each)
+        ]
+    if isinstance(value, list | dict):
+        return [(prefix, json.dumps(value))]
+    return [(prefix, value)]
