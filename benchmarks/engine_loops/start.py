@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
@@ -21,9 +22,10 @@ _BENCHMARKS = Path(__file__).parents[1]
 
 
 def made_run(recipe: Path, overrides: list[str]) -> tuple[RunDir, RunSpec]:
-    """Return a run directory under $SCALETRAIN_RUNS with its first attempt claimed."""
+    """Return a run directory under $SCALETRAIN_RUNS with its first attempt claimed, and its data prepared."""
     spec = load_spec(recipe, overrides)
     run = create_run(spec, make_plan(spec)).run
+    prepare_run_datasets(spec, run.path.parent, {}, 1, lambda *_: None)
     open_attempt(run.checkpoints, run.new_attempt())
     return run, spec
 

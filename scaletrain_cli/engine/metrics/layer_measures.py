@@ -247,10 +247,12 @@ def _hook(module: nn.Module, place: str, observe: Callable[[Tensor], None]) -> R
     """Observe the first input of a module in its forward passes, or its output."""
 
     def first_input(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        observe(inputs[0])
+        if inputs and isinstance(inputs[0], Tensor):
+            observe(inputs[0])
 
     def output(_: nn.Module, inputs: tuple[Any, ...], found: Any) -> None:
-        observe(found[0] if isinstance(found, tuple) else found)
+        if isinstance(found, Tensor):
+            observe(found)
 
     return module.register_forward_pre_hook(first_input) if place == "input" else module.register_forward_hook(output)
 
@@ -292,6 +294,7 @@ class LayerMeasures:
         self._lag = 2 if device.type == "cuda" else 0  # in steps: by then the device is past the measured one
         self._every = spec.telemetry.layers_every
         self._due = first_step + FIRST_STEP - 1
+        self.interval = _LEAST_STEPS  # of ``auto``, after the latest measurement
         self.names = layers_of_run(spec, composed.model, mesh.pipeline.size)
         self._rows = {name: number for number, name in enumerate(self.names)}
         self._probe: LayerProbe | None = None
@@ -326,7 +329,8 @@ class LayerMeasures:
         width = len(_COLUMNS)
         (norm, ranks, *_), (cost, usual) = sums[-2 - width : -2], sums[-2:]
         share = cost / max(usual, 1e-9)  # of a step; the same on all ranks, as it is of all of them
-        self._due = measured.step + min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(share / LARGEST_SHARE)))
+        self.interval = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(share / LARGEST_SHARE)))
+        self._due = measured.step + self.interval
         factor = 1.0
         if measured.largest_norm > 0 and math.isfinite(norm):
             factor = max(1.0, (norm / ranks + 1e-6) / measured.largest_norm)  # as DeepSpeed and torch clip

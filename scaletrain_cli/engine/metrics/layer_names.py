@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from scaletrain_cli.engine.model.base import TrainedModel
+from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import matrices_of
 from scaletrain_cli.spec import RunSpec
 
@@ -57,7 +58,7 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
         first = layers.blocks[blocks[0]]
         begins = tower if len(with_blocks) > 1 else ""
         embedding = f"{begins} {EMBEDDING}".strip()
-        if embedding in layers.of_matrix.values():  # not on later pipeline stages
+        if not isinstance(model, CausalLM) or "0" in model.blocks:  # not on later pipeline stages
             layers.activations.append((embedding, first, "input"))
     layers.activations += [(name, block, "output") for name, block in layers.blocks.items()]
     for path in _HEADS:

@@ -7,6 +7,7 @@ import io
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def reference(dataset: Path) -> Layers:
+@cache
+def reference(dataset: Path, row: Row) -> Layers:
     """The layers of the plain loop, by name and column."""
-    return on_ranks(1, layers_alone, Row(overrides=(*OFTEN, CLIPPED)).spec(dataset), connected=False)[0]
+    spec = Row(overrides=(*row.overrides, *OFTEN, CLIPPED)).spec(dataset)
+    found: Layers = on_ranks(1, layers_alone, spec, connected=False)[0]
+    return found
 
 
 def layers_alone(spec: RunSpec) -> Layers:
@@ -154,6 +157,7 @@ LAYOUTS = [
             Row(0, data=2),
             Row(2, data=2, checkpointing="full"),
             Row(1, tensor=2, pipeline=2, accumulation=2),
+            Row(1, pipeline=3, overrides=("model.tie_word_embeddings=true",), title="tied"),
             Row(0, tensor=2, sequence=2),
             Row(1, data=2, overrides=("layout.offload=optimizer",), title="offload"),
             Row(3, data=2, overrides=("layout.offload=optimizer+params",), title="offload both"),
@@ -163,15 +167,16 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
-def test_layers_of_a_layout_are_those_of_one_process(row: Row, dataset: Path, reference: Layers) -> None:
+def test_layers_of_a_layout_are_those_of_one_process(row: Row, dataset: Path) -> None:
     spec = Row(**{**vars(row), "overrides": (*row.overrides, *OFTEN, CLIPPED)}).spec(dataset)
     created = create_run(spec, make_plan(spec))
     open_attempt(created.run.checkpoints, 1)
     created.run.attempt(1).mkdir(parents=True)  # as the agent does
     on_ranks(spec.world_size, layers_in_layout, created.run.path, connected=False)
     layers = read_series(layers_file(created.run, 1))
-    assert layers.keys() == {f"layer {name}" for name in reference}
-    for name, columns in reference.items():
+    expected = reference(dataset, row.reference)
+    assert layers.keys() == {f"layer {name}" for name in expected}
+    for name, columns in expected.items():
         own = layers[f"layer {name}"]
         assert list(own.steps) == [1, 2, 3]
         assert own.mean.keys() == columns.keys(), name

@@ -1,0 +1,83 @@
+"""The layers of networks for images: every trained parameter is in one, and the names are those of the parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.metrics import layer_measures
+from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures
+from scaletrain_cli.engine.optim.optimizers import set_rates
+from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.engine.stages import trained_at
+from scaletrain_cli.engine.step import build_stepper
+from scaletrain_cli.plan import make_plan
+from tests.engine.ranks import on_ranks
+from tests.engine.vision.runs import Row, conversations, global_batch, part, rows_of
+
+TOWERS = ["vision_model embedding", "block vision_0", "block vision_1", "vision_model head"]
+TEXTS = ["text_model embedding", "block text_0", "block text_1", "text_model head"]
+LAYERS = {
+    "resnet": ["embedding", "block 0_0", "block 1_0", "block 1_1", "head"],
+    "convnext": ["embedding", "block 0_0", "block 1_0", "block 1_1", "head"],
+    "vit": ["embedding", "block 0", "block 1", "head"],
+    "clip": [*TEXTS, *TOWERS, "logit_scale", "visual_projection", "text_projection"],
+    "llava": [
+        *("vision_tower embedding", "block vision_0", "block vision_1", "vision_tower head"),
+        *("multi_modal_projector", "language_model embedding", "block text_0", "block text_1", "language_model head"),
+    ],
+}
+
+
+def measured(family: str, *overrides: str) -> tuple[list[str], dict[str, dict[str, float]], float]:
+    """The layers of a family, their columns in the second step, and the norm of the gradient. It clips."""
+    layer_measures._FEWEST_ROWS = 1  # type: ignore[attr-defined]
+    row = Row(family, 1, ranks=2, overrides=("training.gradient_clipping=0.01", "telemetry.layers_every=2", *overrides))
+    spec, device = row.spec(), torch.device("cpu")
+    layout = make_plan(spec).layout
+    mesh = build_mesh(layout)
+    composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
+    stepper = build_stepper(composed, mesh, device, spec.training)
+    layers = LayerMeasures(spec, composed, mesh, RankConsensus(60.0), device, compiled=False, first_step=1)
+    found: Any = None
+    for step in (1, 2):
+        set_rates(composed.optimizer, step, 1e-3)
+        first, size = mesh.data.rank * row.micro_batch_size, row.micro_batch_size
+        rows = rows_of(conversations(step), first, size, 2) if family == "llava" else None
+        layers.begin(step)
+        result = stepper.train([rows or part(global_batch(row, step), first, size)])
+        layers.end(step, result.grad_norm, stepper.largest_norm)
+        assert found is None
+        found = layers.finished(step)
+    assert found.step == 2
+    return layers.names, found.columns, float(result.grad_norm)
+
+
+SCALED = "vit"  # trained once more in fp16, whose gradients are scaled
+
+
+def measured_families() -> dict[str, tuple[list[str], dict[str, dict[str, float]], float]]:
+    return {family: measured(family) for family in LAYERS} | {
+        f"{SCALED} fp16": measured(SCALED, "training.precision=fp16")
+    }
+
+
+def test_every_trained_parameter_is_in_one_layer() -> None:
+    for title, (names, columns, norm) in on_ranks(2, measured_families)[0].items():
+        family = title.split()[0]
+        assert sorted(names) == sorted(LAYERS[family])
+        norms = [each["gradient_norm"] for each in columns.values() if "gradient_norm" in each]
+        assert math.hypot(*norms) == pytest.approx(norm, rel=1e-5)
+        assert len(norms) == len(names) or family == "llava"  # whose tower does not train
+        for name, each in columns.items():
+            if name.startswith("block"):
+                assert each.keys() >= {"activation_rms", "dead_share"}
+                assert 0 <= each["dead_share"] <= 1
+            if name.endswith("embedding"):
+                assert each["activation_rms"] > 0
+            assert each.get("update_ratio", 1) > 1e-6
