@@ -1,4 +1,4 @@
-"""Files that are distributed with the code: recipes, slurm/, k8s/, constraints.txt; and the location of the checkout.
+"""Files distributed with the code: recipes, slurm/, k8s/, grafana/, constraints.txt; and the location of the checkout.
 
 An installed package has them in ``project/`` below this folder; a checkout has them beside it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FOLDERS = ("slurm", "k8s")  # for the cluster side
+FOLDERS = ("slurm", "k8s", "grafana")  # for the cluster side
 _PACKAGE = Path(__file__).parent
 
 

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "telemetry": {"rundir"},
     "notify": {"spec", "rundir"},
     "data": {"rundir", "spec"},
-    "worker": {"plan", "spec", "rundir", "tracking"},
+    "worker": {"plan", "spec", "rundir", "telemetry", "tracking"},
     "rundir": {"plan", "spec"},
     "plan": {"spec"},
     "spec": {"tracking"},

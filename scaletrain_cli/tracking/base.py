@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -29,11 +29,42 @@ class TrackerOptions(BaseModel):
 
 
 @dataclass(frozen=True)
+class Spread:
+    """The newest values of one measure over many ranks, GPUs or nodes; ``worst`` names the one to look at first."""
+
+    lowest: float
+    median: float
+    highest: float
+    worst: str
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """Figures of a run beside its metrics; None where they are not known.
+
+    ``goodput``: share of the time of all attempts. ``cost_usd``: so far. ``findings``: the number raised, by severity.
+    ``spreads``: by ``rank``, ``gpu`` or ``node`` and the name of a measure in SI units.
+    """
+
+    total_steps: int
+    ranks: int
+    planned_step_seconds: float
+    goodput: float | None = None
+    remaining_seconds: float | None = None
+    cost_usd: float | None = None
+    cost_to_come_usd: float | None = None
+    findings: Mapping[str, int] = field(default_factory=dict)
+    spreads: Mapping[tuple[str, str], Spread] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TrackedRun:
     """The run as a tracker sees it.
 
     ``tracking_id``: eight letters and digits, the same in every attempt; a tracker creates one run under it and resumes
     that run later. ``folder``: the run directory. ``config``: the run spec as JSON values. ``attempt``: 1 is the first.
+    ``figures``: reads the run directory and returns figures of the run, in up to a few tenths of a second of CPU time;
+    None where nobody provides them.
     """
 
     run_id: str
@@ -41,6 +72,7 @@ class TrackedRun:
     folder: Path
     config: Mapping[str, Any]
     attempt: int
+    figures: Callable[[], RunFigures | None] = lambda: None
 
 
 Options = TypeVar("Options", bound=TrackerOptions)

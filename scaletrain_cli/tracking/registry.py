@@ -12,7 +12,7 @@ from scaletrain_cli.plugins import TRACKERS, plugins
 from scaletrain_cli.text import listed
 from scaletrain_cli.tracking.base import Tracker, TrackerOptions
 
-BUILT_IN = ("jsonl", "mlflow", "tensorboard", "wandb")
+BUILT_IN = ("jsonl", "mlflow", "prometheus", "tensorboard", "wandb")
 
 
 def tracker_names() -> list[str]:
@@ -35,6 +35,10 @@ def tracker_class(name: str) -> type[Tracker[Any]]:
         from scaletrain_cli.tracking.mlflow import MlflowTracker
 
         return MlflowTracker
+    if name == "prometheus":
+        from scaletrain_cli.tracking.prometheus import PrometheusTracker
+
+        return PrometheusTracker
     if name == "tensorboard":
         from scaletrain_cli.tracking.tensorboard import TensorboardTracker
 

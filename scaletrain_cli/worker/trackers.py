@@ -14,6 +14,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.secret_text import hide_values, secret_values
 from scaletrain_cli.tracking.base import TrackedRun, Tracker
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+from scaletrain_cli.worker.run_figures import run_figures
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
         folder=run.path,
         config=record.spec.model_dump(mode="json", by_alias=True),
         attempt=attempt,
+        figures=partial(run_figures, run, record),
     )
     files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
 

@@ -36,4 +36,7 @@ def test_the_options_of_a_tracker_are_validated_and_in_the_schema(cli: Cli, tmp_
 def test_without_the_package_the_tracker_is_an_unknown_key(tmp_path: Path) -> None:
     refused = scaletrain(without_package(), "validate", str(write_spec(tmp_path, "tracking: [csv]\n")))
     assert refused.returncode == 2
-    assert "tracking.csv: unknown key. Known keys: log_every, jsonl, mlflow, tensorboard, wandb." in refused.stderr
+    assert (
+        "tracking.csv: unknown key. Known keys: log_every, jsonl, mlflow, prometheus, tensorboard, wandb."
+        in refused.stderr
+    )

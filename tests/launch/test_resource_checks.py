@@ -85,6 +85,10 @@ HELD_BY = {
     "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_rejected",
     "tracking.mlflow.experiment": "tests/tracking/test_spec.py",
     "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
+    **dict.fromkeys(
+        ("tracking.prometheus.textfile", "tracking.prometheus.address"),
+        "tests/tracking/test_prometheus.py::test_a_run_in_a_collectors_folder_and_at_a_port",
+    ),
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
     **{

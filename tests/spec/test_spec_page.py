@@ -37,7 +37,7 @@ def test_the_page_shows_every_key() -> None:
 
 
 def test_the_page_shows_the_defaults() -> None:
-    sparse = load(SPEC.replace("precision: fp32", "") + "tracking: [wandb, tensorboard, mlflow]\n")
+    sparse = load(SPEC.replace("precision: fp32", "") + "tracking: [wandb, tensorboard, prometheus, mlflow]\n")
     shown, usual = keys(load(EVERY_KEY)), keys(sparse)
     different = {key for key in shown if shown[key] != usual[key]}
     assert {key for key in different if not key.startswith("model.")} - NEEDED == {"data.tokenizer.vocab_size"}

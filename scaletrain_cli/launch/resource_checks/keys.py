@@ -284,6 +284,22 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         f"whether the folder is writable: {_FIRST_USE}",
     ),
     _row(
+        "tracking.prometheus.textfile",
+        "a folder",
+        "nothing: it is created",
+        "never",
+        f"{_CHECKS}tracker_problems",
+        f"whether the folder is writable: {_FIRST_USE}",
+    ),
+    _row(
+        "tracking.prometheus.address",
+        "an address of the node of rank 0, for its port",
+        "nothing: only that node knows its own, and which ports are in use",
+        "never",
+        f"{_CHECKS}tracker_problems",
+        f"whether the port can be opened: {_FIRST_USE}",
+    ),
+    _row(
         "evaluation.tasks.*.source",
         "files with text",
         "exist, are readable, of a known format",
