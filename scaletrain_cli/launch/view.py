@@ -65,6 +65,11 @@ class RunView:
         saved = self.status.last_checkpoint_step or 0
         return min(self.status.total_steps, saved + interval) if interval > 0 else None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the nodes write to a volume that this machine does not see, so that the run directory is empty."""
+        return not (self.record.spec.cluster.traits.shared_run_directory or self.attempts)
+
     def to_json(self) -> dict[str, Any]:
         """Return the stable JSON object of `status` (docs/json.md), without the attempts."""
         return {

@@ -117,6 +117,28 @@ def test_a_run_in_every_state_has_its_state_and_its_reason(prepared: dict[str, P
         assert shown.view.status.why[:40] in screen
 
 
+def test_a_run_on_a_volume_that_is_not_visible_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the pods print is shown as `status` does; one sentence tells what cannot be had."""
+    from scaletrain_cli.launch.backends.base import Job
+    from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.launch.submit import create_run
+    from scaletrain_cli.spec import load_spec
+    from tests.cli.command_line import SMALL
+    from tests.launch.conftest import make_plan
+
+    spec = load_spec(SMALL, ["cluster.scheduler=kubernetes", "cluster.kubernetes.image=i:1", "training.steps=100"])
+    run = create_run(spec, make_plan(spec), "r1", root=tmp_path).run
+    progress = {"step": 40, "loss": 3.25, "tokens_per_second": 1e4, "learning_rate": 1e-3}
+    job = Job("r1-1", "running", "2 of 2 pods run", nodes=("k1", "k2"), progress=progress)
+    shown = Shown(read_view(run, run_status(run, job=job)))
+    screen = page(shown, "overview")
+    for text in ("40 of 100 steps", "loss 3.2500", "r1-1 on k1, k2: 2 of 2 pods run", "volume of the cluster"):
+        assert text in screen
+    for name in ("curves", "ranks", "nodes"):
+        assert "scaletrain watch r1" in page(shown, name, 120)  # type: ignore[arg-type]
+    assert "scaletrain logs r1 --follow" in page(shown, "logs")
+
+
 def test_the_overview_shows_the_figures_of_status(trained: RunDir) -> None:
     screen = page(shown_of(trained), "overview", 120, 40)
     status = scaletrain("status", "r1").out

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from scaletrain_cli.launch.view import RunView
 from scaletrain_cli.text import seconds_text
-from scaletrain_cli.ui.watch.layout import Choices, cut
+from scaletrain_cli.ui.console import escaped_text
+from scaletrain_cli.ui.watch.layout import Choices, cut, elsewhere_text, wrapped
 from scaletrain_cli.ui.watch.plot import Line, Mark, ceiling, plot
 
 MOST_HALVINGS = 10
@@ -34,7 +35,8 @@ def loss_curve(view: RunView, choices: Choices, width: int, rows: int) -> list[T
 def curves(view: RunView, choices: Choices, width: int, height: int) -> list[Text]:
     """Return the four charts in two rows of two."""
     if len(view.case.history) < 2:
-        return [Text("no steps yet", "dim")]
+        why = elsewhere_text(view) if view.is_elsewhere else "no steps yet"
+        return wrapped(escaped_text(why, "dim"), width)
     each, rows = (width - _GAP) // 2, height // 2
     planned = view.figures.planned_step_seconds
     seconds = _step_title(view)
@@ -94,7 +96,9 @@ def _line(view: RunView, choices: Choices, column: str, style: str) -> Line:
     first = len(history) - max(8, len(history) >> choices.halvings) if choices.halvings else 0
     first = max(0, first)
     steps = history.steps[first:]
-    return Line(_places(view, choices, steps), history.column(column)[first:], f"bold {style}", band_style=style)
+    return Line(
+        _places(view, choices, steps), history.column(column)[first:], f"bold {style}", band_style=f"dim {style}"
+    )
 
 
 def _latest(line: Line, other: Line, choices: Choices) -> Line:

@@ -9,6 +9,7 @@ from typing import Literal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from scaletrain_cli.launch.view import RunView
 from scaletrain_cli.ui.console import plain
 
 Page = Literal["overview", "curves", "ranks", "nodes", "events", "findings", "logs", "help"]
@@ -72,6 +73,14 @@ def rendered(renderable: RenderableType, width: int) -> list[Text]:
     """Return a rich renderable in lines."""
     rows = _MEASURING.render_lines(renderable, _MEASURING.options.update_width(width), pad=False)
     return [Text.assemble(*((segment.text, segment.style or "") for segment in each)) for each in rows]
+
+
+def elsewhere_text(view: RunView) -> str:
+    """Return what cannot be shown of a run whose directory is on a volume of the cluster."""
+    return (
+        "The run directory is on a volume of the cluster that this machine does not see: no curves, ranks, nodes, "
+        f"events or findings. Run `scaletrain watch {view.run.run_id}` in a pod that mounts it."
+    )
 
 
 def joined(parts: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from scaletrain_cli.ui.events import event_line
 from scaletrain_cli.ui.hardware import gpu_text, planned_parts_text, rank_memory_text, step_parts_text
 from scaletrain_cli.ui.status import cost_text, goodput_text, measures_text, memory_text, sources_text
 from scaletrain_cli.ui.watch.curves import loss_curve
-from scaletrain_cli.ui.watch.layout import Choices, Content, cut, joined, rows_of, wrapped
+from scaletrain_cli.ui.watch.layout import Choices, Content, cut, elsewhere_text, joined, rows_of, wrapped
 
 _LEAST_CHART_ROWS = 6
 _TALL = 30
@@ -36,7 +36,7 @@ def overview(view: RunView, choices: Choices, width: int, height: int) -> Conten
     """Return the state, the loss, and a line for each figure; the chart takes the lines that are left."""
     bar = progress_bar(view.status.step, view.status.total_steps, width, choices.unicode)
     lines = 2 if height >= _TALL else 1
-    figures = [line for label, text in _figures(view) if text for line in rows_of(label, text, width, lines)]
+    figures = [line for label, text in _figures(view, height) if text for line in rows_of(label, text, width, lines)]
     findings = [cut(finding_headline(finding), width) for finding in view.diagnosis.findings]
     events = [cut(event_line(event), width) for event in view.events if event.get("event") not in _MINOR_EVENTS]
     head = [bar, *_why(view, width)]
@@ -61,13 +61,15 @@ _MINOR_EVENTS = ("measured", "first-loss", "mixture", "finding", "finding-cleare
 
 def _why(view: RunView, width: int) -> list[Text]:
     """Return why the run is in its state, where that needs a reason, in at most three lines."""
-    status = view.status
-    if not status.why or status.state in ("finished", "running"):
-        return []
-    return wrapped(escaped_text(status.why), width)[:3]
+    status, lines = view.status, []
+    if status.why and status.state not in ("finished", "running"):
+        lines = wrapped(escaped_text(status.why), width)[:3]
+    if view.is_elsewhere and status.state != "queued":
+        lines += wrapped(escaped_text(elsewhere_text(view), "dim"), width)
+    return lines
 
 
-def _figures(view: RunView) -> list[tuple[str, str]]:
+def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
     """Return label and text of each line of figures; an empty text where nothing is known."""
     status, figures, plan, hardware = view.status, view.figures, view.record.plan, view.hardware
     left = [f"{seconds_text(figures.eta_seconds)} left" if figures.eta_seconds else "", cost_text(figures)]
@@ -79,19 +81,20 @@ def _figures(view: RunView) -> list[tuple[str, str]]:
     rate += [f"gradient norm {status.grad_norm:.3g}"] if status.grad_norm is not None else []
     mfu = "" if status.mfu is None else f"MFU {percent_text(status.mfu)}, planned {percent_text(plan.time.mfu)}"
     parts = "" if hardware is None else step_parts_text(hardware)
+    is_beside = bool(parts) and height >= _TALL
     memory = ""
     if hardware is not None and hardware.memory is not None:
         memory = rank_memory_text(hardware.memory, plan)
     elif status.measured is not None:
         memory = memory_text(status.measured)
     return [
-        ("left", joined(left)),
+        ("left" if figures.eta_seconds else "cost", joined(left)),
         ("last", measures_text(status)),
         ("", ", ".join(rate)),
         ("sources", sources_text(status)),
         ("step", joined([_step_text(view), mfu])),
         ("measured", parts),
-        ("planned", planned_parts_text(plan) if parts or figures.measured_step_seconds is None else ""),
+        ("planned", planned_parts_text(plan) if is_beside else ""),
         ("slow", str(status.straggler or "")),
         ("memory", memory),
         ("GPU", gpu_text(hardware) if hardware is not None else ""),
@@ -126,7 +129,7 @@ def _saved(view: RunView) -> str:
     following = view.next_checkpoint_step
     if following is not None:
         wait = following - view.status.step
-        when = f" in {seconds_text(round(wait * seconds))}" if seconds is not None and wait > 0 else ""
+        when = f" in {seconds_text(wait * seconds)}" if seconds is not None and wait > 0 else ""
         parts.append(f"next at step {following:,}{when}")
     if view.status.steps_lost_total:
         parts.append(f"{counted(view.status.steps_lost_total, 'step')} lost so far")

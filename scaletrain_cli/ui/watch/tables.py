@@ -10,8 +10,8 @@ from scaletrain_cli.diagnosis.hardware import Recent
 from scaletrain_cli.launch.node.record import NodeRecord
 from scaletrain_cli.launch.watching import Shown
 from scaletrain_cli.text import bytes_text, counted, percent_text, seconds_text
-from scaletrain_cli.ui.console import plain
-from scaletrain_cli.ui.watch.layout import Choices, Content, cut, wrapped
+from scaletrain_cli.ui.console import escaped_text, plain
+from scaletrain_cli.ui.watch.layout import Choices, Content, cut, elsewhere_text, wrapped
 
 _Value = Callable[[Recent], float | None]
 ORDERS: tuple[tuple[str, _Value | None], ...] = (
@@ -102,14 +102,13 @@ def _node_state(node: NodeRecord) -> Text:
 
 def _nothing(shown: Shown, width: int) -> list[Text]:
     """Return why there are no measurements of ranks and nodes."""
-    spec = shown.view.record.spec
-    if not spec.cluster.traits.shared_run_directory and not shown.view.attempts:
-        why = "The run directory is on a volume of the cluster that this machine does not see: run this on a node."
-    elif not spec.telemetry.enabled:
+    if shown.view.is_elsewhere:
+        why = elsewhere_text(shown.view)
+    elif not shown.view.record.spec.telemetry.enabled:
         why = "telemetry.enabled is false in the spec: nothing is measured on the nodes."
     else:
         why = "No measurements of ranks and nodes yet."
-    return wrapped(Text(why, "dim"), width)
+    return wrapped(escaped_text(why, "dim"), width)
 
 
 def _part(shown: Shown) -> str:
