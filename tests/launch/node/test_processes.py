@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.local.backend import read_supervisor
-from scaletrain_cli.launch.node.processes import next_signal
+from scaletrain_cli.launch.node.processes import descendants, next_signal
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
@@ -89,3 +89,12 @@ def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun) -> No
     assert wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state == "finished"
     assert len(made.run.attempts()) == 1
     assert made.events("signal") == []
+
+
+def test_the_process_that_diagnoses_is_not_waited_for_as_one_that_a_program_left() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert child.pid in descendants()
+            assert child.pid not in descendants({child.pid})
+        finally:
+            child.kill()

@@ -1,0 +1,61 @@
+"""A living run with an ill: one finding and one notification over its attempts, whatever a receiver does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.notify.notifier import read_receivers
+from tests.drills.training_runs import slowed, submit_drill
+from tests.notify.webhook import Webhook
+
+pytestmark = [pytest.mark.drill, pytest.mark.long]
+
+
+def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over_two_attempts(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, silent = Webhook(), Webhook(*["hang"] * 50)
+    monkeypatch.setenv("TOLD", told.url)
+    monkeypatch.setenv("SILENT", silent.url)
+    monkeypatch.setenv(VARIABLE, slowed({1: 150}))
+    receivers = [{"webhook": "TOLD", "format": "json"}, {"webhook": "SILENT"}]
+
+    def warned() -> list[dict[str, Any]]:
+        return [event for event in drill.events("finding") if event["severity"] != "note"]
+
+    try:
+        drill = submit_drill(
+            dataset,
+            cluster__gpus_per_node=1,
+            training__steps=200,
+            training__optimizer__lr=1.5,
+            training__schedule__warmup_steps=16,
+            guard__spike__action="warn",
+            evaluation__every=0,
+            checkpoint__every=80,
+            notify=json.dumps(receivers),
+        )
+        drill.wait_for(warned)
+        drill.wait_for(lambda: "finding" in {message["kind"] for message in told.received})
+        drill.preempt()
+        drill.wait_for_end(300)
+    finally:
+        told.close()
+        silent.close()
+    assert [event["reason"] for event in drill.events("attempt-ended")] == ["preempted", "done"]
+    assert drill.step() == 200
+    raised = sorted(f"{event['code']} {event['change']}" for event in warned())
+    sent = [message for message in told.received if message["kind"] == "finding" and message["change"] != "cleared"]
+    assert sorted(f"{message['event']['code']} {message['change']}" for message in sent) == raised
+    assert len(set(raised)) == len(raised)
+    assert [message["kind"] for message in told.received].count("finished") == 1
+    known = read_receivers(drill.run)
+    assert known["webhook TOLD"].pending == []
+    assert known["webhook SILENT"].sent == 0
+    assert known["webhook SILENT"].pending
+    assert silent.received
