@@ -36,6 +36,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("schema", "Print the JSON Schema of the run spec, for editors."),
         Verb("doctor", "Check the environment: packages, hardware, schedulers, disk."),
         Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
+        Verb("rehearse", "Try a run for minutes on its nodes: labels, learning rate, speed, checkpoints."),
         Verb("data", "Prepare, show, report on and upload training data: data prepare SPEC."),
     ),
     "Run": (

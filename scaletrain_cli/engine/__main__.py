@@ -75,9 +75,15 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
     grace = record.spec.cluster.grace_seconds
     flag.call_after(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_exit_without_saving, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
-        if os.environ.get(preflight.ONLY) == "preflight":
+        only = os.environ.get(preflight.ONLY)
+        if only == "preflight":
             return preflight_alone(run, record, ranks, attempt)
-        return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
+        trainer = assemble(run, record, ranks, attempt, flag, heartbeat)
+        if only == "rehearsal":
+            from scaletrain_cli.engine.rehearsal.run import rehearse
+
+            return rehearse(trainer, os.environ)
+        return trainer.fit()
 
 
 def _exit_without_saving(watch: AgentWatch) -> None:

@@ -130,6 +130,7 @@ def assemble(
     stragglers = Stragglers(run, ranks.rank, consensus, device)
     stragglers.watch(composed.engine, layout)
     faults = Faults.from_environment(ranks.rank, attempt, checkpoints)
+    faults.change_model(composed.model)
     checkpointer = Checkpointer(
         run,
         spec,

@@ -6,7 +6,9 @@ factor=20`` multiplies the loss of the *batches* 20 to 23 on all ranks, so that 
 ``truncate``, ``flip`` and ``delete`` corrupt the latest checkpoint, once there are two, and kill the rank.
 ``slow-rank`` waits at every step. ``disk-full step=9 write=7``: from step 9 on, the seventh and every later checkpoint
 write of a rank fails. ``stale-attempt`` opens the checkpoints to a later attempt, as if this attempt had been
-superseded.
+superseded. ``slow-data seconds=0.5``: each read of a batch takes half a second longer. ``labels offset=2``: the label
+of a token is the second one after it (0: the token itself), as in data that were shifted twice or not at all.
+``non-causal``: each token also has the embedding of the next one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -54,6 +57,7 @@ def corrupt(checkpoint: Checkpoint, kind: str) -> Path:
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SCALETRAIN_FAULT"
+NOT_COUNTED = -100  # the label that no loss counts
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Fault:
     last: int | None = None  # the last batch of a spike, whose first is ``step``
     factor: float = 1.0
     write: int | None = None  # the first write that fails on a full disk
+    offset: int | None = None  # from a token to its label
 
 
 class InjectedError(RuntimeError):
@@ -105,7 +110,29 @@ _ACTIONS: dict[str, Callable[[], None]] = {
     "sigkill-agent": _kill_agent,
     "node": _kill_node,
 }
+_OF_DATA = ("slow-data", "labels")
 _KINDS = (*_ACTIONS, *CORRUPTIONS, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
+_KINDS += (*_OF_DATA, "non-causal")
+
+
+@dataclass(frozen=True)
+class FaultyReading:
+    """Reads batches by number with the faults of data; can be pickled if ``read`` can."""
+
+    read: Callable[[int], Any]
+    faults: tuple[Fault, ...]
+
+    def __call__(self, number: int) -> Any:
+        """Return the batch."""
+        batch = self.read(number)
+        for fault in self.faults:
+            if fault.kind == "slow-data":
+                time.sleep(fault.seconds)
+            elif hasattr(batch, "labels"):
+                offset = 1 if fault.offset is None else fault.offset
+                moved = batch.tokens.roll(-offset, -1)
+                batch = batch._replace(labels=moved.masked_fill(batch.labels < 0, NOT_COUNTED))
+        return batch
 
 
 class Faults:
@@ -167,6 +194,17 @@ class Faults:
         hits = [fault.factor for fault in spikes if (fault.step or 1) <= batch <= (fault.last or batch)]
         return math.prod(hits)
 
+    def reading(self, read: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Return what reads batches of training by number, with the faults of data if there are any."""
+        faults = tuple(fault for fault in self._mine if fault.kind in _OF_DATA)
+        return FaultyReading(read, faults) if faults else read
+
+    def change_model(self, model: Any) -> None:
+        """Inject the faults of the model, once it is built. Of a pipeline only the first stage has the embedding."""
+        if any(fault.kind == "non-causal" for fault in self._mine) and model.language is not None:
+            embedding = model.language.token_embedding
+            embedding.register_forward_hook(lambda module, given, found: found + found.roll(-1, 1))
+
     def _due(self, step: int) -> list[Fault]:
         return [fault for fault in self._mine if fault.step == step]
 
@@ -176,7 +214,7 @@ def _parse(text: str) -> Fault:
     try:
         given = dict(setting.split("=", 1) for setting in settings)
         first, _, last = given.pop("step", "").partition("-")
-        whole = {key: int(given.pop(key)) for key in ("rank", "attempt", "write") if key in given}
+        whole = {key: int(given.pop(key)) for key in ("rank", "attempt", "write", "offset") if key in given}
         step, last_step = int(first) if first else None, int(last) if last else None
         seconds, factor = float(given.pop("seconds", 0)), float(given.pop("factor", 20))
     except ValueError as error:

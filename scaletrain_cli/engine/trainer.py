@@ -122,6 +122,7 @@ class Trainer:
     stragglers: Stragglers
     measures: RankMeasures
     reference: ReferencePass | None  # None: the objective has no reference
+    most_steps: int | None = None  # training ends after so many steps; None: after those of the spec
     loader: Loader[Any] = field(init=False)
     metrics: MetricsLog = field(init=False)
     garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
@@ -186,7 +187,7 @@ class Trainer:
             return False
         self.step_sync.schedule.begin_at(step)
         self.deferred_metrics.remaining()  # discards the measures of undone steps
-        state.step, state.last_step, state.evaluation_due = step, self.record.spec.total_steps, False
+        state.step, state.last_step, state.evaluation_due = step, self._last_step, False
         every = self.record.spec.evaluation.every
         del state.validations[step // every if every else 0 :]
         return True
@@ -271,12 +272,17 @@ class Trainer:
         self.deferred_metrics.end(step, measured)
 
     @property
+    def _last_step(self) -> int:
+        total = self.record.spec.total_steps
+        return total if self.most_steps is None else min(total, self.most_steps)
+
+    @property
     def _read_ahead(self) -> int:
         return self.record.spec.data.loader.read_ahead(self.readers)
 
     def _following(self, step: int) -> list[int]:
         """Return the batches of the steps after ``step`` that are read ahead."""
-        last = min(step + self._read_ahead, self.record.spec.total_steps)
+        last = min(step + self._read_ahead, self._last_step)
         return [self.guard.batch_number(later) for later in range(step + 1, last + 1)]
 
     def _enter_stage(self, step: int, rate: float) -> None:
@@ -318,7 +324,7 @@ class Trainer:
         self.step_sync.schedule.begin_at(begin.step)
         self.ledger.set_up_is_done()
         due = self.validation.is_due(begin.step) and not begin.evaluated
-        state = LoopState(begin.step, self.record.spec.total_steps, due, list(begin.validations))
+        state = LoopState(begin.step, self._last_step, due, list(begin.validations))
         if begin.evaluated and self.validation.stops_early(state.validations):
             state.last_step = state.step
         return state
@@ -340,7 +346,7 @@ class Trainer:
         readers = {**self.validation.readers, **self.validation.zero_shot_readers}
         by_round = {name: rounds_reader(reader.without_groups()) for name, reader in readers.items()}
         validation = {name: found for name, found in by_round.items() if found is not None}
-        training = self.training.without_groups().batch
+        training = self.faults.reading(self.training.without_groups().batch)
         self.loader = Loader(
             BatchesAndRounds(training, validation) if validation else training,
             self.device,

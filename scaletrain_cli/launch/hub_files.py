@@ -14,8 +14,9 @@ from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.hub_files import hub_environment, hub_uses, with_local_files
 from scaletrain_cli.spec.shared_paths import is_shared
 
-# Set for runs that only measure their nodes, which read no files.
-MEASURES_ONLY = "SCALETRAIN_ONLY"
+# The variable for what ranks do instead of training, and its value for runs that only measure their nodes, which read
+# no files.
+ONLY, MEASURES_ONLY = "SCALETRAIN_ONLY", "preflight"
 # The sections with the data of a run, for ``fetched_spec``.
 DATA = ("data", ZERO_SHOT)
 # What the job's environment keeps of the submitter's, and the cache depends on.

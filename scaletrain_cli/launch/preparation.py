@@ -21,7 +21,7 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.engine_process import run_engine_command
-from scaletrain_cli.launch.hub_files import DATA, MEASURES_ONLY, fetched_spec
+from scaletrain_cli.launch.hub_files import DATA, MEASURES_ONLY, ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
@@ -75,7 +75,7 @@ class PreparedData:
 
 def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
     """Return whether the ranks read data that are prepared before; those of a stand-in engine if that is asked for."""
-    if spec.code.own_program or spec.env.get(MEASURES_ONLY):
+    if spec.code.own_program or spec.env.get(ONLY) == MEASURES_ONLY:
         return False
     return choice != "auto" or (_OTHER_ENGINE not in spec.env and _OTHER_ENGINE not in os.environ)
 

@@ -63,12 +63,17 @@ def finding_in_full(finding: Finding) -> Iterator[RenderableType]:
     yield text
     if finding.causes:
         yield Text("  likely causes" if len(finding.causes) > 1 else "  likely cause", "dim")
+    yield Padding(cause_rows(finding.causes), (0, 0, 0, 2))
+
+
+def cause_rows(causes: Sequence[Cause]) -> Table:
+    """Return a numbered row for each cause, with the line of the spec to change."""
     rows = Table.grid(padding=(0, 1, 0, 0))
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")
-    for number, cause in enumerate(finding.causes, 1):
+    for number, cause in enumerate(causes, 1):
         rows.add_row(f"{number}.", _cause(cause))
-    yield Padding(rows, (0, 0, 0, 2))
+    return rows
 
 
 def _cause(cause: Cause) -> Text:

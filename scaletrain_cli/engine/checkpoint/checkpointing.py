@@ -151,6 +151,11 @@ class Checkpointer:
         self._snapshot = Snapshot(self._states, self._average)
         self._allocated = False
 
+    @property
+    def states(self) -> ShardedState:
+        """The shards of the present engine."""
+        return self._states
+
     def state_in_memory(self) -> HeldState:
         """Return the state of the optimizer on this rank, in host memory; finishes the save in flight."""
         self.finish()

@@ -257,7 +257,7 @@ def _together(expected: Expected) -> Iterator[PreflightFinding]:
 
 
 SCHEMA = "scaletrain.preflight/v1"
-ONLY = "SCALETRAIN_ONLY"  # set by `scaletrain preflight`, which trains nothing
+ONLY = "SCALETRAIN_ONLY"  # what the ranks do instead of training: ``preflight`` or ``rehearsal``
 
 
 def is_enabled(record: RunRecord) -> bool:

@@ -25,7 +25,7 @@ from scaletrain_cli.hub.cache import CACHE_VARIABLES, HubSettings
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.exit_classification import OF_THE_CACHE
 from scaletrain_cli.launch.hub_fetch import FetchProgress, FetchStopped, fetch
-from scaletrain_cli.launch.hub_files import MEASURES_ONLY, environment_here
+from scaletrain_cli.launch.hub_files import MEASURES_ONLY, ONLY, environment_here
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import next_signal
 from scaletrain_cli.launch.node.record import has_failed
@@ -74,7 +74,7 @@ def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secre
     PreemptedError after a signal.
     """
     spec = record.spec
-    if not record.hub or spec.env.get(MEASURES_ONLY):  # a run that only measures its nodes reads no files
+    if not record.hub or spec.env.get(ONLY) == MEASURES_ONLY:  # a run that only measures its nodes reads no files
         return LocalFiles(spec)
     own = environment_here(spec, os.environ) if spec.cluster.traits.runs_here else {**os.environ, **spec.env}
     environment = {**own, **secrets}

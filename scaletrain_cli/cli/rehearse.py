@@ -1,0 +1,91 @@
+"""`scaletrain rehearse`: try a run for minutes before the expensive job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, seconds_of
+from scaletrain_cli.errors import ExitCode, UsageError
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+
+
+def command(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    cluster: ClusterName = None,
+    items: Annotated[
+        str, typer.Option("--items", metavar="A,B", help="Items to rehearse (default: all).", show_default=False)
+    ] = "",
+    skip: Annotated[str, typer.Option("--skip", metavar="A,B", help="Items to leave out.", show_default=False)] = "",
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes", metavar="N", min=1, max=100_000, help="Number of nodes (default: as few as hold one replica)."
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="Time for the items that train, together.")
+    ] = "100s",
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
+    ] = "30m",
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Write the curve of the range test as PNG, SVG or PDF."),
+    ] = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try a run for minutes before the expensive job, and give a verdict on each item.
+
+    Submits a short job with the spec, data and layout of the run. Its ranks look at labels, the first loss, gradients
+    and the learning rate, compare speed and memory with the plan, and restore a checkpoint and a preemption. Exits with
+    3 if an item fails.
+    """
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.diagnosis.rehearsal import Options
+    from scaletrain_cli.launch.backends.registry import backend_for
+    from scaletrain_cli.launch.rehearse import chosen_items, fewest_nodes, rehearsal_spec, run_rehearsal
+    from scaletrain_cli.launch.submit import plan_for_engine
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.console import say, warn
+    from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.rehearsal import check_plot_file, show_rehearsal, write_plot
+    from scaletrain_cli.ui.submission import show_start
+
+    options = Options(chosen_items(_names(items), _names(skip)), seconds_of("--budget", budget))
+    timeout_seconds = seconds_of("--timeout", timeout)
+    if plot is not None:
+        check_plot_file(plot)
+    given = load_spec(spec, overrides or [], cluster=cluster)
+    if given.code.own_program:
+        key = "code.command" if given.code.command is not None else "code.engine"
+        raise UsageError(f"{key}: rehearsals run the built-in engine only. Add --set code={{}} to rehearse with it.")
+    small = rehearsal_spec(given, options, nodes or fewest_nodes(given))
+    plan, scheduler = plan_for_engine(small, spec), backend_for(small.cluster.scheduler)
+    outlook = scheduler.preflight(small, plan)
+    for note in outlook.notes:
+        warn(note)
+    show_start(outlook.start)
+    device = small.cluster.gpu if isinstance(small.cluster.gpu, str) else small.cluster.gpu.name
+    where = f"{small.cluster.nodes} x {small.cluster.gpus_per_node} {device} on {small.cluster.scheduler}"
+    confirm(f"Rehearse {len(options.items)} items for some minutes, {where}?", yes)
+    with StatusLine() as line:
+        result = run_rehearsal(given, small, plan, scheduler, options, timeout_seconds, line.update)
+    if plot is not None and write_plot(result.rehearsal, plot):
+        say(f"wrote {plot}")
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(result.to_json())
+    else:
+        show_rehearsal(result)
+    raise typer.Exit(result.exit_code)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,316 @@
+"""Items of a rehearsal about what the loss sees: labels and masks, duplicates, the first loss, causality."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from scaletrain_cli.diagnosis.findings import Cause
+from scaletrain_cli.diagnosis.rehearsal import Item
+from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
+from scaletrain_cli.engine.data.sources import TextSequences
+from scaletrain_cli.engine.rehearsal.trials import Trials, finite
+from scaletrain_cli.engine.step import ModelStepper
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec
+
+_OFFSETS = (0, 1, 2)
+_LEAST_SHARE = 0.98  # of the labels that are the next token; packed rows and truncation have a few others
+_MOST_IGNORED = 0.9
+_READ = 512  # samples whose labels or contents are compared
+_MOST_ALIKE = 0.99  # share of one label among images
+_MOST_DUPLICATES = 0.2
+_LOSS_SHARE = 0.1  # band of the first loss of a language model around ln V, as scaletrain_cli.diagnosis.loss has it
+_USUAL_DEVIATION = 0.02
+_WIDE_BAND = 3.0  # the same for other models, whose first outputs are not equal
+_MOST_CHANGE = 1e-3  # of hidden states that must not change, relative to their root mean square
+_MOST_CHANGE_OF_EXPERTS = 2e-2  # where other tokens change the sizes of matrix products
+
+
+def labels(trials: Trials) -> Item:
+    """Compare labels with tokens, and count those that are ignored; of images count the labels.
+
+    Unshifted labels (each the token itself) let a model copy its input; labels that are shifted twice hide one token.
+    More than 90 % of ignored labels waste the computation, and none in rows with questions train on the questions.
+    """
+    batches = trials.batches(1)
+    if not isinstance(batches[0], MicroBatch):
+        return _labels_of_images(trials)
+    counted = matches = total = unshifted = twice = 0
+    for batch in batches:
+        known = batch.labels != NOT_COUNTED
+        total, counted = total + known.numel(), counted + int(known.sum())
+        for offset in _OFFSETS:
+            here = known[:, : known.shape[1] - offset]
+            same = (batch.labels[:, : here.shape[1]] == batch.tokens[:, offset:]) & here
+            found = int(same.sum())
+            matches += found if offset == 1 else 0
+            unshifted += found if offset == 0 else 0
+            twice += found if offset == 2 else 0
+    last = sum(int((batch.labels[:, -1] != NOT_COUNTED).sum()) for batch in batches)  # their next token is not there
+    sums = [trials.consensus.share(each) for each in (counted, total, matches, unshifted, twice, last)]
+    counted, total, matches, unshifted, twice, last = (int(sum(each)) for each in sums)
+    ignored = 1 - counted / total if total else 1.0
+    shares = {
+        offset: count / max(1, counted - offset_last)
+        for offset, count, offset_last in ((0, unshifted, 0), (1, matches, last), (2, twice, 2 * last))
+    }
+    figures: dict[str, Any] = {
+        "ignored_share": round(ignored, 4),
+        "label_shares_by_offset": {str(offset): round(min(1.0, share), 4) for offset, share in shares.items()},
+        "labels": total,
+    }
+    if counted == 0 or ignored > _MOST_IGNORED:
+        causes = (
+            Cause(Reason("rehearsal.cause-masked-answers"), trials.case.change("data.loss_on")),
+            Cause(Reason("rehearsal.cause-long-prompts"), trials.case.change("model.seq_len")),
+            Cause(Reason("rehearsal.cause-cut-answers"), trials.case.change("data.truncation")),
+        )
+        return Item("labels", "failed", Reason("rehearsal.labels-ignored", {"share": ignored}), figures, causes)
+    if shares[1] < _LEAST_SHARE:
+        offset = max(shares, key=shares.__getitem__)
+        params = {"share": min(1.0, shares[1]), "offset": offset, "offset_share": min(1.0, shares[offset])}
+        cause = Cause(Reason("rehearsal.cause-other-labels"), trials.case.change("data"))
+        return Item("labels", "failed", Reason("rehearsal.labels-not-next", params), figures, (cause,))
+    wrong = _wrong_offset(trials, batches, figures)
+    if wrong is not None:
+        return wrong
+    reason = Reason("rehearsal.labels-next", {"share": min(1.0, shares[1]), "ignored": ignored})
+    return Item("labels", "passed", reason, figures)
+
+
+def _wrong_offset(trials: Trials, batches: Sequence[MicroBatch], figures: dict[str, Any]) -> Item | None:
+    """Return the failure if trained weights predict the tokens at another offset better than the next ones."""
+    spec = trials.case.spec
+    if spec.is_from_scratch or trials.trainer.composed.objective.reads_pairs or not isinstance(spec.model, ModelSpec):
+        return None
+    losses = {offset: trials.loss([_at_offset(batch, offset) for batch in batches]) for offset in _OFFSETS}
+    figures["loss_by_offset"] = {str(offset): finite(loss) for offset, loss in losses.items()}
+    best = min(losses, key=losses.__getitem__)
+    if best == 1:
+        return None
+    params = {"offset": best, "loss": losses[best], "expected_loss": losses[1]}
+    causes = (
+        Cause(Reason("rehearsal.cause-other-tokenizer"), trials.case.change("data.tokenizer")),
+        Cause(Reason("rehearsal.cause-other-weights"), trials.case.change("model.weights")),
+    )
+    return Item("labels", "failed", Reason("rehearsal.labels-other-offset", params), figures, causes)
+
+
+def _at_offset(batch: MicroBatch, offset: int) -> MicroBatch:
+    """Return the batch with the tokens at an offset as labels, where the next one counts."""
+    labels = batch.tokens.roll(-offset, -1).masked_fill(batch.labels == NOT_COUNTED, NOT_COUNTED)
+    if offset:
+        labels[:, -offset:] = NOT_COUNTED
+    return batch._replace(labels=labels, divisor=None, weights=None)
+
+
+def _labels_of_images(trials: Trials) -> Item:
+    samples: Any = trials.trainer.data.samples
+    objective = trials.case.spec.training.objective
+    number = min(_READ, len(samples))
+    apart = max(1, len(samples) // number)
+    if objective == "contrastive":
+        return _captions(trials)
+    found = [samples.label(at) for at in range(0, len(samples), apart)][:number]
+    kinds = Counter(found)
+    label, most = kinds.most_common(1)[0]
+    figures = {"samples": len(found), "different_labels": len(kinds), "largest_share": round(most / len(found), 4)}
+    if most > _MOST_ALIKE * len(found):
+        cause = Cause(Reason("rehearsal.cause-constant-labels"), trials.case.change("data"))
+        params = {"share": most / len(found), "label": str(label), "samples": len(found)}
+        return Item("labels", "failed", Reason("rehearsal.labels-constant", params), figures, (cause,))
+    params = {"samples": len(found), "different": len(kinds), "share": most / len(found)}
+    return Item("labels", "passed", Reason("rehearsal.labels-vary", params), figures)
+
+
+def _captions(trials: Trials) -> Item:
+    batches = trials.batches(1)
+    tokens = [row.tobytes() for batch in batches if batch.tokens is not None for row in batch.tokens.cpu().numpy()]
+    if not tokens:
+        return Item("labels", "skipped", Reason("rehearsal.no-labels"))
+    most = Counter(tokens).most_common(1)[0][1] / len(tokens)
+    figures = {"captions": len(tokens), "different_captions": len(set(tokens)), "largest_share": round(most, 4)}
+    alike = trials.largest(most)
+    if alike > 0.5:
+        cause = Cause(Reason("rehearsal.cause-constant-captions"), trials.case.change("data"))
+        return Item("labels", "failed", Reason("rehearsal.captions-alike", {"share": alike}), figures, (cause,))
+    params = {"samples": len(tokens), "different": len(set(tokens)), "share": most}
+    return Item("labels", "passed", Reason("rehearsal.labels-vary", params), figures)
+
+
+def duplicates(trials: Trials) -> Item:
+    """Count the samples among the first ones that are equal to an earlier one; rank 0 reads them.
+
+    Whole rows or images are compared, since rows may share their first words, such as a system prompt.
+    """
+    problem = [0.0, 0.0]
+    if trials.trainer.ranks.rank == 0:
+        hashes = list(_contents(trials))
+        problem = [float(len(hashes)), float(len(hashes) - len(set(hashes)))]
+    samples, repeated = trials.consensus.follow_rank_zero(problem)
+    share = repeated / samples if samples else 0.0
+    figures = {"samples": int(samples), "duplicates": int(repeated)}
+    params = {"samples": int(samples), "count": int(repeated), "share": share}
+    if share > _MOST_DUPLICATES:
+        causes = (
+            Cause(Reason("rehearsal.cause-repeated-data"), trials.case.change("data")),
+            Cause(Reason("rehearsal.cause-no-deduplication"), trials.case.change("data.pipeline")),
+        )
+        return Item("duplicates", "failed", Reason("rehearsal.duplicates", params), figures, causes)
+    return Item("duplicates", "passed", Reason("rehearsal.few-duplicates", params), figures)
+
+
+def _contents(trials: Trials) -> Iterator[bytes]:
+    """Yield a hash of each of some samples of the training split, at equal distances."""
+    reader, samples = trials.trainer.training, trials.trainer.data.samples
+    count = min(_READ, len(samples))
+    numbers = [at * len(samples) // count for at in range(count)]
+    if isinstance(reader, BatchReader):
+        for number in numbers:
+            yield hashlib.blake2b(_tokens(reader.sequences, number).tobytes(), digest_size=8).digest()
+        return
+    for number in numbers:
+        yield hashlib.blake2b(_image(samples, number), digest_size=8).digest()
+
+
+def _tokens(sequences: TextSequences | RowSequences, number: int) -> npt.NDArray[Any]:
+    """Return the tokens of a sequence or row, without padding."""
+    if isinstance(sequences, RowSequences):
+        rows = sequences.read([number], sequences.seq_len)
+        return np.asarray(rows.tokens[rows.real])
+    return np.asarray(sequences.rows([number]))
+
+
+def _image(samples: Any, number: int) -> bytes:
+    for source in samples.sources:
+        if number < len(source):
+            found: bytes = source.read(number).image
+            return found
+        number -= len(source)
+    raise IndexError(number)
+
+
+def first_loss(trials: Trials) -> Item:
+    """Compare the first loss of a new model with that of outputs that are equal for all samples.
+
+    Logits of a deviation s give ln V + s^2 / 2; see ``scaletrain_cli.diagnosis.loss.first_loss`` for the band. Models
+    of images may begin anywhere within a factor of 3.
+    """
+    spec, case = trials.case.spec, trials.case
+    expected = _expected(trials)
+    if not spec.is_from_scratch:
+        return Item("first-loss", "skipped", Reason("rehearsal.loaded-weights"))
+    if expected is None or expected <= 0:
+        return Item("first-loss", "skipped", Reason("rehearsal.first-loss-unknown"))
+    loss = trials.step(trials.batches(1), 0.0).loss
+    trials.restore()
+    if isinstance(spec.model, ModelSpec):
+        low = (1 - _LOSS_SHARE) * expected
+        high = (1 + _LOSS_SHARE) * expected + spec.model.hidden_size * _USUAL_DEVIATION**2 / 2
+        spread: tuple[Cause, ...] = (
+            Cause(
+                Reason(
+                    "diagnosis.cause-wide-weights", {"given": spec.model.initializer_range, "usual": _USUAL_DEVIATION}
+                ),
+                case.change("model.initializer_range", _USUAL_DEVIATION),
+            ),
+        )
+        other = Cause(Reason("diagnosis.cause-targets-of-other-tokens"), case.change("data.tokenizer"))
+    else:
+        low, high = expected / _WIDE_BAND, expected * _WIDE_BAND
+        spread = ()
+        other = Cause(Reason("rehearsal.cause-other-labels"), case.change("data"))
+    figures = {"loss": finite(loss), "expected": finite(expected), "low": finite(low), "high": finite(high)}
+    params = {"loss": loss if math.isfinite(loss) else str(loss), "expected": expected, "low": low, "high": high}
+    if not math.isfinite(loss):
+        return Item("first-loss", "failed", Reason("rehearsal.first-loss-not-finite", params), figures, spread)
+    if loss > high:
+        return Item("first-loss", "failed", Reason("rehearsal.first-loss-high", params), figures, (*spread, other))
+    if loss < low:
+        causes: tuple[Cause, ...] = (
+            Cause(Reason("diagnosis.cause-visible-targets"), case.change("data")),
+            Cause(Reason("diagnosis.cause-small-vocabulary"), case.change("model.vocab_size")),
+        )
+        causes = causes if isinstance(spec.model, ModelSpec) else (other,)
+        return Item("first-loss", "failed", Reason("rehearsal.first-loss-low", params), figures, causes)
+    return Item("first-loss", "passed", Reason("rehearsal.first-loss-usual", params), figures)
+
+
+def _expected(trials: Trials) -> float | None:
+    spec, case = trials.case.spec, trials.case
+    if isinstance(spec.model, ModelSpec):
+        return case.uninformed_loss
+    if spec.training.objective not in ("classification", "contrastive"):
+        return None
+    if spec.training.loss.of(spec.training.objective) == "sigmoid":
+        return None  # its bias begins where most pairs are no match
+    return case.uninformed_loss
+
+
+def causality(trials: Trials) -> Item:
+    """Change a token, and compare the hidden states of tokens that must not see it, on every rank.
+
+    These are the earlier tokens and, in packed rows that keep documents apart, all tokens of other documents.
+    """
+    trainer = trials.trainer
+    if not isinstance(trials.case.spec.model, ModelSpec):
+        return Item("causality", "skipped", Reason("rehearsal.no-causal-model"))
+    if not isinstance(trainer.stepper, ModelStepper):
+        return Item("causality", "skipped", Reason("rehearsal.outputs-in-pipeline"))
+    batch = trials.batches(1)[0]
+    length = batch.tokens.shape[1]
+    # of a sequence-parallel rank its part of the row; the change is in the part of the last rank
+    positions = batch.positions if batch.positions.dim() == 2 else batch.positions.expand(len(batch.tokens), -1)
+    changed = batch.tokens.clone()
+    mesh = trainer.composed.objective.mesh
+    alone = mesh.sequence.size == 1
+    documents = batch.documents if alone else None
+    place = length // 2 if documents is None else _within_first_document(documents)
+    if alone or mesh.sequence.rank == mesh.sequence.size - 1:
+        changed[:, place] = (changed[:, place] + 1) % trials.case.spec.model.vocab_size
+    before, after = trials.outputs(batch), trials.outputs(batch._replace(tokens=changed))
+    moved = (after.float() - before.float()).abs().amax(-1)
+    scale = before.float().pow(2).mean().sqrt().clamp_min(1e-12)
+    earlier = _earlier(positions, place, alone=alone, last=mesh.sequence.rank == mesh.sequence.size - 1)
+    most = _MOST_CHANGE_OF_EXPERTS if trials.case.spec.model.num_experts else _MOST_CHANGE
+    seen = trials.largest(float((moved / scale)[earlier].max()) if bool(earlier.any()) else 0.0)
+    beyond = 0.0
+    several = documents is not None and bool((documents[:, place : place + 1] != documents).any())
+    if documents is not None and several:
+        others = (documents != documents[:, place : place + 1]) & (documents >= 0)
+        beyond = float((moved / scale)[others].max())
+    beyond = trials.largest(beyond)
+    figures = {"change_of_earlier_tokens": finite(seen), "change_of_other_documents": finite(beyond), "limit": most}
+    attention = Cause(Reason("rehearsal.cause-attention"), None)
+    if seen > most:
+        return Item("causality", "failed", Reason("rehearsal.sees-later", {"change": seen}), figures, (attention,))
+    if beyond > most:
+        return Item(
+            "causality", "failed", Reason("rehearsal.sees-documents", {"change": beyond}), figures, (attention,)
+        )
+    code = Reason("rehearsal.causal-in-documents" if several else "rehearsal.causal")
+    return Item("causality", "passed", code, figures)
+
+
+def _within_first_document(documents: Tensor) -> int:
+    """Return a place inside the first document of every row: the middle of the shortest one."""
+    first = [int((row == row[0]).sum()) for row in documents]
+    return max(0, min(first) // 2)
+
+
+def _earlier(positions: Tensor, place: int, *, alone: bool, last: bool) -> Tensor:
+    """Return which tokens [rows, length] are before the changed one in their row."""
+    numbers = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    if alone or last:
+        return numbers < place
+    return torch.ones_like(numbers, dtype=torch.bool)

@@ -1,0 +1,206 @@
+"""The course of a rehearsal on each rank: the items in order, then a short run that a preemption interrupts.
+
+The first attempt does the items, and writes rehearsal.json before and after each; then it trains the first steps as a
+run, sends itself SIGTERM, and exits with 75. The next attempt resumes the run, and judges the preemption.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.history import History
+from scaletrain_cli.diagnosis.rehearsal import (
+    LOG_PREFIX,
+    VARIABLE,
+    Item,
+    Options,
+    Rehearsal,
+    read_rehearsal,
+    write_rehearsal,
+)
+from scaletrain_cli.engine import faults
+from scaletrain_cli.engine.rehearsal import data_items, durability_items, step_items
+from scaletrain_cli.engine.rehearsal.learning_rate import learning_rate
+from scaletrain_cli.engine.rehearsal.overfit import overfit
+from scaletrain_cli.engine.rehearsal.trials import Trials
+from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.own_processes import usable_cores
+from scaletrain_cli.reasons import Reason
+
+logger = logging.getLogger(__name__)
+_OF_STEPS = ("gradients", "speed", "memory", "data-rate", "restore", "preemption")
+
+
+def rehearse(trainer: Trainer, environment: Mapping[str, str]) -> ExitCode:
+    """Rehearse a run with the parts of its training loop; return the exit code of the rank. Collective."""
+    options = Options.from_text(environment.get(VARIABLE, ""))
+    leads = trainer.ranks.rank == 0
+    known = read_rehearsal(trainer.run) if leads else None
+    preempted_at = trainer.step_sync.consensus.follow_rank_zero(None if known is None else known.preempted_at)
+    if preempted_at is not None:
+        return _after_preemption(trainer, preempted_at, known)
+    course = _Course(trainer, options)
+    if not trainer.prepare_batches(0):
+        return ExitCode.PREEMPTED
+    with contextlib.closing(trainer.loader):
+        course.items()
+    gradients = course.found.item("gradients")
+    has_failed = gradients is not None and gradients.verdict == "failed"
+    if "preemption" in options.items and not has_failed:
+        return course.preempted_run()
+    if has_failed and "preemption" in options.items:
+        course.add(Item("preemption", "skipped", Reason("rehearsal.not-after-failure", {"item": "gradients"})))
+    _print(trainer, course.found)
+    return ExitCode.DONE
+
+
+def _after_preemption(trainer: Trainer, preempted_at: int, known: Rehearsal | None) -> ExitCode:
+    """Train the rest of the short run, and judge the preemption on rank 0."""
+    trainer.most_steps = durability_items.STEPS
+    code = trainer.fit()
+    if code == ExitCode.DONE and known is not None:
+        expected = {int(step): loss for step, loss in known.measured.get("losses", {}).items()}
+        on_cpu = trainer.device.type == "cpu"
+        item = durability_items.preemption(trainer.run, expected, preempted_at, on_cpu=on_cpu)
+        found = replace(known.with_items([item]), running=None)
+        _write(trainer, found)
+        _print(trainer, found)
+    return code
+
+
+def _write(trainer: Trainer, found: Rehearsal) -> None:
+    if trainer.ranks.rank == 0:
+        with contextlib.suppress(OSError):  # a full disk must not hide what was found: the log has it
+            write_rehearsal(trainer.run, found)
+
+
+def _print(trainer: Trainer, found: Rehearsal) -> None:
+    """Write the document to the log of rank 0, for a submitter that cannot read the run directory."""
+    if trainer.ranks.rank == 0:
+        print(LOG_PREFIX + json.dumps(found.to_json()), flush=True)
+
+
+@dataclass
+class _Course:
+    """The items of one attempt, and what is known so far; rank 0 stores it."""
+
+    trainer: Trainer
+    options: Options
+    found: Rehearsal = field(init=False)
+
+    def __post_init__(self) -> None:
+        record = self.trainer.record
+        case = Case(record.spec, record.plan, History((), {}, (), True, 0), ())
+        self.trials = Trials(self.trainer, case, self.options.budget_seconds, record.plan.time.step)
+        self.found = Rehearsal(self.trainer.run.run_id, time.time(), (), {})
+
+    def items(self) -> None:
+        """Do the items that train no run."""
+        trials, wanted = self.trials, self.options.items
+        for name, work in (
+            ("labels", data_items.labels),
+            ("duplicates", data_items.duplicates),
+            ("first-loss", data_items.first_loss),
+            ("causality", data_items.causality),
+        ):
+            if name in wanted:
+                self._do(name, lambda work=work: work(trials))  # type: ignore[misc]
+        if any(name in wanted for name in _OF_STEPS):
+            self._steps()
+        if "learning-rate" in wanted:
+            self._do("learning-rate", lambda: learning_rate(trials))
+        if "overfit" in wanted:
+            self._do("overfit", lambda: overfit(trials))
+
+    def _steps(self) -> None:
+        """Train the first steps, judge them, and rehearse a restore from where they end."""
+        trials, wanted = self.trials, self.options.items
+        self.found = replace(self.found, running="gradients")
+        _write(self.trainer, self.found)
+        began = time.perf_counter()
+        steps = step_items.train(trials)
+        seconds = time.perf_counter() - began
+        judged: list[tuple[str, Callable[[], Item]]] = [
+            ("gradients", lambda: step_items.gradients(trials, steps)),
+            ("speed", lambda: step_items.speed(trials, steps)),
+            ("memory", lambda: step_items.memory(trials, steps)),
+            ("data-rate", lambda: step_items.data_rate(trials, steps)),
+            ("restore", lambda: durability_items.restore(trials, len(steps.measures))),
+        ]
+        for name, work in judged:
+            if name in wanted:
+                self._do(name, work, seconds if name == "gradients" else 0.0)
+        trials.restore()
+        losses = {each.step: each.values["loss"] for each in steps.measures}
+        measured = _measured(self.trainer, self.found) | {"losses": {str(step): loss for step, loss in losses.items()}}
+        self.found = replace(self.found, measured=measured)
+        _write(self.trainer, self.found)
+
+    def _do(self, name: str, work: Callable[[], Item], seconds: float = 0.0) -> None:
+        self.found = replace(self.found, running=name)
+        _write(self.trainer, self.found)
+        item, own = self.trials.timed(work)
+        self.add(replace(item, seconds=own + seconds))
+
+    def add(self, item: Item) -> None:
+        """Add the verdict on an item, and store it."""
+        self.found = replace(self.found.with_items([item]), running=None)
+        _write(self.trainer, self.found)
+        logger.info("%s %s: %s", item.name, item.verdict, item.reason)
+
+    def preempted_run(self) -> ExitCode:
+        """Train the first steps as a run that the last rank sends SIGTERM to; return 75 once the state is saved."""
+        trainer = self.trainer
+        at = min(durability_items.PREEMPTED_AT, trainer.record.spec.total_steps)
+        injected = f"sigterm rank={trainer.ranks.world_size - 1} step={at} attempt={trainer.attempt}"
+        given = os.environ.get(faults.VARIABLE, "")
+        text = f"{given}; {injected}" if given else injected
+        trainer.faults = faults.Faults(text, trainer.ranks.rank, trainer.attempt, trainer.checkpointer.folder)
+        trainer.most_steps = durability_items.STEPS
+        self.found = replace(self.found, running="preemption", preempted_at=at)
+        _write(trainer, self.found)
+        return trainer.fit()
+
+
+def _measured(trainer: Trainer, found: Rehearsal) -> dict[str, Any]:
+    """Return what was measured, and what it holds for (docs/rehearsal.md)."""
+    record, device = trainer.record, trainer.device
+    spec, plan = record.spec, record.plan
+    figures = {name: dict(item.figures) for name in _OF_STEPS if (item := found.item(name)) is not None}
+    gpu = spec.cluster.gpu
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "step": figures.get("speed", {}),
+        "memory": figures.get("memory", {}),
+        "data": figures.get("data-rate", {}),
+        "checkpoint": figures.get("restore", {}),
+        "model": {
+            "family": getattr(spec.model, "family", ""),
+            "parameters": plan.model.parameters,
+            "sequence_length": spec.language_model.seq_len if trainer.composed.model.language is not None else None,
+            "objective": spec.training.objective,
+            "precision": spec.training.precision,
+            "optimizer": spec.training.optimizer.name,
+        },
+        "layout": asdict(plan.layout),
+        "cluster": {
+            "scheduler": spec.cluster.scheduler,
+            "nodes": spec.cluster.nodes,
+            "gpus_per_node": spec.cluster.gpus_per_node,
+            "gpu": gpu if isinstance(gpu, str) else gpu.name,
+            "device": name,
+            "cores": usable_cores(),
+        },
+        "versions": {**record.versions, "cuda": torch.version.cuda},
+    }

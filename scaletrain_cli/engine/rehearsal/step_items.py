@@ -1,0 +1,244 @@
+"""Items of a rehearsal that real steps of training show: gradients, speed, memory and the rate of the data."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scaletrain_cli.diagnosis.curves import deviation, median
+from scaletrain_cli.diagnosis.findings import Cause
+from scaletrain_cli.diagnosis.rehearsal import Item
+from scaletrain_cli.engine.metrics.reporting import peak_memory_bytes
+from scaletrain_cli.engine.metrics.step_measures import StepMeasures
+from scaletrain_cli.engine.rehearsal.trials import Trials, finite
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.measured import read_measured
+
+_SHARE = 0.15  # of the budget
+_FEWEST_STEPS, _MOST_STEPS = 6, 30
+_WARM = 2  # steps that load kernels, fill caches and allocate
+_SLOWER, _SLOWER_ON_CPU = 1.5, 3.0  # times the plan; for CPUs its times are rough
+_LEAST_NORM = 1e-7
+_MOST_SPREAD = 100.0  # of the norms after the first steps, the largest over the median
+_WAIT_SHARE, _LEAST_WAIT_SECONDS = 0.1, 0.01
+_BURST_SECONDS, _BURST_BATCHES = 5.0, 8
+_ABOVE_PLAN, _LEAST_BYTES = 0.1, 256e6  # as scaletrain_cli.diagnosis.memory has them
+_FULL = 0.95
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of training, in order; ``seconds`` and ``waits`` without the first two, which load kernels."""
+
+    measures: tuple[StepMeasures, ...]
+    untouched: tuple[str, ...]  # tensors whose gradient was zero in every step
+    memory_bytes: float
+
+    @property
+    def losses(self) -> list[float]:
+        """Return the losses, the first step's first."""
+        return [each.values["loss"] for each in self.measures]
+
+    @property
+    def norms(self) -> list[float]:
+        """Return the gradient norms before clipping."""
+        return [each.values["grad_norm"] for each in self.measures]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Return the seconds of the steps after the first two."""
+        return [each.seconds for each in self.measures[_WARM:]]
+
+    @property
+    def waits(self) -> list[float]:
+        """Return the seconds that these steps waited for their batch."""
+        return [each.values["data_wait"] for each in self.measures[_WARM:]]
+
+
+def train(trials: Trials) -> Steps:
+    """Train the first steps of the run as they will be trained, and update the time that a step takes.
+
+    As many as fit into 15 % of the budget, from 6 to 30.
+    """
+    trainer = trials.trainer
+    measures: list[StepMeasures] = []
+    wanted, step = _FEWEST_STEPS, 0
+    while step < min(wanted, trials.case.spec.total_steps):
+        step += 1
+        trainer.optimizer_step(step)
+        if step in (1, _FEWEST_STEPS):  # the plan of a CPU is rough; the first step is slow
+            measures += trainer.deferred_metrics.remaining()
+            seconds = trials.consensus.on_values({"seconds": median([each.seconds for each in measures[-4:]])})
+            trials.step_seconds = seconds["seconds"]
+        if step == _FEWEST_STEPS:
+            wanted = max(_FEWEST_STEPS, trials.steps_in(_SHARE, _FEWEST_STEPS, _MOST_STEPS))
+    measures += trainer.deferred_metrics.remaining()
+    agreed = tuple(each._replace(values=trials.consensus.on_values(each.values)) for each in measures)
+    own = [each.seconds for each in agreed[_WARM:] or agreed]
+    trials.step_seconds = trials.consensus.on_values({"seconds": median(own)})["seconds"]
+    memory = trials.largest(float(peak_memory_bytes(trainer.device)))
+    return Steps(agreed, tuple(_without_gradient(trials)), memory)
+
+
+def _without_gradient(trials: Trials) -> list[str]:
+    """Return the tensors whose first moment is exactly zero after the steps: no gradient has reached them.
+
+    Optimizers without a moment show nothing. Experts that no token was routed to are left out.
+    """
+    states = trials.trainer.checkpointer.states
+    seen: dict[str, bool] = {}
+    for shard in states.shards:
+        with states.weight(shard) as weight:
+            own = states.optimizer_states(weight)
+            moment = next((own[name] for name in ("exp_avg", "momentum_buffer") if name in own), None)
+            if not isinstance(moment, torch.Tensor) or moment.numel() != weight.numel():
+                continue
+            flat = moment.reshape(-1)
+            for part, offset in shard.slices:
+                name = part.name
+                if "expert" not in name:
+                    seen[name] = seen.get(name, False) or bool(flat[offset : offset + part.numel].any())
+    every = trials.consensus.gather(seen)
+    reached: dict[str, bool] = {}
+    for names in every or ():
+        for name, has in names.items():
+            reached[name] = reached.get(name, False) or has
+    return trials.consensus.follow_rank_zero([name for name, has in reached.items() if not has])
+
+
+def gradients(trials: Trials, steps: Steps) -> Item:
+    """Judge the norms of the steps: finite, not zero, without a jump of 100 times the median, at every parameter."""
+    case, norms, losses = trials.case, steps.norms, steps.losses
+    known = [norm for norm in norms if math.isfinite(norm)]
+    figures: dict[str, Any] = {
+        "steps": len(norms),
+        "norms": [finite(norm) for norm in norms],
+        "losses": [finite(loss) for loss in losses],
+        "tensors_without_gradient": len(steps.untouched),
+    }
+    rate = Cause(
+        Reason("diagnosis.cause-rate-too-high", {"lr": trials.peak_rate}), case.change("training.optimizer.lr")
+    )
+    if len(known) < len(norms) or not all(map(math.isfinite, losses)):
+        if case.spec.training.precision == "fp16" and len(known) > 1:
+            known = known or [0.0]  # the first descent of the loss scale
+        else:
+            half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))
+            causes = (half, rate) if case.spec.training.precision == "fp16" else (rate,)
+            at = next(
+                at for at, norm in enumerate(norms, 1) if not math.isfinite(norm) or not math.isfinite(losses[at - 1])
+            )
+            return Item("gradients", "failed", Reason("rehearsal.norm-not-finite", {"step": at}), figures, causes)
+    usual, largest = median(known), max(known)
+    params = {"steps": len(norms), "norm": usual, "largest": largest, "least": min(known)}
+    if usual < _LEAST_NORM:
+        causes = (Cause(Reason("diagnosis.cause-no-gradient", {"norm": usual})),)
+        return Item("gradients", "failed", Reason("rehearsal.norm-zero", params), figures, causes)
+    if steps.untouched:
+        names = list(steps.untouched[:3])
+        figures["without_gradient"] = list(steps.untouched[:20])
+        untouched = {"count": len(steps.untouched), "names": names, "steps": len(norms)}
+        cause = Cause(Reason("rehearsal.cause-detached"), case.change("training.trainable"))
+        return Item("gradients", "failed", Reason("rehearsal.without-gradient", untouched), figures, (cause,))
+    if largest > _MOST_SPREAD * usual:
+        return Item("gradients", "failed", Reason("rehearsal.norm-jumps", params), figures, (rate,))
+    return Item("gradients", "passed", Reason("rehearsal.norm-even", params), figures)
+
+
+def speed(trials: Trials, steps: Steps) -> Item:
+    """Compare the median step with the plan: slower than 1.5 times fails, on CPUs than 3 times."""
+    planned, measured = trials.case.plan.time.step, median(steps.seconds or [trials.step_seconds])
+    spread = deviation(steps.seconds) if len(steps.seconds) > 2 else 0.0
+    batch = trials.case.plan.layout.global_batch_size
+    times = measured / planned if planned > 0 else 1.0
+    figures = {
+        "step_seconds": finite(measured),
+        "spread_seconds": finite(spread),
+        "planned_step_seconds": finite(planned),
+        "steps": len(steps.seconds),
+        "samples_per_second": finite(batch / measured),
+    }
+    params = {"measured": measured, "planned": planned, "times": times, "spread": spread, "steps": len(steps.seconds)}
+    if times > (_SLOWER_ON_CPU if trials.case.on_cpu else _SLOWER):
+        causes = (
+            Cause(Reason("rehearsal.cause-slow-step"), trials.case.change("layout")),
+            Cause(Reason("rehearsal.cause-other-device"), trials.case.change("cluster.gpu")),
+        )
+        return Item("speed", "failed", Reason("rehearsal.slower-than-plan", params), figures, causes)
+    return Item("speed", "passed", Reason("rehearsal.step-time", params), figures)
+
+
+def memory(trials: Trials, steps: Steps) -> Item:
+    """Compare memory with the plan by measured.json, and the peak with the capacity. Rank 0 judges."""
+    found = trials.consensus.follow_rank_zero(_memory(trials, steps) if trials.trainer.ranks.rank == 0 else None)
+    assert found is not None
+    return found
+
+
+def _memory(trials: Trials, steps: Steps) -> Item:
+    case, plan = trials.case, trials.case.plan.memory
+    measured = read_measured(trials.trainer.run)
+    figures: dict[str, Any] = {"peak_bytes": int(steps.memory_bytes), "capacity_bytes": plan.capacity}
+    figures |= {"planned_peak_bytes": plan.peak}
+    layout = case.plan.layout
+    smaller = max(1, layout.micro_batch_size // 2)
+    causes = (
+        Cause(
+            Reason("diagnosis.cause-large-micro-batch", {"micro_batch": layout.micro_batch_size}),
+            case.change("training.micro_batch_size", smaller),
+        ),
+    )
+    if measured is not None:
+        parts = measured.stages[measured.worst].figures
+        figures["parts"] = {name: {"planned": each.planned, "measured": each.measured} for name, each in parts.items()}
+        for name, each in parts.items():
+            excess = each.measured - each.planned
+            if name in ("allocated", "reserved") and case.on_cpu:
+                continue
+            if excess > _ABOVE_PLAN * each.planned and excess > _LEAST_BYTES:
+                params = {"part": name.replace("_", " "), "measured": each.measured, "planned": each.planned}
+                return Item("memory", "failed", Reason("diagnosis.memory-above-plan", params), figures, causes)
+    outside = 0 if case.on_cpu else max(0, plan.peak - plan.reserved)
+    used = steps.memory_bytes + outside
+    params = {"used": used, "capacity": plan.capacity, "share": used / plan.capacity, "planned": plan.peak}
+    if plan.capacity > 0 and used > _FULL * plan.capacity:
+        return Item("memory", "failed", Reason("diagnosis.memory-nearly-full", params), figures, causes)
+    return Item("memory", "passed", Reason("rehearsal.memory-as-planned", params), figures)
+
+
+def data_rate(trials: Trials, steps: Steps) -> Item:
+    """Measure the wait for batches in the steps, and read batches alone: steps may live on what was read ahead."""
+    trainer, case = trials.trainer, trials.case
+    seconds, waits = sum(steps.seconds), sum(steps.waits)
+    share = waits / seconds if seconds > 0 else 0.0
+    first = len(steps.measures) + 1 + trainer.record.spec.data.loader.read_ahead(trainer.readers)
+    began, read = time.perf_counter(), 0
+    while read < _BURST_BATCHES and (read == 0 or trials.largest(time.perf_counter() - began) < _BURST_SECONDS):
+        ahead = range(first + read + 1, min(first + _BURST_BATCHES, first + read + 1 + max(1, trainer.readers)))
+        trials.batches(first + read, list(ahead))
+        read += 1
+    each = trials.largest(time.perf_counter() - began) / read
+    figures = {
+        "wait_seconds": finite(waits / max(1, len(steps.waits))),
+        "wait_share": round(share, 4),
+        "read_seconds": finite(each),
+        "step_seconds": finite(trials.step_seconds),
+        "workers": trainer.readers,
+    }
+    busy = each / trials.step_seconds if trials.step_seconds > 0 else 0.0
+    params = {"seconds": each, "step": trials.step_seconds, "share": share, "busy": busy}
+    waits_long = share > _WAIT_SHARE and waits / max(1, len(steps.waits)) > _LEAST_WAIT_SECONDS
+    if waits_long or (busy > 1 and each > _LEAST_WAIT_SECONDS):
+        loader = case.spec.data.loader
+        more = Cause(
+            Reason("diagnosis.cause-few-workers", {"workers": trainer.readers}),
+            case.change("data.loader.workers", max(2, 2 * trainer.readers)),
+        )
+        slow = Reason("diagnosis.cause-slow-storage", {"prefetch": loader.prefetch})
+        causes = (more, Cause(slow, case.change("data.loader.prefetch")))
+        return Item("data-rate", "failed", Reason("rehearsal.data-slow", params), figures, causes)
+    return Item("data-rate", "passed", Reason("rehearsal.data-fast", params), figures)

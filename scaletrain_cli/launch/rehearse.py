@@ -1,0 +1,218 @@
+"""`scaletrain rehearse`: a short job with the spec, nodes and data of a run that tries what the run will do.
+
+Schedulers see an ordinary run; its ranks do the items of ``scaletrain_cli.engine.rehearsal`` instead of training.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli import safe_files
+from scaletrain_cli.diagnosis.rehearsal import (
+    ITEMS,
+    LOG_PREFIX,
+    VARIABLE,
+    Item,
+    Options,
+    Rehearsal,
+    read_rehearsal,
+    rehearsal_from,
+    write_rehearsal,
+)
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.launch.preparation import prepare_data
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.launch.wait import wait_for_end
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import read_spec_lines, write_spec_lines
+from scaletrain_cli.spec import RunSpec, override_spec
+from scaletrain_cli.text import did_you_mean
+
+_SETTINGS = (
+    "env.SCALETRAIN_ONLY=rehearsal",
+    "evaluation={every: 0}",
+    "training.early_stopping={patience: 0}",
+    "checkpoint.keep_best=null",
+    "restarts={preemption: 3, node: 0, crash: 0, oom: 0}",
+    "tracking=[]",
+)
+# Of the planned layout, which a job on fewer nodes keeps; the other degrees follow from the number of devices.
+_KEPT = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "zero_stage", "activation_checkpointing")
+
+
+def chosen_items(items: Sequence[str], skipped: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the items to rehearse, in order; all if none are named. Raises UsageError."""
+    for name in (*items, *skipped):
+        if name not in ITEMS:
+            known = list(ITEMS)
+            raise UsageError(f"unknown item: {name}. {did_you_mean(name, known)}Available items: {', '.join(known)}.")
+    chosen = tuple(name for name in ITEMS if (not items or name in items) and name not in skipped)
+    if not chosen:
+        raise UsageError("no item is left to rehearse.")
+    return chosen
+
+
+def rehearsal_spec(spec: RunSpec, options: Options, nodes: int | None = None) -> RunSpec:
+    """Return the spec of the job: that of the run, without evaluations and trackers.
+
+    ``nodes``: fewer nodes than the run has. The layout within a replica, the micro-batch and the accumulation stay
+    as planned for the whole run, so that a step of the job is one of a rank of the run; the global batch shrinks with
+    the replicas. Raises SpecError, and InfeasibleError if a replica does not fit on so many nodes.
+    """
+    settings = [*_SETTINGS, f"env.{VARIABLE}={json.dumps(options.to_text())}"]
+    if nodes is not None and nodes != spec.cluster.nodes:
+        settings += _on_nodes(spec, nodes)
+    return override_spec(spec, settings, file="the rehearsal's spec")
+
+
+def fewest_nodes(spec: RunSpec) -> int:
+    """Return the fewest nodes that hold one replica of the planned layout. Raises InfeasibleError, as the planner."""
+    from scaletrain_cli.plan import make_plan
+
+    if spec.cluster.nodes == 1:
+        return 1
+    layout = make_plan(spec).layout
+    replica = layout.world_size // layout.data_parallel
+    return min(spec.cluster.nodes, max(1, -(-replica // spec.cluster.gpus_per_node)))
+
+
+def _on_nodes(spec: RunSpec, nodes: int) -> list[str]:
+    from scaletrain_cli.plan import make_plan
+
+    layout = make_plan(spec).layout
+    replica = layout.world_size // layout.data_parallel
+    devices = nodes * spec.cluster.gpus_per_node
+    if devices % replica:
+        params = {"nodes": nodes, "devices": devices, "replica": replica}
+        raise UsageError(Reason("rehearsal.replica-does-not-fit", params))
+    batch = layout.micro_batch_size * layout.gradient_accumulation_steps * (devices // replica)
+    kept = {f"layout.{name}": getattr(layout, name) for name in _KEPT}
+    changed = {
+        **kept,
+        "layout.data_parallel": "auto",
+        "cluster.nodes": nodes,
+        "training.global_batch_size": batch,
+        "training.micro_batch_size": layout.micro_batch_size,
+        "training.tokens": "null",
+        "training.steps": spec.total_steps,
+    }
+    return [f"{key}={value}" for key, value in changed.items()]
+
+
+@dataclass(frozen=True)
+class RehearsalResult:
+    """The end of a rehearsal. ``complete``: the job did all items and ended by itself."""
+
+    run: RunDir
+    rehearsal: Rehearsal
+    complete: bool
+    seconds: float
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Return DONE if every item passed or does not apply, else INFEASIBLE."""
+        return ExitCode.DONE if self.complete and self.rehearsal.passed else ExitCode.INFEASIBLE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stable JSON object (docs/json.md)."""
+        document = {**self.rehearsal.to_json(), "passed": self.exit_code == ExitCode.DONE}
+        return {
+            **document,
+            "schema": "scaletrain.rehearse/v1",
+            "complete": self.complete,
+            "run_dir": str(self.run.path),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def make_folder() -> Path:
+    """Return the new folder ``rehearsals-<time>`` below the runs root. Raises UsageError where it cannot be created."""
+    root = runs_root()
+    folder, datasets = root / f"rehearsals-{time.strftime('%Y%m%d-%H%M%S')}", root / "datasets"
+    try:
+        safe_files.make_folder(root, mode=0o777)
+        safe_files.make_folder(folder, exist_ok=True)
+        safe_files.make_shared_folder(datasets)
+        if not (folder / "datasets").is_symlink():
+            (folder / "datasets").symlink_to(datasets)  # runs expect datasets beside their folder
+    except OSError as error:
+        params = {"folder": str(root), "said": error.strerror or str(error)}
+        raise UsageError(Reason("runs.root-not-writable", params)) from error
+    return folder
+
+
+def run_rehearsal(
+    spec: RunSpec,
+    small: RunSpec,
+    plan: RunPlan,
+    scheduler: Backend,
+    options: Options,
+    timeout_seconds: float,
+    on_status: Callable[[RunStatus], None],
+) -> RehearsalResult:
+    """Submit the job, wait for its end, and return the verdicts; a late job is canceled.
+
+    ``spec``: as the user wrote it, whose lines are named; ``small``: of the job (``rehearsal_spec``); ``plan``: of the
+    job.
+    """
+    began, folder = time.monotonic(), make_folder()
+    data = prepare_data(small, root=folder)
+    made = create_run(small, plan, f"rehearsal-{_name(spec)}", root=folder)
+    write_spec_lines(made.run, spec)  # those of the overridden spec name no lines of the user's file
+    data.record(made.run)
+    submit_run(made.run, made.record, scheduler, preparation_tasks=data.tasks)
+    status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)
+    found, complete = result_of(made.run, status, options)
+    return RehearsalResult(made.run, found, complete, time.monotonic() - began)
+
+
+def _name(spec: RunSpec) -> str:
+    slug = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in spec.name)
+    return slug[:64] or "run"
+
+
+def result_of(run: RunDir, status: RunStatus, options: Options) -> tuple[Rehearsal, bool]:
+    """Return the verdicts of a job that has ended, with the lines of the spec, and whether it did all items.
+
+    The item in which a job failed has failed; those after it were not reached.
+    """
+    found = read_rehearsal(run) or _from_logs(run) or Rehearsal(run.run_id, time.time(), ())
+    complete = status.state == "finished"
+    if not complete:
+        late = status.state == "cancelled"
+        why = Reason("rehearsal.timed-out") if late else Reason("rehearsal.ended", {"why": status.reason})
+        # before the first item: the data, the layout or the nodes were refused
+        broken = found.running or next((name for name in options.items if found.item(name) is None), options.items[-1])
+        missing = [Item(broken, "failed", why)]
+        missing += [
+            Item(name, "skipped", Reason("rehearsal.not-reached"))
+            for name in options.items
+            if name != broken and found.item(name) is None
+        ]
+        found = found.with_items(missing)
+    lines = read_spec_lines(run)
+    located = Rehearsal(found.run_id, found.created, tuple(item.located(lines) for item in found.items), found.measured)
+    if read_rehearsal(run) is None or not complete:
+        write_rehearsal(run, located)
+    return located, complete
+
+
+def _from_logs(run: RunDir) -> Rehearsal | None:
+    """Return the document in the newest log of rank 0 that has one: of a run directory that pods do not share."""
+    for path in sorted(run.path.glob("attempts/*/logs/*-00000.log"), reverse=True):
+        for text in reversed(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+            if text.startswith(LOG_PREFIX):
+                try:
+                    return rehearsal_from(json.loads(text.removeprefix(LOG_PREFIX)))
+                except (ValueError, KeyError, TypeError):
+                    return None
+    return None

@@ -1,0 +1,157 @@
+"""The screen of `rehearse`: a row per item, the curve of the range test as text or picture, and what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
+from scaletrain_cli.errors import MissingPackageError, UsageError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.rehearse import RehearsalResult
+from scaletrain_cli.safe_files import replace_file
+from scaletrain_cli.text import counted, seconds_text
+from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
+from scaletrain_cli.ui.diagnosis import cause_rows
+
+_STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
+_SHOWN = {"skipped": "n/a"}
+_CURVE_WIDTH, _CURVE_HEIGHT = 60, 10
+_KINDS = (".png", ".svg", ".pdf")
+_DOTS_PER_INCH = 144
+
+
+def show_rehearsal(result: RehearsalResult) -> None:
+    """Print a row per item to stdout, the curve of the range test, and for each failure what to change."""
+    console, found = stdout_console(), result.rehearsal
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for item in found.items:
+        verdict = _SHOWN.get(item.verdict, item.verdict)
+        table.add_row(item.name, Text(verdict, _STYLES[item.verdict]), escaped_text(str(item.reason)))
+    show(console, table)
+    rate = found.item("learning-rate")
+    if rate is not None and (curve := curve_text(rate)):
+        show(console, Group("", Text("loss by learning rate", "dim"), Text("\n".join(curve))))
+    for item in found.items:
+        if item.verdict == "failed" and item.causes:
+            show(console, Group("", _headline(item), Padding(cause_rows(item.causes), (0, 0, 0, 2))))
+    failed = [item.name for item in found.items if item.verdict == "failed"]
+    end = f"failed: {', '.join(failed)}" if failed else f"{counted(len(found.items), 'item')}, none failed"
+    line(console, f"{end} ({seconds_text(result.seconds)}); see {result.run.path}")
+
+
+def _headline(item: Item) -> Text:
+    return Text.assemble((item.name, "bold"), " ").append_text(escaped_text(str(item.reason)))
+
+
+def curve_text(item: Item, width: int = _CURVE_WIDTH, height: int = _CURVE_HEIGHT) -> list[str]:
+    """Return the smoothed curve of a range test as lines of text, the highest loss first; empty without a curve.
+
+    Below it are the ends of the axis of the rates, and marks: ``^`` the suggestion, ``!`` the rate that diverges, ``*``
+    the rate of the spec.
+    """
+    points = _points(item)
+    if len(points) < 2:
+        return []
+    left, right = math.log(points[0][0]), math.log(points[-1][0])
+    # what is far above the start hides the rest
+    top = max(loss for _, loss in points[: max(2, len(points) // 2)])
+    low, high = min(loss for _, loss in points), max(top, points[0][1])
+    if high <= low or right <= left:
+        return []
+    grid = [[" "] * width for _ in range(height)]
+
+    def column(rate: float) -> int:
+        return min(width - 1, max(0, round((math.log(rate) - left) / (right - left) * (width - 1))))
+
+    for rate, loss in points:
+        row = round((high - min(loss, high)) / (high - low) * (height - 1))
+        grid[row][column(rate)] = "."
+    marks = [" "] * width
+    for key, mark in (("diverges", "!"), ("suggestion", "^"), ("lr", "*")):
+        marked = item.figures.get(key)
+        if isinstance(marked, int | float) and math.exp(left) <= marked <= math.exp(right) * 1.001:
+            marks[column(marked)] = mark
+    labels = [f"{high:8.3f} |", *["         |"] * (height - 2), f"{low:8.3f} |"]
+    lines = [label + "".join(cells).rstrip() for label, cells in zip(labels, grid, strict=True)]
+    ends = f"{points[0][0]:.0e}", f"{points[-1][0]:.0e}"
+    lines.append(" " * 9 + "+" + "-" * width)
+    lines.append(" " * 10 + "".join(marks).rstrip())
+    lines.append(" " * 10 + ends[0] + ends[1].rjust(width - len(ends[0])))
+    lines.append(" " * 10 + "^ suggested  * training.optimizer.lr  ! diverges")
+    return lines
+
+
+def _points(item: Item) -> list[tuple[float, float]]:
+    """Return the rates with their smoothed losses, as far as both are finite."""
+    rates, losses = item.figures.get("rates") or (), item.figures.get("smoothed") or ()
+    return [(rate, loss) for rate, loss in zip(rates, losses, strict=False) if rate and loss is not None]
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise UsageError for a kind of file that cannot be written, and MissingPackageError without matplotlib."""
+    if path.suffix.lower() not in _KINDS:
+        raise UsageError(f"--plot {path}: must end with {', '.join(_KINDS)}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
+
+
+def write_plot(found: Rehearsal, path: Path) -> bool:
+    """Write the curve of the range test; return False if there is none. Raises OSError."""
+    item = found.item("learning-rate")
+    if item is None or len(_points(item)) < 2:
+        return False
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs messages about its font cache
+    stream = io.BytesIO()
+    draw(item).savefig(stream, format=path.suffix.lower().removeprefix("."), dpi=_DOTS_PER_INCH)
+    replace_file(path, stream.getvalue())
+    return True
+
+
+def draw(item: Item) -> Any:
+    """Return a matplotlib figure of the losses by rate: as measured, smoothed, and of the trials at fixed rates."""
+    from matplotlib.figure import Figure
+
+    figures = item.figures
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    rates: Sequence[Any] = figures["rates"]
+    axes.plot(
+        rates, [math.nan if loss is None else loss for loss in figures["losses"]], color="#BBBBBB", lw=1, label="loss"
+    )
+    axes.plot(*zip(*_points(item), strict=True), color="#0072B2", lw=2, label="smoothed")
+    trials = [(fork["rate"], fork["loss"]) for fork in figures.get("forks", ()) if fork["loss"] is not None]
+    if trials:
+        label = f"after {counted(figures['fork_steps'], 'step')} at a fixed rate"
+        axes.plot(*zip(*trials, strict=True), "o", color="#009E73", label=label)
+    if "bracket" in figures:
+        axes.axvspan(*figures["bracket"], color="#009E73", alpha=0.12, label="learns best")
+    for key, color, label in (
+        ("suggestion", "#009E73", "suggested"),
+        ("lr", "#2B2B2B", "training.optimizer.lr"),
+        ("diverges", "#D55E00", "diverges"),
+    ):
+        if figures.get(key) is not None:
+            axes.axvline(figures[key], color=color, lw=1.2, ls="--", label=f"{label}: {figures[key]:.2g}")
+    known = [loss for _, loss in _points(item)]
+    span = max(known[: max(2, len(known) // 2)]) - min(known)
+    axes.set_ylim(min(known) - 0.1 * span, max(known[: max(2, len(known) // 2)]) + 0.4 * span)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.set_title("Learning-rate range test", loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
