@@ -71,7 +71,8 @@ _LEARNING = {
     "overfit-on-the-way": Text(
         "{start:.3f} to {end:.3f} in {steps:of step}, which took the budget; --budget allows more"
     ),
-    "overfit-not-learned": Text("a few samples are not learned: loss {start:.3f} to {end} in {steps:of step}"),
+    "overfit-not-learned": Text("a few samples are not learned: loss {start:.3f} to {end:.3f} in {steps:of step}"),
+    "overfit-not-finite": Text("the loss of a few samples becomes {end} in {steps:of step}"),
     "overfit-of-pairs": Text("the loss of preference pairs has no such end"),
 }
 _DURABILITY = {

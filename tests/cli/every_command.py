@@ -24,7 +24,7 @@ VALUES = {
 }
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
-ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"]}
+ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"], "rehearse": ["--yes"]}
 
 
 def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -69,3 +69,4 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.drill.run_drill", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.rehearse.run_rehearsal", refuse)

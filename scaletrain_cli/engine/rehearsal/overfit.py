@@ -23,6 +23,7 @@ from scaletrain_cli.spec.losses import LOSSES_OF
 
 _SEQUENCES = 8
 _SHARE = 0.15  # of the budget
+_WANTED_STEPS = 60  # fewer samples are taken if not as many fit into it
 _FEWEST_STEPS, _MOST_STEPS = 12, 200
 _LEARNED = 0.05  # of the start that may be left above the floor
 _ON_THE_WAY = 0.5
@@ -41,7 +42,7 @@ def overfit(trials: Trials) -> Item:
     if trials.trainer.composed.objective.reads_pairs:
         return Item("overfit", "skipped", Reason("rehearsal.overfit-of-pairs"))
     layout = case.plan.layout
-    rows = max(1, _SEQUENCES // (layout.data_parallel * layout.gradient_accumulation_steps))
+    rows = _rows(trials)
     batches = [first_rows(batch, rows) for batch in trials.batches(1)]
     floor = floor_of(spec, batches)
     gathered = trials.consensus.share(floor)
@@ -69,24 +70,41 @@ def overfit(trials: Trials) -> Item:
         "steps": len(losses),
         "lr": finite(rate),
     }
-    params = {
+    params: dict[str, Any] = {
         "start": losses[0],
-        "end": losses[-1] if math.isfinite(losses[-1]) else str(losses[-1]),
+        "end": losses[-1],
         "floor": floor,
         "steps": len(losses),
         "share": share if math.isfinite(share) else 1.0,
     }
     if share <= _LEARNED:
         return Item("overfit", "passed", Reason("rehearsal.overfit-learned", params), figures)
-    ended = len(losses) < _MOST_STEPS and math.isfinite(losses[-1])
-    if ended and share <= _ON_THE_WAY:
+    if len(losses) < _MOST_STEPS and (share <= _ON_THE_WAY or falls(losses, floor)):
         return Item("overfit", "passed", Reason("rehearsal.overfit-on-the-way", params), figures)
     causes = (
         Cause(Reason("rehearsal.cause-other-labels"), case.change("data")),
         Cause(Reason("diagnosis.cause-rate-too-high", {"lr": rate}), case.change("training.optimizer.lr")),
         Cause(Reason("rehearsal.cause-detached"), case.change("training.trainable")),
     )
+    if not math.isfinite(losses[-1]):
+        params |= {"end": str(losses[-1]), "start": str(losses[0])}
+        return Item("overfit", "failed", Reason("rehearsal.overfit-not-finite", params), figures, causes[1:2])
     return Item("overfit", "failed", Reason("rehearsal.overfit-not-learned", params), figures, causes)
+
+
+def _rows(trials: Trials) -> int:
+    """Return the samples of a micro-batch: 8 in all, or as few as 60 steps within the budget need."""
+    layout = trials.case.plan.layout
+    rows = max(1, _SEQUENCES // (layout.data_parallel * layout.gradient_accumulation_steps))
+    while rows > 1 and trials.steps_in(_SHARE, 1, _MOST_STEPS, rows / layout.micro_batch_size) < _WANTED_STEPS:
+        rows //= 2
+    return rows
+
+
+def falls(losses: Sequence[float], floor: float) -> bool:
+    """Return whether the loss falls in the second half by at least a tenth of its first value above the floor."""
+    half, last = losses[len(losses) // 2], losses[-1]
+    return math.isfinite(last) and half - last >= 0.1 * (losses[0] - floor) > 0
 
 
 def left(losses: Sequence[float], floor: float) -> float:

@@ -39,7 +39,7 @@ from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.reasons import Reason
 
 logger = logging.getLogger(__name__)
-_OF_STEPS = ("gradients", "speed", "memory", "data-rate", "restore", "preemption")
+_OF_STEPS = ("gradients", "speed", "memory", "data-rate", "learning-rate", "overfit", "restore", "preemption")
 
 
 def rehearse(trainer: Trainer, environment: Mapping[str, str]) -> ExitCode:
