@@ -12,7 +12,7 @@ import torch
 from scaletrain_cli.diagnosis.curves import deviation, median
 from scaletrain_cli.diagnosis.findings import Cause
 from scaletrain_cli.diagnosis.rehearsal import Item
-from scaletrain_cli.engine.metrics.reporting import peak_memory_bytes
+from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
 from scaletrain_cli.reasons import Reason
