@@ -45,6 +45,7 @@ _SETTINGS = (
     "restarts={preemption: 3, node: 0, crash: 0, oom: 0}",
     "tracking=[]",
     "telemetry={enabled: false}",
+    "notify=[]",
 )
 # Of the planned layout, which a job on fewer nodes keeps; the other degrees follow from the number of devices.
 _KEPT = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "zero_stage", "activation_checkpointing")

@@ -16,6 +16,7 @@ from scaletrain_cli.diagnosis.rehearsal import ITEMS, VARIABLE, Options, Rehears
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.launch.rehearse import rehearsal_spec
 from scaletrain_cli.spec.loading import parse_spec
+from tests.cli.command_line import PROJECT
 from tests.diagnosis.test_planted_ills import IMAGES, TEXT, folder, texts  # noqa: F401
 from tests.drills.campaign.forked_attempts import ForkedRun
 
@@ -101,11 +102,12 @@ def rehearsed(
     fault: str = "",
     rows: Callable[[int], dict[str, str]] | None = None,
     items: tuple[str, ...] = tuple(ITEMS),
+    budget_seconds: float = BUDGET_SECONDS,
 ) -> tuple[Rehearsal, ForkedRun]:
     """Rehearse a run in forked ranks, until its job would end."""
     if rows is not None:
         (place / "rows.jsonl").write_text("".join(json.dumps(rows(number)) + "\n" for number in range(400)))
-    options = Options(items, BUDGET_SECONDS)
+    options = Options(items, budget_seconds)
     spec = rehearsal_spec(parse_spec(text, file="run.yaml", base_dir=place, overrides=overrides), options)
     prepare_run_datasets(spec, place, {}, 1, lambda *_: None) if rows is None else prepare_rows(spec, place)
     monkeypatch.setenv("SCALETRAIN_ONLY", "rehearsal")
@@ -148,9 +150,29 @@ def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pyt
     assert {name for name, text in verdicts.items() if text.startswith("skipped")} == left_out, verdicts
     preemption = found.item("preemption")
     assert preemption is not None
-    assert preemption.figures["resumed_from_step"] == 2
+    assert preemption.figures["resumed_from_step"] == 3, "the signal arrives before the third step, which ends"
     assert found.measured["step"]["step_seconds"] > 0
     assert found.measured["layout"]["world_size"] == len(list(forked.run.attempt(1).glob("rank-*.pid")))
+
+
+@pytest.mark.parametrize(("name", "budget_seconds"), [("llama-10m-cpu", 240.0), ("vision-digits-cpu", 20.0)])
+def test_the_suggested_rate_is_near_the_best_of_a_recorded_sweep(
+    name: str,
+    budget_seconds: float,
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file has the command of each sweep; it was run once."""
+    sweep = json.loads((Path(__file__).parent / "learning_rate_sweeps.json").read_text())["sweeps"][name]
+    losses = {float(rate): loss for rate, loss in sweep["validation_loss"].items()}
+    assert len(losses) == 7
+    best = min(losses, key=losses.__getitem__)
+    text = (PROJECT / sweep["spec"]).read_text()
+    found, forked = rehearsed(folder, monkeypatch, text, items=("learning-rate",), budget_seconds=budget_seconds)
+    item = found.item("learning-rate")
+    assert item is not None, forked.log()
+    assert item.verdict == "passed", item.reason
+    assert best / 3 <= item.figures["suggestion"] <= best * 3, item.figures
 
 
 def draw_pictures(place: Path) -> None:
