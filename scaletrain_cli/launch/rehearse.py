@@ -9,10 +9,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from scaletrain_cli import safe_files
 from scaletrain_cli.diagnosis.rehearsal import (
     ITEMS,
     LOG_PREFIX,
@@ -26,13 +24,14 @@ from scaletrain_cli.diagnosis.rehearsal import (
 )
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.launch.drill import make_folder
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_spec_lines, write_spec_lines
 from scaletrain_cli.spec import RunSpec, override_spec
 from scaletrain_cli.text import did_you_mean
@@ -136,22 +135,6 @@ class RehearsalResult:
         }
 
 
-def make_folder() -> Path:
-    """Return the new folder ``rehearsals-<time>`` below the runs root. Raises UsageError where it cannot be created."""
-    root = runs_root()
-    folder, datasets = root / f"rehearsals-{time.strftime('%Y%m%d-%H%M%S')}", root / "datasets"
-    try:
-        safe_files.make_folder(root, mode=0o777)
-        safe_files.make_folder(folder, exist_ok=True)
-        safe_files.make_shared_folder(datasets)
-        if not (folder / "datasets").is_symlink():
-            (folder / "datasets").symlink_to(datasets)  # runs expect datasets beside their folder
-    except OSError as error:
-        params = {"folder": str(root), "said": error.strerror or str(error)}
-        raise UsageError(Reason("runs.root-not-writable", params)) from error
-    return folder
-
-
 def run_rehearsal(
     spec: RunSpec,
     small: RunSpec,
@@ -166,7 +149,7 @@ def run_rehearsal(
     ``spec``: as the user wrote it, whose lines are named; ``small``: of the job (``rehearsal_spec``); ``plan``: of the
     job.
     """
-    began, folder = time.monotonic(), make_folder()
+    began, folder = time.monotonic(), make_folder("rehearsals")
     data = prepare_data(small, root=folder)
     made = create_run(small, plan, f"rehearsal-{_name(spec)}", root=folder)
     write_spec_lines(made.run, spec)  # those of the overridden spec name no lines of the user's file
