@@ -17,8 +17,9 @@ from scaletrain_cli.engine.objectives.base import Joined
 from scaletrain_cli.plan.result import Layout
 
 EVERY = 10  # steps; the estimate is a mean over hundreds of steps, so that most need not be measured
-_MEMORY = 0.98  # of a measurement in the means: they cover about 500 steps
-_FEWEST = 20  # measurements before the estimate is given: 200 steps
+_MEMORY = 0.95  # of a measurement in the means: they cover about 200 steps
+_IGNORED = 10  # measurements at the start of an attempt: the gradients of a new model would outweigh those of 500 steps
+_FEWEST = 20  # measurements, those included, before the estimate is given: 200 steps
 
 
 class NoiseScale:
@@ -87,8 +88,8 @@ class NoiseScale:
         trace = (of_small - of_large) / (1 / small - 1 / large)
         found = torch.stack((trace, gradient))
         usable = torch.isfinite(found).all() & (of_small > 0)
-        weight = torch.where(usable, 1 - _MEMORY, 0.0)
-        self._means += weight * (torch.where(usable, found, 0.0) - self._means)
         self._measured += usable
+        weight = torch.where(usable & (self._measured > _IGNORED), 1 - _MEMORY, 0.0)
+        self._means += weight * (torch.where(usable, found, 0.0) - self._means)
         known = (self._measured >= _FEWEST) & (self._means > 0).all()
         return torch.where(known, self._means[0] / self._means[1], torch.nan)

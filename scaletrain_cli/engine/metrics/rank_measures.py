@@ -60,7 +60,7 @@ class RankMeasures:
             return
         self._sender = sender or RankTelemetry.from_environment(os.environ, interval_seconds=settings.interval)
         self._split = stepper.split = StepSplit(device, self._waits)
-        self._memory = MemorySampler(device, settings.interval)
+        self._memory = MemorySampler(device, settings.interval / 2)  # so that each row that is sent has a value
         if settings.noise_scale:
             stepper.noise_scale = NoiseScale.of(layout, composed.objective, device)
         compiled = layout.compile or spec.training.compile is True

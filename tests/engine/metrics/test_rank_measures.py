@@ -66,7 +66,7 @@ def train(path: Path) -> Outcome:
     """Train the run in ``path`` on this rank."""
     from scaletrain_cli.engine.metrics import noise_scale, rank_measures
 
-    rank_measures.NOISE_EVERY, noise_scale._FEWEST = EVERY, FEWEST  # type: ignore[attr-defined]
+    rank_measures.NOISE_EVERY, noise_scale._FEWEST, noise_scale._IGNORED = EVERY, FEWEST, 1  # type: ignore[attr-defined]
     with contextlib.redirect_stdout(io.StringIO()):
         run, ranks = RunDir(path), Ranks.from_environment()
         record = read_record(run)
@@ -115,7 +115,8 @@ def noise_alone(spec: RunSpec, small: int) -> dict[int, float]:
         if step % EVERY == 0:
             trace = (of_small - of_large) / (1 / small - 1 / 8)
             gradient = (8 * of_large - small * of_small) / (8 - small)
-            means = 0.98 * means[0] + 0.02 * trace, 0.98 * means[1] + 0.02 * gradient
+            if measured:
+                means = 0.95 * means[0] + 0.05 * trace, 0.95 * means[1] + 0.05 * gradient
             measured += 1
             if measured >= FEWEST and min(means) > 0:
                 found[step] = means[0] / means[1]
