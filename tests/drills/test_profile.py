@@ -31,7 +31,7 @@ def test_a_living_run_is_profiled_twice(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, "slow-rank attempt=1 rank=1 step=8 seconds=0.3")  # so that the run lives long enough
-    drill = submit_drill(dataset)
+    drill = submit_drill(dataset, tracking="[prometheus]")
     drill.wait_for_step(8)
 
     both = profiled(drill, capsys, "--ranks", "0-1", "--steps", "2", "--memory")
@@ -68,4 +68,7 @@ def test_a_living_run_is_profiled_twice(
     assert (ended["exit_code"], ended["error"]["reason"]["code"]) == (2, "launch.profile-not-running")
 
     assert len(drill.beginnings()) == 1
+    exported = (drill.run.path / "prometheus" / f"{drill.run.run_id}.prom").read_text()
+    for line in ("step{RUN} 40.0", "training{RUN} 0.0", 'events_total{RUN,event="profiled"} 2.0'):
+        assert "scaletrain_" + line.replace("RUN", f'run="{drill.run.run_id}"') in exported
     assert drill.losses() == undisturbed().losses()
