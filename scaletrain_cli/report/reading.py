@@ -27,6 +27,7 @@ from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.evaluations import read_evaluations
 from scaletrain_cli.rundir.goodput import read_ledger
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.profiles import profile_folders, summary_of
 from scaletrain_cli.rundir.record import RunRecord
 
 SCHEMA = "scaletrain.report/v1"
@@ -34,6 +35,7 @@ _DAMAGE = (UsageError, OSError, TypeError, ValueError, LookupError, ArithmeticEr
 _MOST_EVENTS, _MOST_NODES, _MOST_MARKS = 300, 64, 400
 _MOST_READ_ATTEMPTS = 8  # whose nodes are read: the latest ones
 _MOST_EVALUATIONS = 100
+_MOST_PROFILES, _MOST_KERNELS = 4, 10
 
 
 def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
         "attempts": section("attempts", lambda: _attempts(run, attempts, view.now, over=view.is_over), []),
         **nodes,
         "hardware": section("hardware", lambda: hardware_of_run(run, view.hardware), None),
+        "profiles": section("profiles", lambda: _profiles(run), []),
         "evaluations": evaluations,
         "events": section("events", lambda: _events(case.events), {"rows": [], "not_shown": 0}),
         "spec": section("spec", lambda: spec_of(run), {"keys": [], "revisions": []}),
@@ -239,6 +242,17 @@ def _evaluations(run: RunDir) -> list[dict[str, Any]]:
         {"step": one.step, "state": one.state, "metrics": dict(one.metrics), "errors": dict(one.errors)}
         for one in read_evaluations(run)[-_MOST_EVALUATIONS:]
     ]
+
+
+def _profiles(run: RunDir) -> list[dict[str, Any]]:
+    """Return the summaries of the latest profiles, with the first rows of their tables."""
+    summaries = [summary for folder in profile_folders(run)[-_MOST_PROFILES:] if (summary := summary_of(folder))]
+    for summary in summaries:
+        for figures in summary["by_rank"]:
+            for name in ("top_kernels", "top_operators"):
+                if isinstance(figures.get(name), list):
+                    figures[name] = figures[name][:_MOST_KERNELS]
+    return summaries
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

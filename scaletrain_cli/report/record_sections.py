@@ -126,6 +126,41 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
+def profiles_section(run: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each profile: the time of a step by cause beside the plan, and the kernels that take the most."""
+    for profile in run["profiles"]:
+        last = profile["first_step"] + profile["steps"] - 1
+        ranks = ", ".join(map(str, profile["ranks"][:8]))
+        steps = f"steps {profile['first_step']:,} to {last:,}"
+        yield f"<h3>Attempt {profile['attempt']}, {steps}, ranks {safe(ranks)}</h3>"
+        measured, planned = profile["measured"], profile["planned"]
+        whole = measured.get("step", {}).get("median") or 0.0
+        rows = [
+            [
+                label(name),
+                safe(value_text(planned.get(name), "seconds")),
+                safe(value_text(found["median"], "seconds")),
+                percent_text(found["median"] / whole) if whole else "",
+            ]
+            for name, found in sorted(measured.items(), key=lambda pair: -pair[1]["median"])
+            if found["median"] or planned.get(name)
+        ]
+        if rows:
+            yield table(["cause", "planned", "measured", "share"], rows, "lnnn", "Seconds of a step")
+        else:
+            yield f"<p class='soft'>{safe(profile['state'])}; no rank has written its figures.</p>"
+        for figures in profile["by_rank"][:2]:
+            kind = "top_kernels" if figures.get("top_kernels") else "top_operators"
+            tops = figures.get(kind) or []
+            cells = (
+                [safe(row["name"]), safe(value_text(row["seconds"], "seconds")), f"{row['count']:.3g}"] for row in tops
+            )
+            if tops:
+                title = "kernel" if kind == "top_kernels" else "operator"
+                summary = f"Rank {figures['rank']}: the {title}s that take the most"
+                yield details(summary, table([title, "per step", "count"], cells, "lnn"))
+
+
 def evaluations_section(run: Mapping[str, Any]) -> Iterator[str]:
     """Yield the results of tasks on checkpoints, and the measures of validations."""
     done = [one for one in run["evaluations"] if one["metrics"] or one["errors"] or one["state"] != "done"]

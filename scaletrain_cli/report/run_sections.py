@@ -24,6 +24,7 @@ from scaletrain_cli.report.record_sections import (
     events_section,
     goodput_section,
     nodes_section,
+    profiles_section,
     spec_section,
 )
 from scaletrain_cli.report.run_charts import chart_figures, span_of_run
@@ -49,6 +50,7 @@ def run_sections(run: Mapping[str, Any], tables: list[dict[str, Any]]) -> Iterat
         ("attempts", "Attempts", [*attempts_section(run)]),
         ("nodes", "Nodes", [*nodes_section(run)]),
         ("hardware", "Ranks and GPUs", [*hardware_section(run, span, tables)]),
+        ("profiles", "Profiles", [*profiles_section(run)]),
         ("evaluations", "Evaluations", [*evaluations_section(run)]),
         ("spec", "Spec", [*spec_section(run)]),
         ("events", "Events", [*events_section(run)]),

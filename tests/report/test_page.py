@@ -19,8 +19,10 @@ from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node
 from scaletrain_cli.report.comparison import read_report
 from scaletrain_cli.report.page import page
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
+from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.profiles import CAUSES, Profile, profile_folder, rank_file, write_profile
 from scaletrain_cli.rundir.record import add_revision, read_record
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.telemetry.series import SeriesWriter
@@ -167,6 +169,20 @@ def test_attempts_nodes_and_exclusions_are_shown(tmp_path: Path, root: Path) -> 
     _, shown = written(tmp_path, "r1")
     assert "attempt 1: rank 1 ended by SIGKILL" in shown.text
     assert "ECC errors of GPU 3" in shown.text
+
+
+def test_a_profile_is_shown_beside_the_plan(tmp_path: Path) -> None:
+    run = trained_run()
+    folder = profile_folder(run, 1, 100)
+    planned = {"compute": 0.4, "step": 0.5}
+    write_profile(folder, Profile("q", 1, "recorded", 100, 3, [0], "gpu", planned))
+    causes = dict.fromkeys(CAUSES, 0.0) | {"compute": 0.3, "idle": 0.1}
+    kernels = [{"name": "sm90_<gemm>", "seconds": 0.25, "count": 64.0}]
+    write_document(rank_file(folder, 0), {"causes": causes, "step_seconds": 0.6, "top_kernels": kernels})
+    _, shown = written(tmp_path, "r1")
+    assert "Attempt 1, steps 100 to 102, ranks 0" in shown.text
+    assert "compute 400 ms 300 ms 50 %" in shown.text
+    assert "sm90_<gemm> 250 ms 64" in shown.text
 
 
 def test_a_revision_is_a_diff(tmp_path: Path) -> None:
