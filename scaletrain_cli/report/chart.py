@@ -20,6 +20,7 @@ Kind = Literal["line", "faint", "dots"]
 Axis = Literal["step", "time"]
 _TABLE_ROWS = 12
 _TICKS = 5
+_NEAR = 0.02  # of the width: flags that are nearer than this are drawn beside each other
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200)
 _DAYS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
@@ -222,14 +223,14 @@ _Point = tuple[float, float, float, float]
 
 
 def _runs(line: Line, places: Sequence[float | None], *, breaks: bool) -> Iterator[list[_Point]]:
-    """Yield the points (x, value, low, high) between gaps."""
+    """Yield the points (x, value, low, high) between gaps; a line that went back on the axis begins again."""
     run: list[_Point] = []
     part: int | None = None
     lows, highs = line.low or line.values, line.high or line.values
     parts = line.parts or [None] * len(line.values)
     for x, value, low, high, of in zip(places, line.values, lows, highs, parts, strict=True):
         gap = value is None or x is None or not math.isfinite(value)
-        if run and (gap or (breaks and of != part)):
+        if run and (gap or (breaks and of != part) or (x is not None and x < run[-1][0])):
             yield run
             run = []
         if not gap:
@@ -293,8 +294,9 @@ def _flags(chart: Chart, span: Span) -> str:
     found = {"attempt": "", "rollback": "↩", "spike": "▲", "finding": "!"}
     rows = []
     for axis in ("step", "time"):
-        flags = []
-        for mark in chart.marks:
+        flags: list[str] = []
+        before, beside = -1.0, 0
+        for mark in sorted(chart.marks, key=lambda each: mark_place(each, span, axis) or 0.0):
             place = mark_place(mark, span, axis) if mark["kind"] in found else None
             if place is None:
                 continue
@@ -302,8 +304,11 @@ def _flags(chart: Chart, span: Span) -> str:
             if mark["kind"] == "finding":
                 text = f"{mark['number']}"
             kind = f"{mark['kind']} {mark.get('severity', '')}".strip()
+            beside = beside + 1 if place - before < _NEAR else 0
+            before = place
+            shift = f";margin-left:{1.2 * beside:.1f}rem" if beside else ""
             flags.append(
-                f'<i class="{safe(kind)}" style="left:{100 * place:.2f}%" title="{safe(mark["text"])}">{safe(text)}</i>'
+                f'<i class="{safe(kind)}" style="left:{100 * place:.2f}%{shift}" title="{safe(mark["text"])}">{safe(text)}</i>'
             )
         rows.append(f'<div class="flags by-{axis}" aria-hidden="true">{"".join(flags)}</div>')
     return "".join(rows)

@@ -272,6 +272,8 @@ def _difference(planned: float | None, measured: float | None) -> str:
     share = measured / planned - 1
     if abs(share) < 0.0005:
         return "as planned"
+    if abs(share) < 0.0095:
+        return f"{share:+.1%}".replace("%", " %")
     return f"{share:+.0%}".replace("%", " %") if abs(share) < 10 else f"×{measured / planned:,.0f}"
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from scaletrain_cli.launch.node.processes import identify
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
+from scaletrain_cli.report.chart import Chart, Line, Span, draw
 from scaletrain_cli.report.comparison import read_report
 from scaletrain_cli.report.page import page
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
@@ -255,3 +256,13 @@ def test_json_has_no_value_that_json_lacks() -> None:
     append_lines(run.metrics, [{"step": 301, "loss": None}])
     report: dict[str, Any] = read_report([run])
     json.dumps(report, allow_nan=False)
+
+
+def test_a_line_that_went_back_begins_again_and_a_value_that_is_not_known_is_a_gap() -> None:
+    times = [float(at) for at in range(6)]
+    line = Line("l", "c0", [0, 50, 25, 75, 80, 100], times, [0.0, 2.0, 1.0, 4.0, None, 4.0])
+    (drawing,) = Page(draw(Chart("k", "Title", "", [line]), Span(0, 100, 0.0, 0.0))).drawings
+    (path,) = [path.attrib["d"] for path in drawing.iter("path") if path.attrib["class"] == "line c0"]
+    assert re.findall(r"M(\d+)", path) == ["0", "600", "2400"]
+    heights = [int(number) for number in re.findall(r"M\d+ (\d+)", path)]
+    assert heights[0] > heights[1] > heights[2]  # greater values are higher, and y counts from the top
