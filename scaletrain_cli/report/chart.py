@@ -306,10 +306,8 @@ def _flags(chart: Chart, span: Span) -> str:
             kind = f"{mark['kind']} {mark.get('severity', '')}".strip()
             beside = beside + 1 if place - before < _NEAR else 0
             before = place
-            shift = f";margin-left:{1.2 * beside:.1f}rem" if beside else ""
-            flags.append(
-                f'<i class="{safe(kind)}" style="left:{100 * place:.2f}%{shift}" title="{safe(mark["text"])}">{safe(text)}</i>'
-            )
+            style = f"left:{100 * place:.2f}%" + (f";margin-left:{1.2 * beside:.1f}rem" if beside else "")
+            flags.append(f'<i class="{safe(kind)}" style="{style}" title="{safe(mark["text"])}">{safe(text)}</i>')
         rows.append(f'<div class="flags by-{axis}" aria-hidden="true">{"".join(flags)}</div>')
     return "".join(rows)
 
