@@ -22,7 +22,7 @@ STAMP := $(VENV)/setup-done-$(TORCH)
 # What `make setup` installs and `make lock` pins.
 EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
 
-.PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills slurm-packages parity bench bench-planner bench-engine clean
+.PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills ills slurm-packages parity bench bench-planner bench-engine clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ test: setup slurm-packages ## Run the tests, with a real Slurm where the machine
 
 test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Some of them: make ills ARGS='momentum labels'. The page: make ills ARGS='--write docs/planted-ills.md'.
+ills: setup ## Train small runs with one ill each, and healthy ones, and print what the diagnosis finds
+	@$(BIN)/python -m tests.diagnosis.ills $(ARGS)
 
 # Less of it: make drills ARGS='--kills 20 --requests 8', or parts by name: ARGS='vision-kills elastic'.
 # The page in docs: ARGS='--write docs/survival.md', which keeps the sections of parts that do not run.

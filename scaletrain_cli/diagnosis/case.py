@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from scaletrain_cli.diagnosis.curves import median, noise, smoothed
+from scaletrain_cli.diagnosis.dataset import Dataset, read_dataset
 from scaletrain_cli.diagnosis.findings import Change
 from scaletrain_cli.diagnosis.history import History, read_history
 from scaletrain_cli.plan.result import RunPlan
@@ -19,10 +20,15 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_spec_lines
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.losses import LOSSES_OF
+from scaletrain_cli.telemetry.run import Telemetry, read_telemetry
 
 _FIRST_STEPS = 3
 _RECENT = 50  # measured steps; as many above the start are a divergence
 _FEWEST = 16
+# Rows read of each rank, GPU, node and layer, and the most nodes that are read: the cost must not depend on the run.
+_ROWS, _ROWS_OF_MANY_NODES = 240, 16
+_PAUSES = 32
+_FEW_NODES, _MOST_NODES = 4, 32
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Case:
-    """A run to diagnose. ``spec_lines``: ``file:line`` of the keys of its spec, as far as they were recorded."""
+    """A run to diagnose. ``spec_lines``: ``file:line`` of the keys of its spec, as far as they were recorded.
+
+    ``dataset``: the prepared text of a run with one source, if it is here. ``telemetry``: of the newest attempt.
+    """
 
     spec: RunSpec
     plan: RunPlan
@@ -54,6 +63,20 @@ class Case:
     goodput: Goodput | None = None
     measured: Measured | None = None
     spec_lines: Mapping[str, str] = field(default_factory=dict)
+    dataset: Dataset | None = None
+    telemetry: Telemetry = field(default_factory=Telemetry)
+
+    @property
+    def epoch_steps(self) -> float | None:
+        """Steps in which the text of a run with one source is read once; None if its size is not known."""
+        model, tokens = self.spec.model, 0 if self.dataset is None else self.dataset.train_tokens
+        if not isinstance(model, ModelSpec) or tokens <= 0:
+            return None
+        return tokens / (model.seq_len * self.spec.training.global_batch_size)
+
+    def epochs_at(self, step: int) -> float | None:
+        """Return how often the text has been read after a step; None if its size is not known."""
+        return None if self.epoch_steps is None else step / self.epoch_steps
 
     @property
     def is_fresh_text(self) -> bool:
@@ -70,6 +93,18 @@ class Case:
     def changes_while_training(self) -> bool:
         """True if the data or what trains change during the run, which may change the level of the loss."""
         return bool(self.spec.data.stages) or len(self.plan.training_stages) > 1
+
+    @cached_property
+    def pauses(self) -> Sequence[tuple[float, float]]:
+        """(begin, end) in Unix seconds of the newest validations, checkpoints and rollbacks, and a second around."""
+        validated = {validation.step for validation in self.history.validations[-_PAUSES:]}
+        times = zip(self.history.steps, self.history.column("time"), strict=True)
+        found = [(time - 1, time + 1) for step, time in times if step in validated and time == time]
+        for event in list(self.events_named("checkpoint", "rolled-back"))[-_PAUSES:]:
+            time, took = event.get("time"), event.get("seconds")
+            if isinstance(time, int | float):
+                found.append((time - 1 - (took if isinstance(took, int | float) else 0.0), time + 1))
+        return found
 
     @property
     def on_cpu(self) -> bool:
@@ -127,10 +162,22 @@ class Case:
 
 
 def place_of(key: str, spec_lines: Mapping[str, str]) -> str:
-    """Return ``file:line`` of a key, or of the section that lacks it; ``run.json`` where no line was recorded."""
+    """Return ``file:line`` of a key, or of the section that lacks it, or of the beginning of the spec.
+
+    ``run.json`` where no line was recorded.
+    """
     while key and key not in spec_lines:
         key = key.rpartition(".")[0]
-    return spec_lines.get(key, "run.json")
+    if key:
+        return spec_lines[key]
+    file = next((place.rpartition(":")[0] for place in spec_lines.values() if ":" in place), "")
+    return f"{file}:1" if file else "run.json"
+
+
+def _telemetry(run: RunDir, nodes: int) -> Telemetry:
+    if nodes <= _FEW_NODES:
+        return read_telemetry(run, newest=_ROWS)
+    return read_telemetry(run, newest=_ROWS_OF_MANY_NODES, most_nodes=_MOST_NODES)
 
 
 def read_case(run: RunDir, record: RunRecord) -> Case:
@@ -144,4 +191,6 @@ def read_case(run: RunDir, record: RunRecord) -> Case:
         goodput=run_goodput(run),
         measured=read_measured(run),
         spec_lines=read_spec_lines(run),
+        dataset=read_dataset(run, record.spec),
+        telemetry=_telemetry(run, record.spec.cluster.nodes),
     )

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.diagnosis import data, durability, gradients, learning_rate, loss, memory, speed
+from scaletrain_cli.diagnosis import (
+    data,
+    durability,
+    gradients,
+    layers,
+    learning_rate,
+    loss,
+    memory,
+    nodes,
+    speed,
+    targets,
+    utilization,
+)
 from scaletrain_cli.diagnosis.case import Case, read_case
 from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.reasons import Reason
@@ -25,18 +37,40 @@ CHECKS: tuple[Check, ...] = (
     loss.rising,
     loss.flat,
     loss.oscillating,
+    loss.swinging,
     loss.spiking,
+    targets.targets_visible,
+    targets.order_not_learned,
+    targets.repeated_passages,
+    targets.stairs,
+    targets.many_epochs,
     data.overfitting,
+    data.validation_above_training,
+    data.underfitting,
     data.source_stands_still,
     gradients.dead_gradients,
     gradients.loss_scale,
     gradients.norm_trend,
     gradients.norm_spikes,
     gradients.always_clipped,
+    layers.dead_layers,
+    layers.exploding_layers,
+    layers.update_ratio,
+    nodes.gpu_errors,
+    nodes.memory_short,
+    nodes.cpu_throttled,
+    utilization.throttled,
     speed.slow_rank,
+    utilization.slow_work,
     speed.data_wait,
     speed.slower_than_plan,
     speed.slowing_down,
+    utilization.communication,
+    utilization.host_bound,
+    utilization.small_micro_batches,
+    utilization.needless_recomputation,
+    utilization.low_utilization,
+    learning_rate.batch_too_large,
     memory.nearly_full,
     memory.growing,
     memory.above_plan,
@@ -48,15 +82,28 @@ CHECKS: tuple[Check, ...] = (
 _OF_THE_ENGINE: tuple[Check, ...] = (
     *(learning_rate.too_high, learning_rate.warm_up_too_short, learning_rate.too_low),
     *(gradients.loss_scale, gradients.always_clipped, speed.slower_than_plan, memory.above_plan),
-    *(durability.slow_saves, durability.interval),
+    *(durability.slow_saves, durability.interval, learning_rate.batch_too_large, loss.swinging),
+    *(utilization.small_micro_batches, utilization.needless_recomputation),
 )
+_OF_A_HIGH_RATE = ("diagnosis.loss-spikes", "diagnosis.gradient-norm-spikes", "diagnosis.loss-swings")
 # Symptoms that a finding explains; they are left out beside it.
 _EXPLAINS = {
-    "diagnosis.learning-rate-too-high": ("diagnosis.loss-spikes", "diagnosis.gradient-norm-spikes"),
-    "diagnosis.warm-up-too-short": ("diagnosis.loss-spikes", "diagnosis.gradient-norm-spikes"),
-    "diagnosis.learning-rate-too-low": ("diagnosis.loss-flat",),
-    "diagnosis.gradients-dead": ("diagnosis.loss-flat", "diagnosis.gradient-vanishes"),
-    "diagnosis.loss-above-start": ("diagnosis.loss-rising", "diagnosis.loss-flat"),
+    "diagnosis.learning-rate-too-high": (*_OF_A_HIGH_RATE, "diagnosis.order-not-learned", "diagnosis.underfitting"),
+    "diagnosis.warm-up-too-short": _OF_A_HIGH_RATE,
+    "diagnosis.learning-rate-too-low": ("diagnosis.loss-flat", "diagnosis.underfitting"),
+    "diagnosis.gradients-dead": ("diagnosis.loss-flat", "diagnosis.gradient-vanishes", "diagnosis.layer-dead"),
+    "diagnosis.overfitting": ("diagnosis.validation-far-above", "diagnosis.data-repeated", "diagnosis.loss-stairs"),
+    "diagnosis.validation-far-above": ("diagnosis.loss-stairs",),
+    "diagnosis.data-duplicated": ("diagnosis.targets-visible", "diagnosis.loss-stairs"),
+    "diagnosis.data-repeated": ("diagnosis.loss-stairs",),
+    "diagnosis.loss-falls-at-resume": ("diagnosis.loss-spikes", "diagnosis.loss-rising"),
+    "diagnosis.order-not-learned": ("diagnosis.underfitting",),
+    "diagnosis.loss-flat": ("diagnosis.underfitting",),
+    "diagnosis.loss-oscillating": ("diagnosis.loss-swings",),
+    "diagnosis.loss-above-start": ("diagnosis.loss-rising", "diagnosis.loss-flat", "diagnosis.loss-swings"),
+    "diagnosis.data-wait": ("diagnosis.utilization-low",),
+    "diagnosis.communication-bound": ("diagnosis.utilization-low",),
+    "diagnosis.host-bound": ("diagnosis.utilization-low",),
     "diagnosis.loss-above-uninformed": ("diagnosis.loss-flat",),
 }
 _FEWEST_STEPS = 32
@@ -103,9 +150,13 @@ def diagnose(run_id: str, case: Case) -> Diagnosis:
             found += check(case)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # a damaged or foreign record
             failed.append(Reason("diagnosis.check-failed", {"check": f"{check.__module__.rpartition('.')[2]}"}))
-    explained = {code for finding in found for code in _EXPLAINS.get(finding.code, ())}
-    kept = sorted((finding for finding in found if finding.code not in explained), key=lambda each: each.rank)
+    kept = sorted((finding for finding in found if not _is_explained(finding, found)), key=lambda each: each.rank)
     return Diagnosis(run_id, case.history.last_step, len(case.history), tuple(kept), (*failed, *_not_concluded(case)))
+
+
+def _is_explained(finding: Finding, found: Sequence[Finding]) -> bool:
+    """Return whether another finding that is as severe explains this one."""
+    return any(finding.code in _EXPLAINS.get(other.code, ()) and other.rank[0] <= finding.rank[0] for other in found)
 
 
 def _not_concluded(case: Case) -> Iterator[Reason]:
@@ -124,4 +175,14 @@ def _not_concluded(case: Case) -> Iterator[Reason]:
     if case.on_cpu:
         yield Reason("diagnosis.on-cpu")
     yield Reason("diagnosis.rate-needs-trial")
-    yield Reason("diagnosis.not-recorded")
+    telemetry = case.telemetry
+    if not telemetry.ranks and not telemetry.gpus:
+        yield Reason("diagnosis.no-telemetry")
+    elif not telemetry.gpus and not case.on_cpu:
+        yield Reason("diagnosis.no-gpu-telemetry")
+    if not telemetry.layers:
+        yield Reason("diagnosis.no-layers")
+    if not any("noise_scale" in series.mean for series in telemetry.ranks.values()):
+        yield Reason("diagnosis.no-noise-scale")
+    if case.is_fresh_text and (case.dataset is None or case.dataset.token_entropy is None):
+        yield Reason("diagnosis.no-dataset")

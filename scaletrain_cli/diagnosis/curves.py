@@ -75,13 +75,34 @@ def residuals(x: Sequence[float], y: Sequence[float]) -> list[float]:
     return [value - level - slope * at for at, value in zip(x, y, strict=True)]
 
 
-def autocorrelation(values: Sequence[float]) -> float:
-    """Return the correlation of neighbors, from -1 to 1; 0 for a constant."""
+def autocorrelation(values: Sequence[float], lag: int = 1) -> float:
+    """Return the correlation of values ``lag`` places apart, from -1 to 1; 0 for a constant."""
     mean = math.fsum(values) / len(values)
     total = math.fsum((value - mean) ** 2 for value in values)
     if total == 0:
         return 0.0
-    return math.fsum((a - mean) * (b - mean) for a, b in itertools.pairwise(values)) / total
+    return math.fsum((a - mean) * (b - mean) for a, b in zip(values, values[lag:], strict=False)) / total
+
+
+class Swing(NamedTuple):
+    """A period in places, and the correlations at half of it and at the whole."""
+
+    period: int
+    low: float
+    back: float
+
+
+def swing(values: Sequence[float], periods: int) -> Swing | None:
+    """Return the swing of the values with the most negative correlation at half its period; None for fewer values.
+
+    Periods of at least six places, of which the values have ``periods``.
+    """
+    longest = len(values) // periods
+    halves = range(3, longest // 2 + 1)
+    if not halves:
+        return None
+    half = min(halves, key=lambda lag: autocorrelation(values, lag))
+    return Swing(2 * half, autocorrelation(values, half), autocorrelation(values, 2 * half))
 
 
 def smoothed(values: Sequence[float], width: int = 5) -> list[float]:

@@ -1,4 +1,4 @@
-"""Checks of validation and sources: overfitting, and sources that are not learned."""
+"""Checks of validation and sources: overfitting, underfitting, other data, and sources that are not learned."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import math
 from collections.abc import Iterator
 
 from scaletrain_cli.diagnosis.case import Case
-from scaletrain_cli.diagnosis.curves import median, noise
+from scaletrain_cli.diagnosis.curves import median, noise, theil_sen
 from scaletrain_cli.diagnosis.findings import Cause, Finding
 from scaletrain_cli.diagnosis.history import SOURCE_LOSS
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec
 
 _FEWEST_VALIDATIONS = 4
+_GAP_SHARE, _GAP_NATS = 0.5, 0.5
+_GAP_VALIDATIONS = 3
+_FIT_GAP = 0.05
+_HIGH_OF_ENTROPY, _HIGH_OF_UNINFORMED = 0.8, 0.5
+_NO_FALL = 0.03
+_MUCH_DECAY = 0.5
 _RISEN_VALIDATIONS = 2
 _RISE = 0.02
 _SAMPLE_DEVIATION = 0.5
@@ -59,6 +66,70 @@ def overfitting(case: Case) -> Iterator[Finding]:
     keep = Cause(Reason("diagnosis.cause-keep-best"), case.change("checkpoint.keep_best", "validation_loss"))
     causes = (little, stop, decay) if case.spec.checkpoint.keep_best else (little, stop, keep, decay)
     yield Finding(Reason("diagnosis.overfitting", evidence), "warning", "high", causes)
+
+
+def validation_above_training(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the last three validations are above the training loss by half of it and half a nat.
+
+    In the first epoch, where nothing can have been memorized, the validation data are others; later the model overfits,
+    and ``overfitting`` names it once the validation rises. Losses that a validation does not share are left out: those
+    of mixed or augmented images, and of regularization.
+    """
+    validations, curve = case.history.validations, case.curve
+    if len(validations) < _GAP_VALIDATIONS or curve is None or case.changes_while_training:
+        return
+    if not isinstance(case.spec.model, ModelSpec):
+        return
+    gaps = []
+    for validation in validations[-_GAP_VALIDATIONS:]:
+        training = _training_at(case, validation.step)
+        if training is None:
+            return
+        gaps.append((validation.loss - training, training))
+    if any(gap < max(_GAP_SHARE * abs(training), _GAP_NATS) for gap, training in gaps):
+        return
+    gap, training = gaps[-1]
+    epochs = case.epochs_at(validations[-1].step)
+    evidence = {"validation": validations[-1].loss, "training": training, "gap": gap, "step": validations[-1].step}
+    other = Cause(Reason("diagnosis.cause-other-validation-data"), case.change("data"))
+    little = Cause(Reason("diagnosis.cause-little-data"), case.change("data"))
+    causes = (little, other) if epochs is not None and epochs > 1 else (other, little)
+    yield Finding(Reason("diagnosis.validation-far-above", evidence), "warning", "medium", causes)
+
+
+def underfitting(case: Case) -> Iterator[Finding]:
+    """Yield a warning if training and validation both stand high, close to each other, after half of the steps.
+
+    High: above 80 % of the entropy of the token frequencies of the text, or where that is not known half the loss of
+    equal outputs. Close: by 5 % or two standard errors, for which a sample has a standard deviation of half a nat.
+    Standing: the last half of the steps fell by less than 3 % in all. Without such a reference nothing is concluded.
+    """
+    validations, curve, uninformed = case.history.validations, case.curve, case.uninformed_loss
+    if len(validations) < _GAP_VALIDATIONS or curve is None or uninformed is None or case.changes_while_training:
+        return
+    entropy = None if case.dataset is None else case.dataset.token_entropy
+    share, reference = (_HIGH_OF_UNINFORMED, uninformed) if entropy is None else (_HIGH_OF_ENTROPY, entropy)
+    loss, samples = validations[-1].loss, validations[-1].sequences
+    error = 2 * _SAMPLE_DEVIATION / math.sqrt(samples) if samples else 0.0
+    if min(curve.now, loss) < share * reference or curve.steps[-1] < case.spec.total_steps / 2:
+        return
+    if curve.start - curve.now < _LEARNS * curve.start:  # it does not fall at all, see loss-flat
+        return
+    half = curve.values[len(curve.values) // 2 :]
+    if -theil_sen(list(range(len(half))), half).value * len(half) > _NO_FALL * curve.now:
+        return
+    if abs(loss - curve.now) > max(_FIT_GAP * curve.now, error):
+        return
+    decay = case.spec.training.optimizer.weight_decay
+    evidence = {"training": curve.now, "validation": loss, "reference": reference, "step": curve.steps[-1]}
+    strong = Cause(
+        Reason("diagnosis.cause-much-regularization", {"decay": decay}),
+        case.change("training.optimizer.weight_decay", min(0.1, decay / 10)),
+    )
+    small = Cause(Reason("diagnosis.cause-small-model"), case.change("model"))
+    rate = Cause(Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}), case.change("training.optimizer.lr"))
+    causes = (strong, small, rate) if decay > _MUCH_DECAY else (small, rate, strong)
+    yield Finding(Reason("diagnosis.underfitting", evidence), "warning", "low", causes)
 
 
 def source_stands_still(case: Case) -> Iterator[Finding]:

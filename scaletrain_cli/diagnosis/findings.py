@@ -12,7 +12,8 @@ Confidence = Literal["low", "medium", "high"]
 _ORDER = ("error", "warning", "note", "high", "medium", "low")
 # Parameters that name what a finding is about, as far as there may be several findings with one code.
 _SUBJECTS = ("source", "layer", "gpu", "node", "rank")
-_OF_ANY_RANK = ("diagnosis.data-wait",)  # the rank is the one that waits longest at the moment
+# The rank is the one that waits longest, or grows fastest, at the moment.
+_OF_ANY_RANK = ("diagnosis.data-wait", "diagnosis.memory-grows", "diagnosis.memory-grows-full")
 
 
 @dataclass(frozen=True)

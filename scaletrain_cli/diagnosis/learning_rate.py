@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.telemetry_rows import FEWEST, recent
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 
@@ -24,6 +25,7 @@ _AT_PEAK = 0.9
 _WARM_UP_SHARE = 0.01
 _FEWEST_STEPS = 50
 _LITTLE_FALL = 0.1
+_WASTE, _MUCH_WASTE = 5.0, 20.0
 
 
 class _Rise(NamedTuple):
@@ -116,6 +118,33 @@ def too_low(case: Case) -> Iterator[Finding]:
     )
     few = Cause(Reason("diagnosis.cause-few-steps", {"steps": total}), case.change("training.steps"))
     yield Finding(Reason("diagnosis.learning-rate-too-low", evidence), "warning", "medium", (cause, few))
+
+
+def batch_too_large(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the global batch is over five times the gradient noise scale: a warning from twenty times.
+
+    At a batch of B sequences training needs 1 + B / B_noise times the sequences that small batches would need
+    (arXiv:1812.06162, appendix A), so a larger learning rate is what a batch is for, or fewer sequences do. The noise
+    scale is a rough measure of that (arXiv:2505.23971), and grows during training: after a quarter of the steps, by the
+    higher one of the medians of two halves of the recent rows; low confidence.
+    """
+    rank = case.telemetry.ranks.get(0)
+    values = [] if rank is None else recent(case, rank, "noise_scale")
+    batch, last = case.spec.training.global_batch_size, case.history.last_step
+    if len(values) < 2 * FEWEST or last < case.spec.total_steps / 4 or last <= case.spec.training.schedule.warmup_steps:
+        return
+    half = len(values) // 2
+    scale = max(median(values[:half]), median(values[half:]))
+    if scale <= 0 or batch <= _WASTE * scale:
+        return
+    evidence = {"batch": batch, "scale": scale, "times": 1 + batch / scale, "lr": case.peak_rate}
+    smaller = max(1, 2 ** round(math.log2(scale)))
+    causes = (
+        Cause(Reason("diagnosis.cause-large-batch"), case.change("training.global_batch_size", smaller)),
+        Cause(Reason("diagnosis.cause-rate-for-batch", {"lr": case.peak_rate}), case.change("training.optimizer.lr")),
+    )
+    severity: Severity = "warning" if batch > _MUCH_WASTE * scale else "note"
+    yield Finding(Reason("diagnosis.batch-too-large", evidence), severity, "low", causes)
 
 
 def _rise(case: Case) -> _Rise | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, Curve
-from scaletrain_cli.diagnosis.curves import autocorrelation, deviation, median, residuals, spikes, theil_sen
+from scaletrain_cli.diagnosis.curves import autocorrelation, deviation, median, residuals, spikes, swing, theil_sen
 from scaletrain_cli.diagnosis.findings import Cause, Change, Finding, Severity
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
@@ -20,6 +20,8 @@ _FLAT_STEPS = 100
 _MIXED_STEPS = 64
 _OSCILLATION = -0.3
 _OSCILLATION_SHARE = 0.05
+_SWING, _SWING_BACK = -0.4, 0.25
+_SWINGS = 3  # periods
 _RETURN_STEPS = 50
 _MANY_SPIKES = 0.01
 
@@ -110,15 +112,17 @@ def flat(case: Case) -> Iterator[Finding]:
     curve = case.curve
     if curve is None or not case.spec.is_from_scratch or curve.steps[-1] < _after_warm_up(case) + _FLAT_STEPS:
         return
-    fall, margin = curve.start - curve.now, _margin(curve, curve.start)
-    if fall > _LEAST_SHARE * curve.start or -fall > margin:
+    # First weights may be worse than equal outputs; what is unlearned of that is no learning.
+    start = min(curve.start, case.uninformed_loss or curve.start)
+    fall, margin = start - curve.now, _margin(curve, start)
+    if fall > _LEAST_SHARE * start or -fall > margin:
         return
     half = len(curve.values) // 2
     slope = theil_sen(curve.steps[half:], curve.values[half:])
     ahead = -slope.value * (curve.steps[-1] - curve.steps[half])
     if slope.high < 0 and ahead > _LEAST_SHARE * curve.now:
         return
-    evidence = {"start": curve.start, "now": curve.now, "steps": curve.steps[-1], "noise": curve.noise}
+    evidence = {"start": start, "now": curve.now, "steps": curve.steps[-1], "noise": curve.noise}
     norms = [norm for norm in case.history.column("grad_norm")[half:] if norm == norm]
     rate = case.change("training.optimizer.lr")
     low = Cause(Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}), rate)
@@ -151,6 +155,36 @@ def oscillating(case: Case) -> Iterator[Finding]:
         Cause(Reason("diagnosis.cause-alternating-data"), case.change("data")),
     )
     yield Finding(Reason("diagnosis.loss-oscillating", evidence), "warning", "medium", causes)
+
+
+def swinging(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the last half of the loss swings around its trend: up and down over several steps, in periods.
+
+    The autocorrelation is below -0.4 at half a period and above 0.25 at a whole one, with at least three periods; the
+    band is at least 5 % of the loss. A heavy ball with momentum b oscillates so once its rate exceeds (1 - sqrt(b))^2
+    over the curvature (Goh, Why Momentum Really Works, 2017). Of sampled steps nothing is known.
+    """
+    curve = case.curve
+    if curve is None or len(curve.values) < 2 * _MIXED_STEPS or not _is_dense(curve):
+        return
+    half = curve.values[len(curve.values) // 2 :][-4 * _MIXED_STEPS :]
+    around = residuals(list(range(len(half))), half)
+    band = deviation(around)
+    if band < _OSCILLATION_SHARE * abs(median(half)):
+        return
+    found = swing(around, _SWINGS)
+    if found is None or found.low > _SWING or found.back < _SWING_BACK:
+        return
+    evidence = {"period": found.period, "correlation": found.low, "band": band, "now": curve.now, "steps": len(half)}
+    optimizer = case.spec.training.optimizer
+    adam = optimizer.name not in ("sgd", "momentum", "muon")
+    beta = optimizer.betas[0] if adam else optimizer.momentum
+    key = "training.optimizer.betas" if adam else "training.optimizer.momentum"
+    to: Any = [0.9, optimizer.betas[1]] if adam else 0.9
+    momentum = Cause(Reason("diagnosis.cause-much-momentum", {"beta": beta}), case.change(key, to))
+    rate = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
+    causes = (momentum, rate) if beta > 0.9 and optimizer.name != "sgd" else (rate, momentum)
+    yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", causes)
 
 
 def spiking(case: Case) -> Iterator[Finding]:

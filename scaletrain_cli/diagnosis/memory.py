@@ -1,14 +1,21 @@
-"""Checks of memory: growth, the room that is left, and the plan. The figures are those of rank 0."""
+"""Checks of memory: growth on any rank, the room that is left, and the plan.
+
+The peaks of rank 0 are in metrics.jsonl, those of all ranks in the telemetry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.telemetry.series import Series
 
 _FEWEST = 400
+_FEWEST_ROWS, _FEWEST_STEPS = 8, 100
 _GROWTH = 0.02
 _STEADY = 0.5
 _FULL = 0.95
@@ -24,18 +31,19 @@ def growing(case: Case) -> Iterator[Finding]:
     before the last step. An attempt begins anew. On a CPU only a warning, and with low confidence: resident memory also
     counts free blocks, which become more over thousands of allocations while no more is in use.
     """
-    rows = _peaks(case)
-    if len(rows) < _FEWEST:
+    own = _peaks(case)
+    by_rank = {rank: _telemetry_peaks(series) for rank, series in case.telemetry.ranks.items()}
+    found = {rank: growth for rank, rows in by_rank.items() if (growth := _growth(rows)) is not None}
+    if not found and len(own) >= _FEWEST and (growth := _growth(own)) is not None:
+        found = {0: growth}
+    if not found:
         return
-    marks = [rows[len(rows) * part // 4 - (part == 4)] for part in (2, 3, 4)]
-    (_, second), (middle, third), (last, now) = marks
-    before, after = third - second, now - third
-    if min(before, after) < _GROWTH * second or after < _STEADY * before:
-        return
-    per_step = after / max(1, last - middle)
+    rank = max(found, key=lambda each: found[each].per_step)
+    now, per_step, last = found[rank]
     capacity = case.plan.memory.capacity
     full = last + (capacity - now) / per_step
-    evidence = {"now": now, "per_step": per_step, "capacity": capacity, "step": last, "full_at": round(full)}
+    evidence = {"rank": rank, "now": now, "per_step": per_step, "capacity": capacity, "step": last}
+    evidence |= {"full_at": round(full)}
     reaches = full <= case.spec.total_steps
     if case.on_cpu and not reaches:
         return
@@ -96,6 +104,37 @@ def above_plan(case: Case) -> Iterator[Finding]:
     evidence = {"part": name.replace("_", " "), "measured": figure.measured, "planned": figure.planned}
     cause = Cause(Reason("diagnosis.cause-plan-is-low"))
     yield Finding(Reason("diagnosis.memory-above-plan", evidence), "note", "high", (cause,))
+
+
+class _Growth(NamedTuple):
+    """Bytes at ``step``, and by how many they grow per step."""
+
+    now: float
+    per_step: float
+    step: int
+
+
+def _growth(rows: Sequence[tuple[int, float]]) -> _Growth | None:
+    """Return the growth over the last two quarters of (step, bytes); None if it is small, or ends."""
+    if len(rows) < _FEWEST_ROWS or rows[-1][0] - rows[0][0] < _FEWEST_STEPS:
+        return None
+    steps = [step for step, _ in rows]
+    marks = [rows[bisect.bisect_left(steps, steps[0] + (steps[-1] - steps[0]) * part / 4)] for part in (2, 3, 4)]
+    (_, second), (middle, third), (last, now) = marks
+    before, after = third - second, now - third
+    if min(before, after) < _GROWTH * second or after < _STEADY * before:
+        return None
+    return _Growth(now, after / max(1, last - middle), last)
+
+
+def _telemetry_peaks(series: Series) -> list[tuple[int, float]]:
+    """Return (step, bytes) of a rank, the largest so far, of steps after the first ones."""
+    rows, largest = [], 0.0
+    for step, size in zip(series.steps, series.highest.get("memory_bytes", ()), strict=False):
+        if size == size and step > 0:
+            largest = max(largest, size)
+            rows.append((step, largest))
+    return rows
 
 
 def _peaks(case: Case) -> list[tuple[int, float]]:

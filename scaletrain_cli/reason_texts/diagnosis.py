@@ -74,11 +74,96 @@ _FINDINGS = {
     ),
     "slower-than-plan": Text("a step takes {measured:seconds}, {times:.2f} times the planned {planned:seconds}"),
     "slowing-down": Text("steps take {now:seconds}, {times:.2f} times the {early:seconds} at the start of the attempt"),
+    "loss-swings": Text(
+        "the loss swings by {band:.3g} around {now:.3f}, with a period of {period:of step}: the correlation is "
+        "{correlation:.2f} after half of it"
+    ),
+    "targets-visible": Text(
+        "the loss is {now:.3f} and was below {limit:.2f} from step {step:whole} on, where equal outputs have "
+        "{uninformed:.3f}: so little cannot be learned so soon"
+    ),
+    "order-not-learned": Text(
+        "the loss stands at {now:.3f} at step {last:whole}, near the {entropy:.3f} of token frequencies, which it "
+        "reached at step {step:whole}: which token follows which is not learned"
+    ),
+    "data-duplicated": Text(
+        "{share:percent} of the passages of the training text ({tokens:whole} tokens) occur again in a sample of it"
+    ),
+    "data-repeated": Text(
+        "the {tokens:whole} tokens of the training text have been read {epochs:.1f} times; the loss falls by "
+        "{fall:.2g} where an epoch begins"
+    ),
+    "loss-stairs": Text(
+        "the loss falls in stairs where an epoch begins ({count:of time}), by {fall:.3g} at step {step:whole}"
+    ),
+    "loss-falls-at-resume": Text(
+        "the loss is lower by {fall:.3g} after a resume at step {step:whole} ({count:of time}), as for text that was "
+        "read before"
+    ),
+    "validation-far-above": Text(
+        "the validation loss of {validation:.3f} at step {step:whole} is {gap:.3f} above the training loss of "
+        "{training:.3f}"
+    ),
+    "underfitting": Text(
+        "the model underfits: training ({training:.3f}) and validation ({validation:.3f}) stand close to each other at "
+        "step {step:whole}, not far below the {reference:.3f} of a model without context"
+    ),
+    "batch-too-large": Text(
+        "the global batch of {batch:whole} is {times:.3g} times what the gradient noise scale of {scale:.3g} asks for: "
+        "so many times the samples of small batches are needed"
+    ),
+    "layer-dead": Text("{layer} gets no gradient: {norm:.3g}, others {usual:.3g} ({count:of layer} in all)"),
+    "layer-silent": Text("{share:percent} of the units of {layer} are zero for all inputs ({count:of layer} in all)"),
+    "layer-exploding": Text("the {what} of {layer} are {value:.3g}, {times:.0f} times those of others ({usual:.3g})"),
+    "update-ratio": Text("each step changes {layer} by {ratio:percent} of its weights, like layers by {usual:percent}"),
+    "host-bound": Text(
+        "the GPUs wait for the host: it needs {seconds:seconds} per step, {share:percent} of it, to launch kernels, "
+        "and they are busy for {utilization:percent} of the time"
+    ),
+    "communication-bound": Text(
+        "each of {ranks:of rank} waits in collectives for at least {share:percent} of the step, {seconds:seconds}; "
+        "planned are {planned:seconds}"
+    ),
+    "micro-batches-small": Text(
+        "a step takes {passes:whole} passes of micro-batches of {micro_batch}; with {larger} it would be "
+        "{gain:percent} shorter by the plan, and need {peak:bytes} of {capacity:bytes}"
+    ),
+    "recomputation-needless": Text(
+        "activations are recomputed ({mode}), though memory has room: {used:bytes} of {capacity:bytes} are used, "
+        "{peak:bytes} would be without; the step would be {gain:percent} shorter by the plan"
+    ),
+    "utilization-low": Text(
+        "the MFU is {mfu:percent}, planned are {planned:percent}; a step takes {step:seconds} instead of "
+        "{expected:seconds}"
+    ),
+    "gpu-hot": Text(
+        "GPU {gpu} lowers its clock for heat in {share:percent} of the time: {celsius:.0f} °C, {clock:.3g} of "
+        "{highest:.3g} Hz"
+    ),
+    "gpu-slowed-by-hardware": Text(
+        "GPU {gpu} is slowed by its hardware in {share:percent} of the time: {celsius:.0f} °C, {watts:.0f} W, "
+        "{clock:.3g} of {highest:.3g} Hz"
+    ),
+    "gpu-slow-clock": Text(
+        "the clock of GPU {gpu} is {share:percent} below that of the others: {clock:.3g} Hz, {celsius:.0f} °C, "
+        "{watts:.0f} W"
+    ),
+    "gpu-at-power-limit": Text(
+        "GPU {gpu} is at its limit of power in {share:percent} of the time: {watts:.0f} W, {clock:.3g} of "
+        "{highest:.3g} Hz"
+    ),
+    "gpu-errors": Text("GPU {gpu} had {errors:of error} of memory that its ECC could not correct"),
+    "pcie-replays": Text("GPU {gpu} sent {replays:of packet} again over PCIe in {seconds:seconds}"),
+    "cpu-throttled": Text(
+        "the CPU quota of its cgroup stops the processes of {node} in {share:percent} of the time; its cores are used "
+        "to {utilization:percent}"
+    ),
+    "node-memory-short": Text("{node} is short of memory: {available:bytes} of {total:bytes} are available"),
     "memory-grows": Text(
-        "the memory of rank 0 grows by {per_step:bytes} per step, to {now:bytes} at step {step:whole}"
+        "the memory of rank {rank} grows by {per_step:bytes} per step, to {now:bytes} at step {step:whole}"
     ),
     "memory-grows-full": Text(
-        "the memory of rank 0 grows by {per_step:bytes} per step, to {now:bytes} at step {step:whole}: the "
+        "the memory of rank {rank} grows by {per_step:bytes} per step, to {now:bytes} at step {step:whole}: the "
         "{capacity:bytes} are full around step {full_at:whole}"
     ),
     "memory-nearly-full": Text("{share:percent} of the memory of a GPU is used: {used:bytes} of {capacity:bytes}"),
@@ -101,6 +186,55 @@ _FINDINGS = {
 }
 
 _CAUSES = {
+    "cause-unshifted-labels": Text(
+        "labels are the inputs themselves, not shifted by one; `scaletrain rehearse` compares them token by token"
+    ),
+    "cause-shifted-labels": Text(
+        "labels are shifted once too often, or do not belong to the inputs; `scaletrain rehearse` compares them token "
+        "by token"
+    ),
+    "cause-shuffled-tokens": Text("the order of the tokens carries nothing: shuffled or encoded text"),
+    "cause-repetitive-data": Text("the text is the same few passages again and again"),
+    "cause-one-class": Text("all images have the same label: a column of labels that is not read"),
+    "cause-duplicates": Text("the text holds copies; `data.steps` can remove them"),
+    "cause-many-epochs": Text("fewer steps would do"),
+    "cause-sampler-restarts": Text("the sampler began anew with the attempt, and repeats what was read"),
+    "cause-other-validation-data": Text("the validation data are of another kind than the training data"),
+    "cause-much-regularization": Text("the weight decay of {decay:g} holds the weights near zero"),
+    "cause-small-model": Text("the model is too small for the data"),
+    "cause-much-momentum": Text("gradients of many steps add up (momentum or beta1 {beta:g})"),
+    "cause-large-batch": Text("the batch averages gradients that agree already; smaller ones need fewer samples"),
+    "cause-rate-for-batch": Text(
+        "the learning rate ({lr:.2g}) does not use the batch: larger batches bear larger rates"
+    ),
+    "cause-zero-weights": Text("its weights are zero at first, or have been masked"),
+    "cause-large-layer": Text("its first weights are larger than those of others, or nothing normalizes its input"),
+    "cause-small-weights": Text("its weights are far smaller than those of others"),
+    "cause-not-compiled": Text("kernels are launched one by one; a compiled graph launches fewer"),
+    "cause-small-kernels": Text("the model's kernels are too small for this GPU"),
+    "cause-small-micro-batch": Text("micro-batches of {micro_batch} give each pass too little work"),
+    "cause-recomputes": Text("recomputation saves memory that is not needed"),
+    "cause-slow-link": Text("the link between ranks is slower than its data sheet, or shared"),
+    "cause-link-errors": Text("the InfiniBand ports of {node} had {errors:of error}"),
+    "cause-small-batch": Text(
+        "each gradient exchange follows little work; larger batches per rank exchange less often"
+    ),
+    "cause-sharded-weights": Text("ZeRO-3 gathers weights in each pass; stages 1 and 2 do not"),
+    "cause-part-data": Text("waiting for data: {seconds:seconds}, {share:percent} of the step"),
+    "cause-part-communication": Text("waiting in collectives: {seconds:seconds}, {share:percent} of the step"),
+    "cause-part-optimizer": Text("the optimizer: {seconds:seconds}, {share:percent} of the step"),
+    "cause-part-forward": Text("forward passes: {seconds:seconds}, {share:percent} of the step"),
+    "cause-part-backward": Text("backward passes: {seconds:seconds}, {share:percent} of the step"),
+    "cause-not-split": Text("the parts of the step were not measured; a profile has them"),
+    "cause-cooling": Text("the cooling of GPU {gpu} or of its rack does not suffice"),
+    "cause-power-supply": Text("power supply or cooling of GPU {gpu}: an external brake, or a temperature limit"),
+    "cause-clock-limit": Text("a clock was set on GPU {gpu}, or it is worn or in another slot"),
+    "cause-power-limit": Text("usual at full load; the limit of power sets the speed"),
+    "cause-failing-gpu": Text("GPU {gpu} is failing: drain its node, and have it tested"),
+    "cause-pcie-link": Text("a bad riser, cable or slot of GPU {gpu}"),
+    "cause-cpu-quota": Text("the job asked for fewer CPUs than it uses (CPU limit of the container or of the job)"),
+    "cause-many-workers": Text("too many reader processes for this node"),
+    "cause-host-memory": Text("offloaded states and pinned buffers fill the host's memory"),
     "cause-alternating-data": Text("batches of two kinds alternate in the data"),
     "cause-bad-batch": Text("unusual samples around step {step:whole}; `scaletrain data show` prints a batch"),
     "cause-changed-data": Text("other data came later, or the data are damaged"),
@@ -175,9 +309,14 @@ _NOT_CONCLUDED = {
     "rate-needs-trial": Text(
         "whether another learning rate would be better, as long as the loss falls: that needs a trial"
     ),
-    "not-recorded": Text(
-        "utilization and clocks of GPUs, time in communication and on the host, norms by layer: not recorded"
+    "no-telemetry": Text(
+        "utilization and clocks of GPUs, time in communication and on the host, other ranks' memory: there is no "
+        "telemetry"
     ),
+    "no-gpu-telemetry": Text("utilization, clocks and errors of GPUs: the telemetry has none"),
+    "no-layers": Text("dead and exploding layers: norms by layer were not measured"),
+    "no-noise-scale": Text("whether the batch is too large: the gradient noise scale was not measured"),
+    "no-dataset": Text("labels shifted twice, duplicates and epochs: no prepared text of one source is here"),
 }
 
 TEXTS: dict[str, Text] = _FINDINGS | _CAUSES | _NOT_CONCLUDED

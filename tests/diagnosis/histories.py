@@ -7,6 +7,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.loading import parse_spec
+from scaletrain_cli.telemetry.run import Telemetry
+from scaletrain_cli.telemetry.series import Series
 
 TEXT = """
 schema: scaletrain/v1
@@ -94,6 +97,32 @@ def case(
     filled = {name: array("d", [values(step) for step in steps]) for name, values in made.items()}
     found = [Validation(200 * number, loss, 256, {}) for number, loss in enumerate(validations, 1)]
     return Case(spec, plan, History(list(steps), filled, found, True, 1), events, spec_lines=spec.lines)
+
+
+def rows(subject: str, steps: Sequence[int] = range(25, 1001, 25), **columns: float | Values) -> Series:
+    """Return a series with a row for each of ``steps``; a column is a value, or a function of the step."""
+    values = {name: [value(step) if callable(value) else value for step in steps] for name, value in columns.items()}
+    times = [1e9 + step for step in steps]
+    return Series(subject, times, list(steps), [1] * len(steps), values, values, values)
+
+
+def observed(
+    given: Case,
+    *,
+    ranks: Sequence[Mapping[str, float | Values]] = (),
+    gpus: Sequence[Mapping[str, float | Values]] = (),
+    node: Mapping[str, float | Values] | None = None,
+    layers: Mapping[str, Mapping[str, float | Values]] | None = None,
+) -> Case:
+    """Return the case with telemetry: columns by rank, by GPU, of one node, and by layer."""
+    telemetry = Telemetry(
+        1,
+        {rank: rows(f"rank {rank}", **columns) for rank, columns in enumerate(ranks)},
+        {f"gpu07/{index}": rows(f"gpu {index}", **columns) for index, columns in enumerate(gpus)},
+        {} if node is None else {"gpu07": rows("node", **node)},
+        {name: rows(f"layer {name}", **columns) for name, columns in (layers or {}).items()},
+    )
+    return replace(given, telemetry=telemetry)
 
 
 def findings(given: Case) -> dict[str, Finding]:

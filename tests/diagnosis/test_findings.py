@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import scaletrain_cli.diagnosis
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.checks import CHECKS, diagnose
+from scaletrain_cli.diagnosis.dataset import Dataset
 from scaletrain_cli.reason_texts.diagnosis import TEXTS
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
-from tests.diagnosis.histories import IMAGES, Values, case, falling, findings, planned
+from tests.diagnosis.histories import IMAGES, Values, case, falling, findings, observed, planned
 
 LN_V = math.log(32000)
 NAN = [{"event": "rolled-back", "cause": "nan", "from_step": 400, "to_step": 200, "steps": [400]}]
@@ -32,6 +34,105 @@ def fine_tuned(*overrides: str, **given: Any) -> Case:
     return case("model.weights=/weights", *overrides, **given)
 
 
+def spikes_of_norm(step: int) -> float:
+    return 30.0 if step % 60 == 0 else noisy(0.5, 0.05, step)(step)
+
+
+def rises_at_the_start(step: int) -> float:
+    return 10.4 + 3.0 * min(1.0, step / 30) if step < 300 else 8.0
+
+
+STEP = planned()[1].time.step
+RANK: Mapping[str, float | Values] = {
+    "step_seconds": STEP,
+    "communication_seconds": 0.1 * STEP,
+    "own_seconds": 0.8 * STEP,
+    "host_seconds": 0.2 * STEP,
+    "data_wait_seconds": 0.001 * STEP,
+    "memory_bytes": 2e10,
+    "noise_scale": 60.0,
+    "mfu": planned()[1].time.mfu,
+}
+GPU: Mapping[str, float | Values] = {
+    "utilization": 0.97,
+    "sm_clock_hertz": 1.9e9,
+    "sm_clock_max_hertz": 1.98e9,
+    "power_watts": 680.0,
+    "temperature_celsius": 65.0,
+    "throttled_by_heat": 0.0,
+    "throttled_by_hardware": 0.0,
+    "throttled_by_power": 0.2,
+    "uncorrected_errors": 2.0,
+    "pcie_replays": 7.0,
+}
+NODE: Mapping[str, float | Values] = {
+    "cpu_utilization": 0.3,
+    "cpu_throttled": 0.01,
+    "memory_used_bytes": 2e11,
+    "memory_available_bytes": 8e11,
+}
+LAYER: Mapping[str, float | Values] = {
+    "gradient_norm": 0.2,
+    "weight_norm": 20.0,
+    "update_ratio": 0.003,
+    "activation_rms": 1.5,
+    "dead_share": 0.1,
+}
+WIDE = (
+    *("model.hidden_size=4096", "model.num_attention_heads=32", "model.intermediate_size=11008"),
+    *("training.micro_batch_size=2", "model.seq_len=2048"),
+)
+BLOCKS = [f"layers.{number}.mlp" for number in range(4)]
+
+
+def watched(
+    *overrides: str,
+    rank: Mapping[str, float | Values] | None = None,
+    gpu: Mapping[str, float | Values] | None = None,
+    node: Mapping[str, float | Values] | None = None,
+    layer: Mapping[str, float | Values] | None = None,
+    both: Mapping[str, float | Values] | None = None,
+    **columns: Values,
+) -> Case:
+    """Return a healthy run with telemetry; rank 1, GPU 1, the node or layer 2 differ. ``both``: of both ranks."""
+    ranks = [{**RANK, **(both or {})}, {**RANK, **(both or {}), **(rank or {})}]
+    layers = {name: {**LAYER, **((layer or {}) if name == BLOCKS[2] else {})} for name in BLOCKS}
+    return observed(
+        case(*overrides, **columns), ranks=ranks, gpus=[GPU, {**GPU, **(gpu or {})}], node={**NODE, **(node or {})},
+        layers=layers,
+    )  # fmt: skip
+
+
+def text_of(tokens: int, entropy: float | None = 7.0, repeated: float | None = 0.02) -> Dataset:
+    """Return a dataset with these figures, which are otherwise those of a sample of its files."""
+    made = Dataset(tokens, "uint16", (), f"{tokens} {entropy} {repeated}")
+    made.__dict__.update(token_entropy=entropy, repeated_share=repeated)
+    return made
+
+
+def on_text(dataset: Dataset, **columns: Any) -> Case:
+    return replace(case(**columns), dataset=dataset)
+
+
+EPOCH = 64 * 512  # tokens of a step
+
+
+def in_stairs(step: int) -> float:
+    return falling(10.4, 4.0, 0.004, step)(step) * (1 - 0.1 * ((step - 1) // 300))
+
+
+def again_after_resume(step: int) -> float:
+    return falling(10.4, 4.0, 0.004, step)(step) * (0.85 if 600 < step <= 680 else 1.0)
+
+
+def swings(step: int) -> float:
+    return falling(10.4, 6.0, 0.002, step)(step) + 0.7 * math.sin(2 * math.pi * step / 24)
+
+
+def stands(level: float) -> Values:
+    return lambda step: level + max(0.0, 10.4 - level) * math.exp(-step / 15) + random.Random(step).gauss(0, 0.02)
+
+
 HEALTHY = {
     "pre-training": case(),
     "at its beginning": case(steps=range(1, 40)),
@@ -43,6 +144,9 @@ HEALTHY = {
     "images": case(text=IMAGES, loss=falling(7.0, 3.0, 0.03)),
     "images that start elsewhere": case(text=IMAGES, loss=falling(9.0, 3.0, 0.03)),
     "a wide model": case("model.hidden_size=4096", "model.num_attention_heads=32", loss=falling(LN_V + 0.82, 3.2)),
+    "with telemetry": watched(),
+    "with telemetry, throttled by power alone": watched(gpu={"throttled_by_power": 0.9}),
+    "text read twice": replace(case(validations=(4.2, 3.9, 3.8)), dataset=text_of(600 * EPOCH)),
     "one hard batch": case(loss=lambda step: 8.0 if step == 600 else falling(10.4, 3.2, 0.0)(step)),
 }
 
@@ -51,14 +155,6 @@ HEALTHY = {
 def test_a_healthy_run_has_no_warning(name: str) -> None:
     serious = [str(each.reason) for each in findings(HEALTHY[name]).values() if each.severity != "note"]
     assert serious == []
-
-
-def spikes_of_norm(step: int) -> float:
-    return 30.0 if step % 60 == 0 else noisy(0.5, 0.05, step)(step)
-
-
-def rises_at_the_start(step: int) -> float:
-    return 10.4 + 3.0 * min(1.0, step / 30) if step < 300 else 8.0
 
 
 ILL: dict[str, tuple[Case, str]] = {
@@ -139,6 +235,51 @@ ILL: dict[str, tuple[Case, str]] = {
         case(events=[{"event": "checkpoint", "step": 20 * n, "seconds": 90, "blocked_seconds": 80} for n in range(9)]),
         "saves-slow",
     ),
+    "swings": (case(loss=swings), "loss-swings"),
+    "labels unshifted": (case(loss=stands(0.2), validations=(0.4, 0.3, 0.25)), "targets-visible"),
+    "labels shifted twice": (on_text(text_of(10**9), loss=stands(6.7)), "order-not-learned"),
+    "copies": (on_text(text_of(10**9, repeated=0.8)), "data-duplicated"),
+    "a little text": (on_text(text_of(100 * EPOCH)), "data-repeated"),
+    "a text learned by heart": (on_text(text_of(300 * EPOCH), loss=in_stairs), "loss-stairs"),
+    "a sampler that begins anew": (
+        case(loss=again_after_resume, events=[{"event": "resumed", "step": 600, "attempt": 2}]),
+        "loss-falls-at-resume",
+    ),
+    "other validation data": (case(validations=(8.5, 8.2, 8.0)), "validation-far-above"),
+    "underfitting": (
+        on_text(text_of(10**9), loss=stands(6.0), validations=(6.05, 6.02, 6.0, 6.0, 6.0)),
+        "underfitting",
+    ),
+    "a batch too large": (watched(both={"noise_scale": 2.0}), "batch-too-large"),
+    "a dead layer": (watched(layer={"gradient_norm": 0.0}), "layer-dead"),
+    "a silent layer": (watched(layer={"dead_share": 0.9}), "layer-silent"),
+    "an exploding layer": (watched(layer={"activation_rms": 800.0}), "layer-exploding"),
+    "an exploding gradient": (watched(layer={"gradient_norm": 90.0}), "layer-exploding"),
+    "large updates": (watched(layer={"update_ratio": 0.2}), "update-ratio"),
+    "host": (
+        watched("training.micro_batch_size=1", both={"host_seconds": 0.98 * STEP}, gpu={"utilization": 0.2}),
+        "host-bound",
+    ),
+    "a slow link": (watched(both={"communication_seconds": 0.6 * STEP}), "communication-bound"),
+    "a rank with slow work": (
+        watched(both={"communication_seconds": 0.6 * STEP}, rank={"communication_seconds": 0.02 * STEP}),
+        "slow-rank",
+    ),
+    "tiny micro-batches": (case("training.micro_batch_size=1"), "micro-batches-small"),
+    "recomputation": (
+        observed(case("layout.activation_checkpointing=full", *WIDE), ranks=[{**RANK, "memory_reserved_bytes": 1e10}]),
+        "recomputation-needless",
+    ),
+    "low MFU": (watched(both={"mfu": 0.01, "forward_seconds": 0.7 * STEP}), "utilization-low"),
+    "heat": (watched(gpu={"throttled_by_heat": 0.3, "temperature_celsius": 91.0}), "gpu-hot"),
+    "a power brake": (watched(gpu={"throttled_by_hardware": 0.1}), "gpu-slowed-by-hardware"),
+    "a slow clock": (watched(gpu={"sm_clock_hertz": 1.2e9}), "gpu-slow-clock"),
+    "power": (watched(gpu={"throttled_by_power": 0.9}), "gpu-at-power-limit"),
+    "ECC": (watched(gpu={"uncorrected_errors": lambda step: 2.0 + (step > 500)}), "gpu-errors"),
+    "PCIe": (watched(gpu={"pcie_replays": lambda step: 7.0 + step}), "pcie-replays"),
+    "a CPU limit": (watched(node={"cpu_throttled": 0.4}), "cpu-throttled"),
+    "a node short of memory": (watched(node={"memory_available_bytes": 4e9}), "node-memory-short"),
+    "a leak on rank 1": (watched(rank={"memory_bytes": lambda step: 2e10 + step * 4e7}), "memory-grows-full"),
     "restarts": (
         replace(
             case(events=[{"event": "started", "attempt": n, "step": 0} for n in (1, 2, 3)]),
@@ -164,15 +305,21 @@ def test_an_ill_is_named_first_or_second_with_a_figure_and_a_change(name: str) -
     json.dumps(diagnose("r", given).to_json(), allow_nan=False)
 
 
-NOT_FOR_FINE_TUNING = ("first-loss-high", "first-loss-low", "loss-above-uninformed", "loss-flat")
+NOT_FOR_FINE_TUNING = (
+    *("first-loss-high", "first-loss-low", "loss-above-uninformed", "loss-flat", "learning-rate-too-low"),
+    *("targets-visible", "order-not-learned", "data-repeated", "underfitting"),
+)
 
 
 @pytest.mark.parametrize("loss", [0.3, 2.0, 14.0])
 @pytest.mark.parametrize("overrides", [("model.weights=/weights",), ("model.adapter.name=lora",)], ids=str)
 def test_given_weights_and_adapters_get_no_alarm_of_a_new_model(loss: float, overrides: tuple[str, ...]) -> None:
     rates = {"learning_rate": lambda step: 1e-6}
-    found = findings(case(*overrides, "training.optimizer.lr=1.0e-6", loss=noisy(loss, 0.001), more=rates))
-    assert not found.keys() & {*NOT_FOR_FINE_TUNING, "learning-rate-too-low"}
+    given = case(
+        *overrides, "training.optimizer.lr=1.0e-6", loss=noisy(loss, 0.001), validations=(loss,) * 5, more=rates
+    )
+    found = findings(replace(given, dataset=text_of(50 * EPOCH, entropy=loss)))
+    assert not found.keys() & set(NOT_FOR_FINE_TUNING)
 
 
 @pytest.mark.parametrize("loss", [1.0, 14.0])
@@ -301,8 +448,9 @@ def test_every_finding_has_a_case_here_and_every_text_is_used() -> None:
     shown |= {"checkpoint-interval", "loss-above-uninformed", "saves-block"}
     found = {code for code in TEXTS if not code.startswith("cause-") and f'Reason("diagnosis.{code}"' in source}
     unseen = {"few-steps", "sampled", "not-from-scratch", "not-text", "no-validation", "on-cpu", "check-failed"}
-    assert found - shown - unseen - {"rate-needs-trial", "not-recorded"} == set()
-    assert len(CHECKS) > 20
+    unseen |= {code for code in TEXTS if code.startswith("no-")}
+    assert found - shown - unseen - {"rate-needs-trial"} == set()
+    assert len(CHECKS) > 40
 
 
 def test_the_loss_of_equal_outputs_is_not_that_of_given_weights() -> None:

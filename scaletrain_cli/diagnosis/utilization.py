@@ -1,0 +1,303 @@
+"""Checks of what keeps a step from being faster, by the telemetry of ranks and GPUs, and by plans of other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.curves import median
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.telemetry_rows import grown, level, levels, share, worst
+from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps_seconds
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
+
+_HOST_SHARE = 0.9
+_IDLE, _VERY_IDLE = 0.85, 0.6
+_COMMUNICATION, _MUCH_COMMUNICATION = 0.25, 0.4
+_ABOVE_PLAN = 0.1
+_LEAST_SECONDS = 0.02  # on a CPU: shorter waits are those of toy models
+_HEAT_SHARE = 0.05
+_HARDWARE_SHARE = 0.01
+_POWER_SHARE = 0.5
+_SLOW_CLOCK = 0.85
+_SLOWER_RANK, _EXCESS_SHARE = 1.5, 0.2
+_GAIN, _LARGE_GAIN = 0.1, 0.25
+_ROOM = 0.7
+_PARTS = {
+    "data_wait": "data.loader.workers",
+    "communication": "layout",
+    "optimizer": "layout.offload",
+    "forward": "training.micro_batch_size",
+    "backward": "training.micro_batch_size",
+}
+
+
+def host_bound(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the host needs over 90 % of a step to launch its kernels, and GPUs are busy for under 85 %.
+
+    A warning below 60 %. ``utilization`` is the share of time with any kernel; a GPU that waits for the next launch has
+    none. On a CPU host and device are one.
+    """
+    busy = levels(case, case.telemetry.gpus, "utilization")
+    steps = levels(case, case.telemetry.ranks, "step_seconds")
+    hosts = levels(case, case.telemetry.ranks, "host_seconds")
+    shares = {rank: hosts[rank] / steps[rank] for rank in hosts if steps.get(rank)}
+    if case.on_cpu or not busy or not shares:
+        return
+    usual, of_host = median(list(busy.values())), median(list(shares.values()))
+    if usual >= _IDLE or of_host <= _HOST_SHARE:
+        return
+    layout = case.plan.layout
+    evidence = {"share": of_host, "utilization": usual, "seconds": median(list(hosts.values()))}
+    causes = []
+    if layout.gradient_accumulation_steps > 1:
+        causes.append(_small_micro_batch(case, 2 * layout.micro_batch_size))
+    if not layout.compile:
+        causes.append(Cause(Reason("diagnosis.cause-not-compiled"), case.change("training.compile", True)))
+    causes.append(Cause(Reason("diagnosis.cause-small-kernels"), case.change("model")))
+    severity: Severity = "warning" if usual < _VERY_IDLE else "note"
+    yield Finding(Reason("diagnosis.host-bound", evidence), severity, "medium", tuple(causes))
+
+
+def communication(case: Case) -> Iterator[Finding]:
+    """Yield a finding if every rank waits in collectives for over 25 % of the step, a warning from 40 %.
+
+    The rank that waits least waits for no other rank, so what it waits is the transfer. On GPUs the share must exceed
+    that of the plan by 10 points; on a CPU, of which plans are rough, a warning needs 20 ms per step.
+    """
+    steps = levels(case, case.telemetry.ranks, "step_seconds")
+    waits = levels(case, case.telemetry.ranks, "communication_seconds")
+    known = {rank: waits[rank] for rank in waits if steps.get(rank)}
+    if len(known) < 2:
+        return
+    least = min(known, key=known.__getitem__)
+    seconds, of_step = known[least], known[least] / steps[least]
+    time = case.plan.time
+    planned = time.exposed_communication / time.step if time.step > 0 else 0.0
+    if of_step <= _COMMUNICATION or (not case.on_cpu and of_step <= planned + _ABOVE_PLAN):
+        return
+    serious = of_step > _MUCH_COMMUNICATION and (not case.on_cpu or seconds >= _LEAST_SECONDS)
+    evidence = {"share": of_step, "seconds": seconds, "planned": time.exposed_communication, "ranks": len(known)}
+    errors = worst({node: grown(series, "infiniband_errors") for node, series in case.telemetry.nodes.items()})
+    causes = [Cause(Reason("diagnosis.cause-slow-link"), case.change("cluster.internode"))]
+    if errors is not None and errors[1] > 0:
+        params = {"node": errors[0], "errors": errors[1]}
+        causes.insert(0, Cause(Reason("diagnosis.cause-link-errors", params)))
+    layout = case.plan.layout
+    if layout.gradient_accumulation_steps == 1 or layout.micro_batch_size == 1:
+        causes.append(Cause(Reason("diagnosis.cause-small-batch"), case.change("training.global_batch_size")))
+    if layout.zero_stage == 3:
+        causes.append(Cause(Reason("diagnosis.cause-sharded-weights"), case.change("layout.zero_stage", 1)))
+    yield Finding(
+        Reason("diagnosis.communication-bound", evidence), "warning" if serious else "note", "medium", tuple(causes)
+    )
+
+
+def slow_work(case: Case) -> Iterator[Finding]:
+    """Yield a warning if one rank works 1.5 times as long in a step as the median of the others, at present.
+
+    All ranks end a step together, so the slow one waits least in collectives: work is the step without that wait, or
+    where it is not measured the time before the rank first waits for another. The difference is at least 20 % of the
+    step, and on a CPU 10 ms. Not in a pipeline, whose stages differ, and not where the event ``stragglers`` has named a
+    rank (see ``speed.slow_rank``).
+    """
+    if case.plan.layout.pipeline_parallel > 1:
+        return
+    ranks = case.telemetry.ranks
+    steps, waits = levels(case, ranks, "step_seconds"), levels(case, ranks, "communication_seconds")
+    work = {rank: steps[rank] - waits[rank] for rank in steps if rank in waits} or levels(case, ranks, "own_seconds")
+    named = any(event.get("rank") is not None for event in case.events_named("stragglers"))
+    found = worst(dict(work))
+    if found is None or len(work) < 2 or named:
+        return
+    rank, seconds = found
+    others = median([value for other, value in work.items() if other != rank])
+    step, excess = steps.get(rank, 0.0), seconds - others
+    least = _LEAST_SECONDS / 2 if case.on_cpu else 0.0
+    if seconds <= _SLOWER_RANK * others or excess < max(_EXCESS_SHARE * step, least):
+        return
+    evidence = {"rank": rank, "seconds": seconds, "others": others, "share": excess / step if step else 0.0}
+    causes = (
+        Cause(Reason("diagnosis.cause-slow-node", {"rank": rank})),
+        Cause(Reason("diagnosis.cause-uneven-data"), case.change("data.loader.workers")),
+    )
+    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "medium", causes)
+
+
+def throttled(case: Case) -> Iterator[Finding]:
+    """Yield a finding if a GPU lowers its clock: for heat in over 5 % of the time, or by its hardware in over 1 %.
+
+    The limit of power is usual at full load, hence a note, unless the clock is below 85 % of that of the other GPUs.
+    """
+    gpus = case.telemetry.gpus
+    hot = worst({gpu: share(case, series, "throttled_by_heat") for gpu, series in gpus.items()})
+    if hot is not None and hot[1] > _HEAT_SHARE:
+        gpu, evidence = hot[0], _of_gpu(case, *hot)
+        cooling = Cause(Reason("diagnosis.cause-cooling", {"gpu": gpu}))
+        yield Finding(Reason("diagnosis.gpu-hot", evidence), "warning", "high", (cooling,))
+        return
+    slowed = worst({gpu: share(case, series, "throttled_by_hardware") for gpu, series in gpus.items()})
+    if slowed is not None and slowed[1] > _HARDWARE_SHARE:
+        gpu, evidence = slowed[0], _of_gpu(case, *slowed)
+        power = Cause(Reason("diagnosis.cause-power-supply", {"gpu": gpu}))
+        yield Finding(Reason("diagnosis.gpu-slowed-by-hardware", evidence), "warning", "high", (power,))
+        return
+    clocks = levels(case, gpus, "sm_clock_hertz")
+    if len(clocks) > 1:
+        gpu = min(clocks, key=clocks.__getitem__)
+        others = median([clock for other, clock in clocks.items() if other != gpu])
+        if clocks[gpu] < _SLOW_CLOCK * others:
+            evidence = _of_gpu(case, gpu, 1 - clocks[gpu] / others)
+            clock = Cause(Reason("diagnosis.cause-clock-limit", {"gpu": gpu}))
+            yield Finding(Reason("diagnosis.gpu-slow-clock", evidence), "warning", "high", (clock,))
+            return
+    limited = worst({gpu: share(case, series, "throttled_by_power") for gpu, series in gpus.items()})
+    if limited is not None and limited[1] > _POWER_SHARE:
+        usual = Cause(Reason("diagnosis.cause-power-limit"))
+        evidence = _of_gpu(case, *limited)
+        yield Finding(Reason("diagnosis.gpu-at-power-limit", evidence), "note", "high", (usual,))
+
+
+def small_micro_batches(case: Case) -> Iterator[Finding]:
+    """Yield a finding if a larger micro-batch fits, and makes the step faster by 10 % or more, by the plan.
+
+    Planned are micro-batches of 2, 4, 8, ... times the size, with fewer passes for the same global batch. It fits if
+    its planned peak, by as much larger as the measured one is than its plan, is below 90 % of the device. A warning on
+    GPUs from 25 % on.
+    """
+    layout = case.plan.layout
+    if layout.gradient_accumulation_steps < 2 or case.spec.code.own_program or not len(case.history):
+        return
+    best: tuple[float, int, RunPlan] | None = None
+    passes, size = layout.gradient_accumulation_steps, layout.micro_batch_size
+    while passes % 2 == 0:
+        passes, size = passes // 2, size * 2
+        plan = _planned(case, size, layout.activation_checkpointing)
+        if plan is None or plan.memory.peak * _measured_excess(case) > 0.9 * plan.memory.capacity:
+            break
+        gain = 1 - plan.time.step / case.plan.time.step
+        if best is None or gain > best[0] + 0.02:
+            best = gain, size, plan
+    if best is None or best[0] < _GAIN:
+        return
+    gain, size, plan = best
+    evidence = {"micro_batch": layout.micro_batch_size, "passes": layout.gradient_accumulation_steps, "gain": gain}
+    evidence |= {"peak": plan.memory.peak, "capacity": plan.memory.capacity, "larger": size}
+    severity: Severity = "warning" if gain > _LARGE_GAIN and not case.on_cpu else "note"
+    yield Finding(
+        Reason("diagnosis.micro-batches-small", evidence), severity, "low" if case.on_cpu else "medium",
+        (_small_micro_batch(case, size),),
+    )  # fmt: skip
+
+
+def needless_recomputation(case: Case) -> Iterator[Finding]:
+    """Yield a finding if activations are recomputed that fit into memory, and that takes over 5 % of the step.
+
+    Planned is the same layout without recomputation; its peak, by as much larger as the measured one is than its plan,
+    must be below 90 % of the device, and the measured one below 70 %. A warning from 15 % of the step on.
+    """
+    layout, capacity = case.plan.layout, case.plan.memory.capacity
+    if layout.activation_checkpointing == "none" or case.on_cpu or case.spec.code.own_program:
+        return
+    used = _measured_peak(case)
+    if used is None or used > _ROOM * capacity:
+        return
+    plan = _planned(case, layout.micro_batch_size, "none")
+    peak = 0.0 if plan is None else plan.memory.peak * _measured_excess(case)
+    if plan is None or peak > 0.9 * capacity:
+        return
+    gain = 1 - plan.time.step / case.plan.time.step
+    if gain < 0.05:
+        return
+    evidence = {"mode": layout.activation_checkpointing, "used": used, "peak": peak, "capacity": capacity, "gain": gain}
+    cause = Cause(Reason("diagnosis.cause-recomputes"), case.change("layout.activation_checkpointing", "none"))
+    severity: Severity = "warning" if gain > 0.15 else "note"
+    yield Finding(Reason("diagnosis.recomputation-needless", evidence), severity, "medium", (cause,))
+
+
+def low_utilization(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the measured MFU is below 70 % of the planned one: a warning below half of it.
+
+    Its causes are what the split of the step says, the largest share first; other findings have their figures.
+    """
+    rank = case.telemetry.ranks.get(0)
+    measured = None if rank is None else level(case, rank, "mfu")
+    planned, step = case.plan.time.mfu, recent_steps_seconds(case)
+    if case.on_cpu or rank is None or measured is None or planned <= 0 or step is None or measured >= 0.7 * planned:
+        return
+    expected = case.plan.time
+    seconds = {column: level(case, rank, f"{column}_seconds") for column in _PARTS}
+    known = {column: value for column, value in seconds.items() if value is not None and value > 0.02 * step}
+    of_step = {column: {"share": value / step, "seconds": value} for column, value in known.items()}
+    reasons = {
+        "data_wait": lambda params: Reason("diagnosis.cause-part-data", params),
+        "communication": lambda params: Reason("diagnosis.cause-part-communication", params),
+        "optimizer": lambda params: Reason("diagnosis.cause-part-optimizer", params),
+        "forward": lambda params: Reason("diagnosis.cause-part-forward", params),
+        "backward": lambda params: Reason("diagnosis.cause-part-backward", params),
+    }
+    usual = {
+        "data_wait": expected.data_wait,
+        "communication": expected.exposed_communication,
+        "optimizer": expected.optimizer,
+    }
+    parts = [
+        (value - usual.get(column, 0.0), Cause(reasons[column](of_step[column]), case.change(_PARTS[column])))
+        for column, value in known.items()
+    ]
+    parts.sort(key=lambda pair: -pair[0])
+    evidence: dict[str, Any] = {
+        "mfu": measured,
+        "planned": planned,
+        "step": step,
+        "expected": planned_step_seconds(case),
+    }
+    severity: Severity = "warning" if measured < 0.5 * planned else "note"
+    causes = tuple(cause for _, cause in parts) or (Cause(Reason("diagnosis.cause-not-split")),)
+    yield Finding(Reason("diagnosis.utilization-low", evidence), severity, "medium", causes)
+
+
+def _of_gpu(case: Case, gpu: str, part: float) -> dict[str, Any]:
+    """Return the evidence about a GPU: ``part`` is a share of time, or of its clock."""
+    series = case.telemetry.gpus[gpu]
+    names = {"clock": "sm_clock_hertz", "highest": "sm_clock_max_hertz"}
+    names |= {"celsius": "temperature_celsius", "watts": "power_watts"}
+    return {"gpu": gpu, "share": part, **{name: level(case, series, column) or 0.0 for name, column in names.items()}}
+
+
+def _small_micro_batch(case: Case, size: int) -> Cause:
+    params = {"micro_batch": case.plan.layout.micro_batch_size}
+    return Cause(Reason("diagnosis.cause-small-micro-batch", params), case.change("training.micro_batch_size", size))
+
+
+def _planned(case: Case, micro_batch: int, checkpointing: str) -> RunPlan | None:
+    """Return the plan of the run's layout with another micro-batch or recomputation; None if there is none."""
+    layout = case.plan.layout
+    names = ("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel")
+    fixed = {name: getattr(layout, name) for name in (*names, "expert_parallel", "zero_stage")}
+    fixed["activation_checkpointing"] = checkpointing
+    spec = case.spec
+    training = spec.training.model_copy(update={"micro_batch_size": micro_batch})
+    other = spec.model_copy(update={"layout": spec.layout.model_copy(update=fixed), "training": training})
+    try:
+        return make_plan(other)
+    except UsageError:
+        return None
+
+
+def _measured_peak(case: Case) -> float | None:
+    found = [value for series in case.telemetry.ranks.values()
+             for value in series.highest.get("memory_reserved_bytes", ()) if value == value]  # fmt: skip
+    stages = () if case.measured is None else case.measured.stages
+    found += [stage.figures["reserved"].measured for stage in stages if "reserved" in stage.figures]
+    return max(found) if found else None
+
+
+def _measured_excess(case: Case) -> float:
+    """Return by which factor the measured peak exceeds its plan, at least 1."""
+    measured, planned = _measured_peak(case), case.plan.memory.reserved
+    return max(1.0, measured / planned) if measured is not None and planned else 1.0

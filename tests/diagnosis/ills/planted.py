@@ -1,0 +1,116 @@
+"""The planted ills: runs with one ill each, and the finding that has to name it. No tests here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.diagnosis.ills.runs import Trial
+from tests.diagnosis.ills.specs import NOISE
+
+
+@dataclass(frozen=True)
+class Ill:
+    """A trial with an ill, the codes that name it, a key that they have to change, and the step at which it shows."""
+
+    trial: Trial
+    codes: tuple[str, ...]
+    key: str = ""
+    shows: int = 1
+
+
+def _text(*overrides: str, fault: str = "", plant: str = "", attempts: int = 1) -> Trial:
+    return Trial("text", overrides, fault, plant, attempts)
+
+
+def _images(*overrides: str, plant: str = "") -> Trial:
+    return Trial("images", overrides, plant=plant)
+
+
+_RATE, _WARM_UP, _BETAS = "training.optimizer.lr", "training.schedule.warmup_steps", "training.optimizer.betas"
+_CLIPPING = "training.gradient_clipping"
+_TWO = "cluster.gpus_per_node=2"
+_GPT = (
+    "model={family: gpt, hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 384, seq_len: 32}"
+)
+_SMALL = (
+    *("model.hidden_size=16", "model.num_attention_heads=2", "model.num_hidden_layers=1", "model.seq_len=8"),
+    "model.intermediate_size=16",
+)
+# One batch is the whole text, so that the loss has no noise.
+_ONE_TEXT = ("data.source=one.txt", "data.validation_split=0", "evaluation.every=0", "training.gradient_clipping=0")
+_FP16 = ("training.precision=fp16", "training.loss_scale.window=20")
+_KILLS = "; ".join(f"sigkill step=50 attempt={attempt}" for attempt in (1, 2, 3))
+ILLS: dict[str, Ill] = {
+    "learning rate x 300": Ill(_text(f"{_RATE}=1.5"), ("learning-rate-too-high",), _RATE),
+    "learning rate / 300": Ill(_text(f"{_RATE}=1.6e-5"), ("learning-rate-too-low",), _RATE),
+    "no warm-up": Ill(
+        _text(_GPT, f"{_RATE}=0.1", f"{_WARM_UP}=0", f"{_BETAS}=[0.9, 0.999]", "training.gradient_clipping=0"),
+        ("warm-up-too-short",),
+        _WARM_UP,
+    ),
+    "momentum of 0.99": Ill(
+        _text(*_ONE_TEXT, "training.optimizer={name: momentum, lr: 0.05, momentum: 0.99, weight_decay: 0.0}"),
+        ("loss-swings",),
+        "training.optimizer.momentum",
+    ),
+    "clipping at 0.01": Ill(_text(f"{_CLIPPING}=0.01"), ("always-clipped",), _CLIPPING),
+    "first weights x 25": Ill(_text("model.initializer_range=0.5"), ("first-loss-high",), "model.initializer_range"),
+    "weight decay of 12": Ill(
+        _text("training.optimizer.weight_decay=12"), ("underfitting",), "training.optimizer.weight_decay"
+    ),
+    "labels shifted twice": Ill(_text(plant="labels-twice"), ("order-not-learned",), "data"),
+    "labels not shifted": Ill(_text(plant="labels-unshifted"), ("targets-visible",), "data"),
+    "classes by chance": Ill(_images(plant="class-of-chance"), ("loss-flat",), "data"),
+    "one class for all images": Ill(_images(plant="one-class"), ("targets-visible",), "data"),
+    "a little text, validated": Ill(
+        _text("data.source=little.txt", "data.validation_split=0.3", "training.steps=320"),
+        ("overfitting",),
+        "data",
+        120,
+    ),
+    "a little text, not validated": Ill(
+        _text("data.source=little.txt", "training.steps=240", "evaluation.every=0"), ("data-repeated",), "data"
+    ),
+    "twenty copies of a text": Ill(_text("data.source=copies.txt"), ("data-duplicated",), "data"),
+    "a source of noise": Ill(
+        _text("data.source=null", NOISE, "training.steps=240"), ("source-stands-still",), "data.sources"
+    ),
+    "a spike": Ill(_text(fault="spike step=100-104 factor=20"), ("loss-spikes",), "data", 100),
+    "a batch that gives NaN": Ill(
+        _text("guard.nan=rollback", "checkpoint.every=10", fault="nan step=60"), ("not-finite",), "data", 60
+    ),
+    "fp16 that overflows": Ill(
+        _text(*_FP16, plant="large-gradients 20000"), ("loss-scale-collapses",), "training.precision"
+    ),
+    "a dead block": Ill(_text(plant="dead-layer"), ("layer-dead",)),
+    "an exploding block": Ill(_text(plant="exploding-layer 30"), ("layer-exploding",)),
+    "a batch far too large": Ill(
+        _text(
+            *_SMALL, *_ONE_TEXT, "training.global_batch_size=256", "training.micro_batch_size=64", "training.steps=300",
+            "training.schedule.name=constant",
+        ),
+        ("batch-too-large",),
+        "training.global_batch_size",
+        200,
+    ),
+    "micro-batches of 1": Ill(
+        _text("training.global_batch_size=32", "training.micro_batch_size=1", "training.steps=60"),
+        ("micro-batches-small",),
+        "training.micro_batch_size",
+    ),
+    "a slow disk": Ill(_text("training.steps=120", plant="slow-reads 0.05"), ("data-wait",), "data.loader.workers"),
+    "a slow rank": Ill(_text(_TWO, "training.steps=120", fault="slow-rank rank=1 seconds=0.03"), ("slow-rank",)),
+    "a rank stopped in part": Ill(_text(_TWO, "training.steps=120", plant="stopped 0.6"), ("slow-rank",)),
+    "a link of 40 Mbit/s": Ill(_text(_TWO, "training.steps=120", plant="slow-link 40"), ("communication-bound",)),
+    "a third of a core": Ill(_text("training.steps=120", plant="cpu-limit 0.33"), ("cpu-throttled",)),
+    "memory that grows on rank 1": Ill(
+        _text(_TWO, "training.steps=20000", plant="leak 1e6; preempted 200"), ("memory-grows-full",)
+    ),
+    "slow saves": Ill(
+        _text("checkpoint.every=10", "checkpoint.async=false", fault="slow-save seconds=0.2"),
+        ("saves-block", "saves-slow"),
+        "checkpoint.async",
+    ),
+    "a checkpoint at every step": Ill(_text("checkpoint.every=1"), ("saves-block",), "checkpoint.every"),
+    "restarts": Ill(_text("checkpoint.every=60", fault=_KILLS, attempts=4), ("restarts",), "checkpoint.every"),
+}  # fmt: skip
