@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.data_waits import DataWaits
+from scaletrain_cli.engine.metrics.device_memory import resident_bytes
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
@@ -47,13 +49,20 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _STEPS_BETWEEN_COLLECTIONS = 50
+# Growth of the resident memory after which free blocks are returned to the system.
+_GROWTH_SHARE, _GROWTH_BYTES = 0.25, 128 << 20
 
 
 class GarbageCollection:
     """A context that disables Python's garbage collector, except for a collection on all ranks every 50 steps.
 
-    A rank that collects makes all others wait in the next collective, so all collect after the same step.
+    A rank that collects makes all others wait in the next collective, so all collect after the same step. After it,
+    memory that the C library keeps in free blocks is returned, if the process has grown much: allocations by several
+    threads leave more and more of them, also in a plain loop of torch.
     """
+
+    def __init__(self) -> None:
+        self._resident = 0  # bytes after free blocks were last returned
 
     def __enter__(self) -> GarbageCollection:
         gc.disable()
@@ -69,6 +78,15 @@ class GarbageCollection:
         """Collect objects created since the context was entered, after every 50th step."""
         if step % _STEPS_BETWEEN_COLLECTIONS == 0:
             gc.collect()
+            if resident_bytes() - self._resident > max(_GROWTH_BYTES, _GROWTH_SHARE * self._resident):
+                _return_free_blocks()
+                self._resident = resident_bytes()
+
+
+def _return_free_blocks() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 @dataclass

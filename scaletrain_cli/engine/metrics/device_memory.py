@@ -47,7 +47,7 @@ class MemorySampler:
             return {}
         self._read = now
         if self._device.type != "cuda":
-            return {"memory_bytes": float(_resident_bytes())}
+            return {"memory_bytes": float(resident_bytes())}
         stats = torch.cuda.memory_stats(self._device)
         peak = stats["allocated_bytes.all.peak"]
         _earlier_peaks[self._device] = max(_earlier_peaks.get(self._device, 0), peak)
@@ -59,6 +59,7 @@ class MemorySampler:
         }
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory now."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

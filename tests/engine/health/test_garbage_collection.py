@@ -1,10 +1,11 @@
-"""Cycles are collected after the given steps, and at no other time."""
+"""Cycles are collected after the given steps, and at no other time; free blocks of the C library are returned then."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 
+from scaletrain_cli.engine.metrics.device_memory import resident_bytes
 from scaletrain_cli.engine.trainer import GarbageCollection
 
 
@@ -24,3 +25,19 @@ def test_garbage_is_collected_after_every_50th_step_only() -> None:
         assert found() is None
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_free_blocks_are_returned_once_the_process_has_grown_much() -> None:
+    with GarbageCollection() as garbage:
+        garbage.after_step(50)
+        before = resident_bytes()
+        size = 100_000
+        blocks = [b"x" * size for _ in range(3000)]  # below the size that malloc maps and unmaps apart
+        kept = blocks[::100]  # so that none is at the end of the heap, which malloc returns by itself
+        del blocks
+        assert resident_bytes() - before > 180e6
+        garbage.after_step(99)
+        assert resident_bytes() - before > 180e6
+        garbage.after_step(100)
+        assert resident_bytes() - before < 50e6
+        assert len(kept) == 30
