@@ -92,12 +92,17 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: str, capt
     head = "".join(
         f'<th scope="col"{classes[kind]}>{safe(title)}</th>' for title, kind in zip(titles, kinds, strict=True)
     )
+    stacks = "t" in kinds and "b" not in kinds  # on a narrow screen each row is a paragraph
+    starts = [
+        f"<td{classes[kind]}" + (f' data-label="{safe(title)}"' if stacks and title and kind != "l" else "")
+        for title, kind in zip(titles, kinds, strict=True)
+    ]
     body = "\n".join(
-        f"<tr>{''.join(f'<td{classes[kind]}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>"
-        for row in rows
+        f"<tr>{''.join(f'{start}>{cell}</td>' for cell, start in zip(row, starts, strict=True))}</tr>" for row in rows
     )
     named = f"<caption>{safe(caption)}</caption>" if caption else ""
-    return f'<div class="wide"><table>{named}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    kind = "wide stack" if stacks else "wide"
+    return f'<div class="{kind}"><table>{named}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
 def stacked_bar(parts: Iterable[tuple[str, float, str]], name: str) -> str:
