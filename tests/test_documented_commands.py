@@ -154,6 +154,15 @@ PARSED: dict[str, str] = {
     "scaletrain resume RUN --set 'data.skip=[[12, 12]]'": "needs a failed run; tests/drills/test_bad_image.py has one",
     "scaletrain report --sweep NAME -o report.html": "needs a sweep; tests/report/test_comparison.py makes one",
     "scaletrain data stats run.yaml --html report.html": "needs prepared data; tests/cli prepares some",
+    **dict.fromkeys(
+        (
+            "scaletrain rehearse run.yaml",
+            "scaletrain rehearse run.yaml --items labels,learning-rate",
+            "scaletrain rehearse run.yaml --budget 10m --plot range.png",
+            "scaletrain rehearse run.yaml --nodes 4 --json",
+        ),
+        "trains; tests/drills/test_rehearsals.py and tests/cli/test_rehearse.py run its parts",
+    ),
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,
     "scaletrain drill --scheduler slurm --nodes 2 --gpus-per-node 8 --gpu h100-sxm-80gb --set "

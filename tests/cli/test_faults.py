@@ -310,6 +310,7 @@ def test_without_extras_every_verb_works_or_names_its_extra(tmp_path: Path, prep
         ("data", "prepare", str(SMALL)): "train",
         ("checkpoint", "export", "r1", "-o", "out"): "train",
         ("preflight", str(SMALL), "--yes"): "train",
+        ("rehearse", str(SMALL), "--yes"): "train",
         ("drill", "--yes"): "train",
         ("plan", str(SMALL), "--plot", "a.svg"): "plot",
         ("plan", str(SMALL), "--live-prices", "--set", "cluster.gpu=h100-sxm-80gb"): "prices",

@@ -16,7 +16,7 @@ from scaletrain_cli.diagnosis.rehearsal import ITEMS, VARIABLE, Options, Rehears
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.launch.rehearse import rehearsal_spec
 from scaletrain_cli.spec.loading import parse_spec
-from tests.cli.command_line import PROJECT
+from tests.cli.command_line import PROJECT, scaletrain
 from tests.diagnosis.test_planted_ills import IMAGES, TEXT, folder, texts  # noqa: F401
 from tests.drills.campaign.forked_attempts import ForkedRun
 
@@ -153,6 +153,20 @@ def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pyt
     assert preemption.figures["resumed_from_step"] == 3, "the signal arrives before the third step, which ends"
     assert found.measured["step"]["step_seconds"] > 0
     assert found.measured["layout"]["world_size"] == len(list(forked.run.attempt(1).glob("rank-*.pid")))
+
+
+def test_the_verb_passes_a_good_recipe_within_three_minutes(
+    folder: Path,  # noqa: F811
+) -> None:
+    """With the supervisor, which starts the second attempt after the injected preemption."""
+    recipe = PROJECT / "recipes/vision-digits-cpu.yaml"
+    ended = scaletrain("rehearse", recipe, "--yes", "--budget", "30s", "--plot", "range.svg", "--json")
+    assert ended.code == 0, ended.out + ended.err
+    answer = ended.data
+    assert (answer["passed"], answer["complete"]) == (True, True)
+    assert {item["item"] for item in answer["items"] if item["verdict"] == "passed"} == ITEMS.keys() - {"causality"}
+    assert answer["seconds"] < 180
+    assert (folder / "range.svg").read_text().count("<svg") == 1
 
 
 @pytest.mark.parametrize(("name", "budget_seconds"), [("llama-10m-cpu", 240.0), ("vision-digits-cpu", 20.0)])
