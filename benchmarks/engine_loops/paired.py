@@ -53,6 +53,9 @@ class TakingTurns(Faults):
 
     save_delay_seconds = 0.0
 
+    def __post_init__(self) -> None:
+        super().__init__("", 0, 1)
+
     def before_step(self, step: int) -> None:
         """End the engine's block, run the rivals' blocks, and start the engine's next one."""
         if (step - 1) % self.block:
