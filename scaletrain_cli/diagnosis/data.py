@@ -17,7 +17,7 @@ _GAP_SHARE, _GAP_NATS = 0.5, 0.5
 _GAP_VALIDATIONS = 3
 _FIT_GAP = 0.05
 _HIGH_OF_ENTROPY, _HIGH_OF_UNINFORMED = 0.8, 0.5
-_NO_FALL = 0.03
+_NO_FALL = 0.05
 _MUCH_DECAY = 0.5
 _RISEN_VALIDATIONS = 2
 _RISE = 0.02
@@ -102,7 +102,7 @@ def underfitting(case: Case) -> Iterator[Finding]:
 
     High: above 80 % of the entropy of the token frequencies of the text, or where that is not known half the loss of
     equal outputs. Close: by 5 % or two standard errors, for which a sample has a standard deviation of half a nat.
-    Standing: the last half of the steps fell by less than 3 % in all. Without such a reference nothing is concluded.
+    Standing: the last half of the steps fell by less than 5 % in all. Without such a reference nothing is concluded.
     """
     validations, curve, uninformed = case.history.validations, case.curve, case.uninformed_loss
     if len(validations) < _GAP_VALIDATIONS or curve is None or uninformed is None or case.changes_while_training:

@@ -48,15 +48,11 @@ ILLS: dict[str, Ill] = {
         ("warm-up-too-short",),
         _WARM_UP,
     ),
-    "momentum of 0.99": Ill(
-        _text(*_ONE_TEXT, "training.optimizer={name: momentum, lr: 0.05, momentum: 0.99, weight_decay: 0.0}"),
-        ("loss-swings",),
-        "training.optimizer.momentum",
-    ),
     "clipping at 0.01": Ill(_text(f"{_CLIPPING}=0.01"), ("always-clipped",), _CLIPPING),
     "first weights x 25": Ill(_text("model.initializer_range=0.5"), ("first-loss-high",), "model.initializer_range"),
     "weight decay of 12": Ill(
-        _text("training.optimizer.weight_decay=12"), ("underfitting",), "training.optimizer.weight_decay"
+        _text("training.optimizer.weight_decay=12", "training.schedule.name=constant", "training.steps=200"),
+        ("underfitting",), "training.optimizer.weight_decay"
     ),
     "labels shifted twice": Ill(_text(plant="labels-twice"), ("order-not-learned",), "data"),
     "labels not shifted": Ill(_text(plant="labels-unshifted"), ("targets-visible",), "data"),
