@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 
+if TYPE_CHECKING:
+    from scaletrain_cli.diagnosis.rehearsal import Options
+    from scaletrain_cli.launch.rehearse import RehearsalResult
+    from scaletrain_cli.spec import RunSpec
+
+DEFAULT_BUDGET_SECONDS, DEFAULT_TIMEOUT_SECONDS = 100.0, 1800.0
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
 
@@ -46,36 +52,18 @@ def command(
     and the learning rate, compare speed and memory with the plan, and restore a checkpoint and a preemption. Exits with
     3 if an item fails.
     """
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.diagnosis.rehearsal import Options
-    from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.rehearse import chosen_items, fewest_nodes, rehearsal_spec, run_rehearsal
-    from scaletrain_cli.launch.submit import plan_for_engine
+    from scaletrain_cli.launch.rehearse import chosen_items
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.console import say, warn
-    from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.rehearsal import check_plot_file, show_rehearsal, write_plot
-    from scaletrain_cli.ui.submission import show_start
 
     options = Options(chosen_items(_names(items), _names(skip)), seconds_of("--budget", budget))
     timeout_seconds = seconds_of("--timeout", timeout)
     if plot is not None:
         check_plot_file(plot)
     given = load_spec(spec, overrides or [], cluster=cluster)
-    if given.code.own_program:
-        key = "code.command" if given.code.command is not None else "code.engine"
-        raise UsageError(f"{key}: rehearsals run the built-in engine only. Add --set code={{}} to rehearse with it.")
-    small = rehearsal_spec(given, options, nodes or fewest_nodes(given))
-    plan, scheduler = plan_for_engine(small, spec), backend_for(small.cluster.scheduler)
-    outlook = scheduler.preflight(small, plan)
-    for note in outlook.notes:
-        warn(note)
-    show_start(outlook.start)
-    device = small.cluster.gpu if isinstance(small.cluster.gpu, str) else small.cluster.gpu.name
-    where = f"{small.cluster.nodes} x {small.cluster.gpus_per_node} {device} on {small.cluster.scheduler}"
-    confirm(f"Rehearse {len(options.items)} items for some minutes, {where}?", yes)
-    with StatusLine() as line:
-        result = run_rehearsal(given, small, plan, scheduler, options, timeout_seconds, line.update)
+    result = rehearse(given, spec, options, nodes, timeout_seconds, yes=yes)
     if plot is not None and write_plot(result.rehearsal, plot):
         say(f"wrote {plot}")
     if as_json:
@@ -85,6 +73,38 @@ def command(
     else:
         show_rehearsal(result)
     raise typer.Exit(result.exit_code)
+
+
+def rehearse(
+    given: RunSpec, file: Path, options: Options, nodes: int | None, timeout_seconds: float, *, yes: bool
+) -> RehearsalResult:
+    """Confirm, submit the short job of a run, wait for it with a status line, and return the verdicts.
+
+    ``nodes``: None for as few as hold one replica. Raises UsageError for a program of the user's, and what refuses a
+    job.
+    """
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.registry import backend_for
+    from scaletrain_cli.launch.rehearse import fewest_nodes, rehearsal_spec, run_rehearsal
+    from scaletrain_cli.launch.submit import plan_for_engine
+    from scaletrain_cli.ui.console import warn
+    from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.submission import show_start
+
+    if given.code.own_program:
+        key = "code.command" if given.code.command is not None else "code.engine"
+        raise UsageError(f"{key}: rehearsals run the built-in engine only. Add --set code={{}} to rehearse with it.")
+    small = rehearsal_spec(given, options, nodes or fewest_nodes(given))
+    plan, scheduler = plan_for_engine(small, file), backend_for(small.cluster.scheduler)
+    outlook = scheduler.preflight(small, plan)
+    for note in outlook.notes:
+        warn(note)
+    show_start(outlook.start)
+    device = small.cluster.gpu if isinstance(small.cluster.gpu, str) else small.cluster.gpu.name
+    where = f"{small.cluster.nodes} x {small.cluster.gpus_per_node} {device} on {small.cluster.scheduler}"
+    confirm(f"Rehearse {len(options.items)} items for some minutes, {where}?", yes)
+    with StatusLine() as line:
+        return run_rehearsal(given, small, plan, scheduler, options, timeout_seconds, line.update)
 
 
 def _names(text: str) -> list[str]:

@@ -21,14 +21,15 @@ from scaletrain_cli.cli.options import (
     say_preparation,
 )
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
     from scaletrain_cli.launch.preparation import Choice
+    from scaletrain_cli.launch.rehearse import RehearsalResult
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan import RunPlan
-    from scaletrain_cli.reasons import Reason
     from scaletrain_cli.spec import RunSpec
 
 
@@ -56,6 +57,10 @@ def command(
     ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="First run a short job that checks the nodes against the plan (Slurm).")
+    ] = False,
+    rehearsed: Annotated[
+        bool,
+        typer.Option("--rehearse", help="First rehearse the run in a short job; submit only if no item fails."),
     ] = False,
     sweep: Annotated[
         list[str] | None,
@@ -98,6 +103,8 @@ def command(
         if len(points) > 1:
             if probe:
                 raise UsageError("--probe cannot be combined with --sweep. Probe with a single run first.")
+            if rehearsed:
+                raise UsageError("--rehearse cannot be combined with --sweep. Rehearse a single run first.")
             submit_points(
                 spec,
                 overrides or (),
@@ -121,7 +128,13 @@ def command(
     if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
         able = ", ".join(backend.name for backend in all_backends() if backend.can_probe)
         raise UsageError(f"--probe requires cluster.scheduler = {able} and cannot be combined with --dry-run.")
-    prepared = prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec, dry_run=dry_run)
+    if rehearsed and dry_run:
+        raise UsageError("--rehearse submits a job and cannot be combined with --dry-run.")
+
+    def prepared_submission() -> PreparedSubmission:
+        return prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec, dry_run=dry_run)
+
+    prepared = prepared_submission()
     if dry_run:
         _show_rendered(prepared, output, as_json)
         return
@@ -139,13 +152,36 @@ def command(
         from scaletrain_cli.ui.submission import show_probe
 
         show_probe(prepared.backend.probe(run_spec, prepared.plan))
+    passed: dict[str, object] = {}
+    if rehearsed:
+        passed = {"rehearsal": _rehearse(run_spec, spec, yes=yes, as_json=as_json).to_json()}
+        prepared = prepared_submission()  # with the plan that the measured steps correct
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
 
     def print_id(run: Run) -> None:
         say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
     done = prepared.submit(print_id, show_fetch(), as_choice(prepare), say_preparation)
-    _print_submitted(done, summary.to_json(), as_json)
+    _print_submitted(done, summary.to_json() | passed, as_json)
+
+
+def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> RehearsalResult:
+    """Rehearse all items of a run with the defaults of `scaletrain rehearse`. Exits with 3 if one fails."""
+    from scaletrain_cli.cli.rehearse import DEFAULT_BUDGET_SECONDS, DEFAULT_TIMEOUT_SECONDS, rehearse
+    from scaletrain_cli.diagnosis.rehearsal import Options
+    from scaletrain_cli.launch.rehearse import chosen_items
+
+    options = Options(chosen_items((), ()), DEFAULT_BUDGET_SECONDS)
+    found = rehearse(run_spec, file, options, None, DEFAULT_TIMEOUT_SECONDS, yes=yes)
+    if not as_json:
+        from scaletrain_cli.ui.rehearsal import show_rehearsal
+
+        show_rehearsal(found)
+    if found.exit_code != ExitCode.DONE:
+        failed = [item.name for item in found.rehearsal.items if item.verdict == "failed"]
+        params = {"failed": failed, "run": str(found.run.path)}
+        raise InfeasibleError(Reason("rehearsal.not-submitted", params))
+    return found
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:

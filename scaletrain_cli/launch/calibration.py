@@ -9,11 +9,12 @@ import dataclasses
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli import __version__
+from scaletrain_cli.diagnosis.rehearsal import Rehearsal
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.calibration import Measurement, samples_length, workload_text
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -33,6 +34,7 @@ FEWEST_STEPS = 20
 _MOST_FILES = 1000  # a folder of others is not searched for long
 _CPU_NAMES = Path("/proc/cpuinfo")
 _MOST_STEPS = 1000
+_P90 = 1.2816  # standard deviations from the median to the 90th percentile of a normal distribution
 _NOT_COUNTED = 3  # first steps of an attempt: they allocate, compile and open files
 
 
@@ -77,22 +79,40 @@ def measure_run(run: RunDir) -> Measurement:
     if len(rows) < FEWEST_STEPS:
         params = {"run": record.run_id, "steps": len(rows), "needed": FEWEST_STEPS}
         raise UsageError(Reason("launch.calibration-few-steps", params))
-    versions = {name: str(record.versions.get(name, "")) for name in ("scaletrain", "torch", "deepspeed")}
-    return measurement(record, [seconds for seconds, _ in rows], rows[-1][1], versions)
-
-
-def measurement(
-    record: RunRecord, seconds: Sequence[float], measured: float, versions: Mapping[str, str]
-) -> Measurement:
-    """Return a measurement of a run with these step times. ``measured``: Unix time of the last of them."""
-    spec, layout = record.spec, record.plan.layout
-    ordered = sorted(seconds)
-    device = find_accelerator(spec.cluster)
-    planned = evaluate(spec, layout, device).time.step
+    ordered = sorted(seconds for seconds, _ in rows)
 
     def percentile(share: float) -> float:
         return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
 
+    low, middle, high = (percentile(share) for share in (0.1, 0.5, 0.9))
+    return _measurement(record, record.run_id, (low, middle, high), len(rows), rows[-1][1], record.versions)
+
+
+def measure_rehearsal(run: RunDir, rehearsal: Rehearsal) -> Measurement | None:
+    """Return the measurement of a rehearsal's job; None if it has not timed steps.
+
+    Percentiles are those of a normal distribution with the measured robust standard deviation.
+    """
+    found, versions = rehearsal.measured.get("step") or {}, rehearsal.measured.get("versions") or {}
+    middle, spread, steps = (found.get(name) for name in ("step_seconds", "spread_seconds", "steps"))
+    if not isinstance(middle, int | float) or not isinstance(steps, int) or middle <= 0:
+        return None
+    apart = _P90 * float(spread or 0.0)
+    seconds = (max(middle - apart, middle / 2), middle, middle + apart)
+    source = f"{run.path.parent.name}-{run.run_id}"  # the folder is one of this rehearsal alone
+    return _measurement(read_record(run), source, seconds, steps, rehearsal.created, versions)
+
+
+def _measurement(
+    record: RunRecord,
+    source: str,
+    seconds: tuple[float, float, float],
+    steps: int,
+    measured: float,
+    versions: Mapping[str, object],
+) -> Measurement:
+    spec, layout, (low, middle, high) = record.spec, record.plan.layout, seconds
+    device = find_accelerator(spec.cluster)
     return Measurement(
         gpu=device.name,
         machine=machine_of(spec),
@@ -104,19 +124,22 @@ def measurement(
         samples_length=samples_length(spec),
         nodes=spec.cluster.nodes,
         layout=layout,
-        seconds=percentile(0.5),
-        low=percentile(0.1),
-        high=percentile(0.9),
-        steps=len(ordered),
-        planned_seconds=planned,
+        seconds=middle,
+        low=low,
+        high=high,
+        steps=steps,
+        planned_seconds=evaluate(spec, layout, device).time.step,
         measured=measured,
-        source=record.run_id,
-        versions={**versions, "scaletrain": __version__},
+        source=source,
+        versions={
+            **{name: str(versions[name]) for name in ("torch", "deepspeed") if versions.get(name)},
+            "scaletrain": __version__,
+        },
     )
 
 
 def keep_measurement(found: Measurement) -> Path:
-    """Write the measurement to the user's folder; it replaces an earlier one of the same run. Raises UsageError."""
+    """Write the measurement to the user's folder; it replaces an earlier one of the same source. Raises UsageError."""
     folder = calibration_folder()
     path = folder / f"{found.source}.json"
     data = {"schema": SCHEMA, **dataclasses.asdict(found), "factor": found.factor}

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.diagnosis.rehearsal import (
@@ -24,6 +25,7 @@ from scaletrain_cli.diagnosis.rehearsal import (
 )
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.launch.calibration import keep_measurement, measure_rehearsal
 from scaletrain_cli.launch.drill import make_folder
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import RunStatus
@@ -111,12 +113,16 @@ def _on_nodes(spec: RunSpec, nodes: int) -> list[str]:
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """The end of a rehearsal. ``complete``: the job did all items and ended by itself."""
+    """The end of a rehearsal. ``complete``: the job did all items and ended by itself.
+
+    ``kept``: the file of its step time for later plans (plan/calibration.py); None if no steps were timed.
+    """
 
     run: RunDir
     rehearsal: Rehearsal
     complete: bool
     seconds: float
+    kept: Path | None = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -131,6 +137,7 @@ class RehearsalResult:
             "schema": "scaletrain.rehearse/v1",
             "complete": self.complete,
             "run_dir": str(self.run.path),
+            "calibration": None if self.kept is None else str(self.kept),
             "seconds": round(self.seconds, 3),
         }
 
@@ -157,7 +164,9 @@ def run_rehearsal(
     submit_run(made.run, made.record, scheduler, preparation_tasks=data.tasks)
     status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)
     found, complete = result_of(made.run, status, options)
-    return RehearsalResult(made.run, found, complete, time.monotonic() - began)
+    measured = measure_rehearsal(made.run, found)
+    kept = None if measured is None else keep_measurement(measured)
+    return RehearsalResult(made.run, found, complete, time.monotonic() - began, kept)
 
 
 def _name(spec: RunSpec) -> str:

@@ -89,6 +89,7 @@ _DURABILITY = {
     "not-after-failure": Text("{item} failed"),
     "ended": Text("the job ended in this item: {why}"),
     "not-reached": Text("the job ended before"),
+    "not-submitted": Text("the rehearsal failed ({failed:list}; {run}): nothing was submitted"),
     "timed-out": Text("the job did not end within --timeout"),
     "replica-does-not-fit": Text(
         "{nodes:of node} have {devices:of device}, which replicas of {replica:whole} do not fill",

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.calibration import calibration_folder
+from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
+from scaletrain_cli.launch.calibration import calibration_folder, keep_measurement, measure_rehearsal
+from scaletrain_cli.launch.rehearse import RehearsalResult
 from scaletrain_cli.launch.submit import CreatedRun, create_run, plan_for_engine
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, scaletrain
@@ -87,3 +91,48 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
     done = scaletrain("plan", SMALL, "--calibrate", "r1")
     assert done.code == 2
     assert f"{calibration_folder()}/r1.json" in done.err
+
+
+def rehearsed(*verdicts: str, step_seconds: float | None = 0.5) -> RehearsalResult:
+    """Return the end of a rehearsal of the small spec with these verdicts, its step time kept."""
+    spec = load_spec(SMALL)
+    made = create_run(spec, make_plan(spec), "rehearsal-small", root=runs_root() / "rehearsals-1")
+    items = tuple(Item(f"item-{n}", v, recorded("found")) for n, v in enumerate(verdicts))  # type: ignore[arg-type]
+    step = {"step_seconds": step_seconds, "spread_seconds": 0.01, "steps": 30}
+    found = Rehearsal(made.run.run_id, 1.7e9, items, {"step": step, "versions": {"torch": "2.13.0"}})
+    measured = measure_rehearsal(made.run, found)
+    return RehearsalResult(made.run, found, True, 1.0, None if measured is None else keep_measurement(measured))
+
+
+def test_the_step_time_of_a_rehearsal_calibrates_plans() -> None:
+    assert rehearsed("passed").kept is not None
+    found = scaletrain("plan", SMALL, "--json").data
+    assert found["time"]["step"] == pytest.approx(0.5)
+    low, high = (found["calibration"][name] / found["calibration"]["factor"] for name in ("low", "high"))
+    assert (low, high) == pytest.approx((1 - 0.0256, 1 + 0.0256), abs=1e-3)
+    assert rehearsed("passed", step_seconds=None).kept is None
+
+
+@pytest.mark.usefixtures("stand_in_engine")
+@pytest.mark.parametrize(("verdict", "code"), [("passed", 0), ("failed", 3)])
+def test_a_run_is_submitted_only_after_a_rehearsal_without_failure(
+    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.cli.rehearse.rehearse", lambda *_, **__: rehearsed("passed", verdict))
+    done = scaletrain("submit", SMALL, "--rehearse", "--yes", "--json", "--run-id", "r1")
+    assert done.code == code
+    if code:
+        assert "the rehearsal failed (item-1;" in done.err
+        assert not RunDir(runs_root() / "r1").path.exists()
+        return
+    assert done.data["rehearsal"]["passed"] is True
+    assert read_record(RunDir(runs_root() / "r1")).plan.time.step == pytest.approx(0.5)
+    scaletrain("status", "r1", "--wait")
+
+
+@pytest.mark.parametrize("other", ["--dry-run", "--sweep=training.optimizer.lr=1e-3,1e-4"])
+def test_what_cannot_be_rehearsed_is_refused(other: str) -> None:
+    done = scaletrain("submit", SMALL, "--rehearse", "--yes", other)
+    assert done.code == 2
+    assert "--rehearse" in done.err
+    assert not runs_root().exists()
