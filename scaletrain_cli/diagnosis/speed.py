@@ -138,7 +138,7 @@ def slowing_down(case: Case) -> Iterator[Finding]:
     evidence = {"early": early, "now": now, "times": now / early, "wait": max(0.0, waited)}
     data = Cause(Reason("diagnosis.cause-growing-wait", {"wait": waited}), case.change("data.loader.workers"))
     device = Cause(Reason("diagnosis.cause-slower-device"))
-    causes = (data, device) if waited > (now - early) / 2 else (device, data)
+    causes = (data, device) if waited > (now - early) / 2 else (device, data) if waited > 0 else (device,)
     severity: Severity = "warning" if now > _SLOWING_MUCH * early and not case.on_cpu else "note"
     yield Finding(Reason("diagnosis.slowing-down", evidence), severity, "medium", causes)
 

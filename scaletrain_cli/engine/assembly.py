@@ -148,7 +148,7 @@ def assemble(
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
     order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
     training = open_reader(spec, data.samples, layout, mesh, order)
-    profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat)
+    profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat, preempted=lambda: flag.raised)
     due = _checkpoint_schedule(record)
     step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler)
 

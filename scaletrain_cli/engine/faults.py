@@ -4,11 +4,11 @@
 checkpoint write takes half a second longer. Add ``attempt=1`` to inject into one attempt only. ``spike step=20-23
 factor=20`` multiplies the loss of the *batches* 20 to 23 on all ranks, so that skipping these batches avoids the spike.
 ``truncate``, ``flip`` and ``delete`` corrupt the latest checkpoint, once there are two, and kill the rank.
-``slow-rank`` waits at every step. ``disk-full step=9 write=7``: from step 9 on, the seventh and every later checkpoint
-write of a rank fails. ``stale-attempt`` opens the checkpoints to a later attempt, as if this attempt had been
-superseded. ``slow-data seconds=0.5``: each read of a batch takes half a second longer. ``labels offset=2``: the label
-of a token is the second one after it (0: the token itself), as in data that were shifted twice or not at all.
-``non-causal``: each token also has the embedding of the next one.
+``slow-rank`` waits at every step, with ``step=5`` from that on, with ``step=5-9`` at these. ``disk-full step=9
+write=7``: from step 9 on, the seventh and every later checkpoint write of a rank fails. ``stale-attempt`` opens the
+checkpoints to a later attempt, as if this attempt had been superseded. ``slow-data seconds=0.5``: each read of a batch
+takes half a second longer. ``labels offset=2``: the label of a token is the second one after it (0: the token itself),
+as in data that were shifted twice or not at all. ``non-causal``: each token also has the embedding of the next one.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Faults:
         for fault in self._mine:
             if fault.kind in CORRUPTIONS:
                 self._corrupt_after(fault, step)
-            elif fault.kind == "slow-rank" and step >= (fault.step or 1):
+            elif fault.kind == "slow-rank" and (fault.step or 1) <= step <= (fault.last or step):
                 time.sleep(fault.seconds)
         for fault in self._due(step):
             if fault.kind in _ACTIONS:

@@ -36,6 +36,8 @@ PREEMPTIONS_WITHOUT_PROGRESS = 10
 CACHES_TRIED = 2
 # The longest time for notifications: between two attempts, and at the end of the run, when nodes are idle.
 _NOTIFY_SECONDS, _LAST_NOTIFY_SECONDS = 5.0, 15.0
+# After a preemption or at the time limit: the job must submit itself again before the scheduler kills it.
+_PREEMPTED_NOTIFY_SECONDS = 1.0
 
 _BUDGET: dict[ExitReason, str] = {
     "preempted": "preemption",
@@ -230,7 +232,8 @@ def conclude_attempt(
     _record(run, end_attempt(run, spec, number, outcome, decision))
     _remember_bad_nodes(run, number, outcome, down, decision)
     if decision.requeue or decision.left_to_scheduler:  # else conclude_run sends it together with the end of the run
-        _send_notifications(run, record, _receivers_environment(run, record), _NOTIFY_SECONDS)
+        seconds = _PREEMPTED_NOTIFY_SECONDS if is_preemption(outcome.reason) else _NOTIFY_SECONDS
+        _send_notifications(run, record, _receivers_environment(run, record), seconds)
     return decision
 
 

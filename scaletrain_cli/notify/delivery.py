@@ -25,7 +25,7 @@ SCHEMA = "scaletrain.notification/v1"
 REQUEST_SECONDS, COMMAND_SECONDS = 10.0, 30.0
 _POLL_SECONDS = 0.05
 _LATER = (408, 425, 429)  # and 5xx; any other status refuses the notification for good
-_LONGEST_RETRY_AFTER = 3600.0
+LONGEST_RETRY_AFTER = 3600.0
 _SLACK_LONGEST = 2900  # characters of a block's text; Slack allows 3000
 _MARKS = {"error": ":red_circle:", "warning": ":large_orange_circle:", "note": ":information_source:"}
 _CHANGES = {"raised": "", "worse": "worse: ", "cleared": "cleared: ", "lasts": "lasts: "}
@@ -151,7 +151,7 @@ def _retry_after(value: str | None) -> float | None:
             seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         except (TypeError, ValueError):
             return None
-    return min(max(0.0, seconds), _LONGEST_RETRY_AFTER) if seconds == seconds else None
+    return min(max(0.0, seconds), LONGEST_RETRY_AFTER) if seconds == seconds else None
 
 
 def _run(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[str, str]) -> Delivery:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.notify.delivery import Delivery, Origin, deliver
+from scaletrain_cli.notify.delivery import LONGEST_RETRY_AFTER, Delivery, Origin, deliver
 from scaletrain_cli.notify.notices import Notice, Pending, Receiver, notice_of
 from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
@@ -117,8 +117,18 @@ class Notifier:
 
     def _next(self, receivers: Mapping[str, Receiver]) -> tuple[str, Pending, float] | None:
         """Return the receiver and the notification to be sent first, and its Unix time; None if there is none."""
+        now = time.time()
         found = [
-            (name, pending, max(pending.not_before, each.blocked_until, each.last_sent + _LEAST_GAP_SECONDS))
+            (
+                name,
+                pending,
+                # Limited, because the clock may have been set back since.
+                max(
+                    min(pending.not_before, now + _LONGEST_RETRY_SECONDS),
+                    min(each.blocked_until, now + LONGEST_RETRY_AFTER),
+                    min(each.last_sent, now) + _LEAST_GAP_SECONDS,
+                ),
+            )
             for name, each in receivers.items()
             for pending in each.pending[:1]
         ]
@@ -162,7 +172,11 @@ def send_waiting(run: RunDir, record: RunRecord, environment: Mapping[str, str],
             logger.warning("notifications were not sent: %s", error)
 
     thread = threading.Thread(target=send, name="notify", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # no more threads may be created
+        logger.warning("notifications were not sent: %s", error)
+        return
     thread.join(seconds)
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 FACTOR = 10  # rows of a tier that make one row of the next tier
 TIERS = 7  # of 1, 10, ... 10^6 rows
-_MAGIC = b"STs\x01"  # with the version of the format
+_MAGIC = b"STs\x02"  # with the version of the format
 _HEADER = struct.Struct("<4sB3xII")  # magic, tier, length of the body, CRC-32 of the rest
 _CHECKED = struct.Struct("<BI")
 _INDEX_LENGTH = struct.Struct("<I")

@@ -94,6 +94,10 @@ def test_a_slow_rank_waits_before_every_step_from_its_first(monkeypatch: pytest.
     for step in range(1, 6):
         faults.before_step(step)
     assert waited == [0.2] * 3
+    faults = Faults("slow-rank step=2-4 seconds=0.1", 1, 1)
+    for step in range(1, 8):
+        faults.before_step(step)
+    assert waited[3:] == [0.1] * 3
 
 
 @pytest.mark.parametrize(("kind", "alive"), [("sigkill-agent", []), ("node", []), ("sigstop", ["T"])])

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from scaletrain_cli.launch import restart
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm import job, site
 from scaletrain_cli.launch.backends.slurm.job import time_is_up
@@ -102,6 +103,17 @@ def conclude(made: MadeRun, *failures: Failure, code: int = 1, **reported: objec
     for failure in failures:
         write_failure(made.run, number, "rank-00000", failure)
     conclude_attempt(made.run, made.record, number, first_attempt=1, **reported)  # type: ignore[arg-type]
+
+
+def test_notifications_hold_up_the_restart_after_a_preemption_for_a_second_at_most(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(restart, "_send_notifications", lambda *given: limits.append(given[-1]))
+    made = make_run()
+    conclude(made, code=75)  # the scheduler may kill the job soon, before it has submitted itself again
+    conclude(made, code=1)
+    assert limits == [1.0, 5.0]
 
 
 def test_evidence_against_a_node_expires_after_the_time_of_its_kind(make_run: MakeRun) -> None:

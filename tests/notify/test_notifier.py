@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -221,3 +222,34 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(monkeypatch: py
     fail(made)
     work(made, {"PATH": "/usr/bin:/bin"}, 5.0)
     assert receiver_of(made).problem == "sh did not end within 0 s"
+
+
+def test_a_clock_that_was_set_back_delays_no_notification_for_long(hook: MakeHook) -> None:
+    made, server = notifying(), hook()
+    receiver = Receiver(read_bytes=0, last_sent=time.time() + 86_400)
+    write_document(state_file(made.run), {"receivers": {made.record.spec.notify[0].name: receiver.to_json()}})
+    fail(made)
+    work(made, {"HOOK": server.url})
+    assert len(server.received) == 1
+
+
+@pytest.mark.parametrize("change", [{"read_bytes": -1}, {"read_bytes": "0"}, {"last_sent": None}])
+def test_a_damaged_state_of_a_receiver_counts_as_none(hook: MakeHook, change: dict[str, Any]) -> None:
+    made, server = notifying(), hook()
+    damaged = {**Receiver(read_bytes=0).to_json(), **change}
+    write_document(state_file(made.run), {"receivers": {made.record.spec.notify[0].name: damaged}})
+    fail(made)
+    work(made, {"HOOK": server.url})
+    assert len(server.received) == 1
+
+
+def test_a_process_without_threads_left_concludes_a_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = notifying()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    send_waiting(made.run, made.record, {}, 1.0)
+    assert "notifications were not sent: can't start new thread" in caplog.text

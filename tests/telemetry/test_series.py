@@ -161,7 +161,7 @@ def test_detail_of_a_damaged_segment_is_replaced_by_coarser_rows(tmp_path: Path)
 @settings(max_examples=100, deadline=None)
 def test_any_content_is_read_without_an_error(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("any") / "x.series"
-    path.write_bytes(content + b"STs\x01" + content)
+    path.write_bytes(content + b"STs\x02" + content)
     assert read_series(path) == {}
     assert read_series(path, newest=3) == {}
 

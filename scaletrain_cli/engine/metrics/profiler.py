@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
@@ -31,6 +31,7 @@ from scaletrain_cli.engine.metrics.out_of_memory import (
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.metrics.trace_events import DATA, END, STEP, UPDATE
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
@@ -50,7 +51,9 @@ from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _CHECK_SECONDS = 1.0  # between two looks for a request
-_SUMMARY_SECONDS = 60.0  # to wait at the end of training for the process that summarizes a trace
+# To wait at the end for the processes that summarize traces; after a preemption only a grace period is left.
+_SUMMARY_SECONDS, _PREEMPTED_SECONDS = 60.0, 1.0
+_POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
 _recording = False
@@ -84,16 +87,19 @@ class StepProfiler:
         device: torch.device,
         heartbeat: Heartbeat,
         *,
+        preempted: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``preempted``: whether a signal has asked this rank to end."""
         self._run, self._record, self._ranks, self._attempt = run, record, ranks, attempt
         self._device, self._heartbeat, self._clock = device, heartbeat, clock
+        self._preempted = preempted
         self._looked = float("-inf")
         self._profile: Profile | None = None  # scheduled or being recorded
         self._request = ProfileRequest()
         self._recorder: _Recorder | None = None  # on the ranks that are profiled
         self._trained: int | None = None  # steps since the warm-up step began, with it; None before
-        self._summaries: list[subprocess.Popen[bytes]] = []
+        self._summaries: list[_Summary] = []
 
     def is_requested(self) -> bool:
         """Return True on rank 0 if a request waits. Looks at most once a second, and not while one is served."""
@@ -159,23 +165,29 @@ class StepProfiler:
         if self._ranks.rank == 0:
             self._write("recorded")
             details = {"steps": self._profile.steps, "ranks": list(self._profile.ranks)}
-            report_event(self._run, 0, "profiled", step=self._profile.first_step, attempt=self._attempt, **details)
+            with contextlib.suppress(OSError):
+                report_event(self._run, 0, "profiled", step=self._profile.first_step, attempt=self._attempt, **details)
         self._profile = self._recorder = self._trained = None
 
     def close(self) -> None:
-        """At the end of an attempt, report a profile that was not reached, and wait for summaries."""
+        """At the end of an attempt, report a profile that was not reached; wait for summaries, for a limited time."""
         if self._recorder is not None:
             self._recorder.stop()
         if self._profile is not None and self._ranks.rank == 0:
             self._write("not-reached")
         self._profile = self._recorder = self._trained = None
-        deadline = self._clock() + _SUMMARY_SECONDS
-        for process in self._summaries:
-            try:
-                process.wait(max(0.0, deadline - self._clock()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        deadline = time.monotonic() + _SUMMARY_SECONDS
+        for summary in self._summaries:
+            while summary.process.poll() is None and time.monotonic() < deadline:
+                if self._preempted():
+                    deadline = min(deadline, time.monotonic() + _PREEMPTED_SECONDS)
+                time.sleep(_POLL_SECONDS)
+            if summary.process.poll() is None:
+                summary.process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for a dead file server
+                    summary.process.wait(_PREEMPTED_SECONDS)
+                summary.raw.unlink(missing_ok=True)
+                self._write_failure(summary.folder, "the attempt ended before the trace was summarized")
 
     def _take(self, step: int) -> ProfileRequest | None:
         """Remove the request file, and return the request; None if it cannot be served, which is reported."""
@@ -215,7 +227,7 @@ class StepProfiler:
         """Write ``profile.json`` with this state; a full disk loses it and does not stop the run."""
         assert self._profile is not None
         self._profile = dataclasses.replace(self._profile, state=state)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ScaletrainError, LookupError, ValueError, TypeError):  # or files are damaged
             folder = profile_folder(self._run, self._attempt, self._profile.first_step)
             write_profile(folder, self._profile)
             write_summary(folder)
@@ -231,27 +243,38 @@ class StepProfiler:
             if raw is not None:
                 layout = "pipelined" if self._record.plan.layout.pipeline_parallel > 1 else "whole"
                 words = (str(raw), str(folder), str(rank), layout)
-                self._summaries.append(
-                    subprocess.Popen(
-                        python_command("scaletrain_cli.engine.metrics.trace", *words),
-                        env=absolute_paths(os.environ) | SAFE_CHILDREN,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        cwd=folder,
-                    )
+                process = subprocess.Popen(
+                    python_command("scaletrain_cli.engine.metrics.trace", *words),
+                    env=absolute_paths(os.environ) | SAFE_CHILDREN,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    cwd=folder,
                 )
+                self._summaries.append(_Summary(process, raw, folder))
                 return
         except Exception as error:  # of CUPTI, of a full disk
             recorder.error = recorder.error or f"{type(error).__name__}: {error}"
             if raw is not None:
                 raw.unlink(missing_ok=True)
+        self._write_failure(folder, recorder.error)
+
+    def _write_failure(self, folder: Path, error: str | None) -> None:
+        """Write the figures of this rank for a profile without a trace. Never raises."""
         figures: dict[str, Any] = {"host": socket.gethostname(), "nvtx": self._request.nvtx}
-        if recorder.error is not None:
-            logger.warning("the profile of rank %d failed: %s", rank, recorder.error)
-            figures["error"] = recorder.error[:500]
-        with contextlib.suppress(OSError):
-            write_document(rank_file(folder, rank), figures)
+        if error is not None:
+            logger.warning("the profile of rank %d failed: %s", self._ranks.rank, error)
+            figures["error"] = error[:500]
+        with contextlib.suppress(OSError, ScaletrainError, LookupError, ValueError, TypeError):
+            write_document(rank_file(folder, self._ranks.rank), figures)
             write_summary(folder)
+
+
+class _Summary(NamedTuple):
+    """The process that summarizes the trace ``raw`` for the profile in ``folder``."""
+
+    process: subprocess.Popen[bytes]
+    raw: Path
+    folder: Path
 
 
 class _Recorder:

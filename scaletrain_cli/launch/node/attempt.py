@@ -97,6 +97,7 @@ def run_node(options: AgentOptions) -> int:
     # A user's training program may send no heartbeat.
     own = record.spec.code.own_program
     local_ranks = LocalRanks(math.inf if own else START_SECONDS, foreign=record.spec.code.command is not None)
+    telemetry: NodeTelemetry | None = None
     try:
         try:
             _start_ranks(local_ranks, run, record, options)
@@ -122,14 +123,14 @@ def run_node(options: AgentOptions) -> int:
             watch.observer = Observer(run, options.attempt, notifies=bool(record.spec.notify))
         if record.spec.telemetry.enabled:
             path = node_file(run, options.attempt, node.node)
-            watch.telemetry = NodeTelemetry(
+            telemetry = watch.telemetry = NodeTelemetry(
                 path, record.spec.telemetry.interval, local_ranks.rows, lambda: local_ranks.step
             )
-            watch.telemetry.start(record.spec)
+            telemetry.start(record.spec)
         submitting = _start_submitting_evaluations(run, record, options)
         watch.run_to_end()
-        if watch.telemetry is not None:
-            watch.telemetry.finish((watch.deadline - time.monotonic()) / 4 if watch.preempted else math.inf)
+        if telemetry is not None:
+            telemetry.finish((watch.deadline - time.monotonic()) / 4 if watch.preempted else math.inf)
         if watch.observer is not None:
             # Half of what is left of the grace period: the end of the node is recorded after it.
             left = (watch.deadline - time.monotonic()) / 2 if watch.preempted else math.inf
@@ -140,7 +141,7 @@ def run_node(options: AgentOptions) -> int:
             submitting.kill()
     finally:
         # Before the end is recorded: a process that reads it may start the next attempt on this node.
-        kill_descendants()
+        kill_descendants(() if telemetry is None else telemetry.pids)  # a driver that hangs must not delay the record
     ranks, first_failure = local_ranks.ranks, local_ranks.first_failure
     code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
     with contextlib.suppress(ScaletrainError, OSError):

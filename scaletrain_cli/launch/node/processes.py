@@ -67,13 +67,15 @@ def command_line(pid: int) -> list[str]:
 
 
 def descendants(without: Collection[int] = ()) -> list[int]:
-    """Return the pids of all processes below this one, without zombies, and without the processes ``without``."""
+    """Return the pids of all processes below this one, without zombies; ``without``: not these, nor any below them."""
     import psutil
 
-    found = []
+    found, passed_over = [], set(without)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.pid not in without and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            if without and not passed_over.isdisjoint((process.pid, *(above.pid for above in process.parents()))):
+                continue
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 found.append(process.pid)
     return found
 
@@ -146,10 +148,11 @@ def die_with_parent(parent_pid: int, signum: int) -> bool:
     return os.getppid() == parent_pid
 
 
-def kill_descendants() -> None:
+def kill_descendants(unawaited: Collection[int] = ()) -> None:
     """Send SIGKILL to all descendants until none is left. Requires an earlier call of ``adopt_orphans``.
 
-    Reaps all children: call it when no exit status of a child is needed any more.
+    ``unawaited``: processes that hold nothing of the run, and are not waited for. Reaps all children: call it when no
+    exit status of a child is needed any more.
     """
     deadline = time.monotonic() + _KILL_WAIT_SECONDS
     while True:
@@ -160,7 +163,7 @@ def kill_descendants() -> None:
         for _ in reap():
             pass
         # A process may fork between the listing and the kill: repeat until the list is empty.
-        if not alive or time.monotonic() > deadline:
+        if not set(alive).difference(unawaited) or time.monotonic() > deadline:
             return
         time.sleep(0.01)
 

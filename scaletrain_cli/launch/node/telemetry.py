@@ -56,6 +56,7 @@ class NodeTelemetry:
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
     _gpus: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _rest: bytes = field(default=b"", init=False)
+    _measures_host: bool = field(default=True, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self, spec: RunSpec) -> None:
@@ -127,7 +128,12 @@ class NodeTelemetry:
         step = self.step()
         for moment, index, values in self._gpu_rows():
             writer.add(f"gpu {index}", moment, step, values)
-        writer.add("node", time.time(), step, self.host.sample())
+        if self._measures_host:
+            try:
+                writer.add("node", time.time(), step, self.host.sample())
+            except Exception as error:  # of a kernel that psutil does not know
+                self._measures_host = False
+                logger.warning("the node is not measured: %s: %s", type(error).__name__, error)
 
     def _add_ranks(self, writer: SeriesWriter) -> None:
         for _ in range(len(self.rows)):
@@ -145,7 +151,8 @@ class NodeTelemetry:
             while data := os.read(self._gpus.stdout.fileno(), _READ_BYTES):
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
-                    found = json.loads(line)
-                    moment = float(found["time"])
-                    rows += [(moment, int(index), values) for index, values in found["gpus"].items() if values]
+                    with contextlib.suppress(ValueError, TypeError, KeyError):  # text that a library has printed
+                        found = json.loads(line)
+                        moment = float(found["time"])
+                        rows += [(moment, int(index), values) for index, values in found["gpus"].items() if values]
         return rows

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,3 +149,45 @@ def test_a_request_file_that_cannot_be_removed_is_looked_at_once(tmp_path: Path)
     clock.now += 60.0
     assert not found.is_requested()
     assert len(read_events(run)) == 1
+
+
+def test_a_preempted_rank_does_not_wait_for_the_summary_of_its_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "_PREEMPTED_SECONDS", 0.1)
+    run, found = profiler_of(tmp_path)
+    found._preempted = lambda: True
+    folder, raw = run.attempt(1) / "profile", tmp_path / "raw.json"
+    folder.mkdir()
+    raw.touch()
+    process = subprocess.Popen(["sleep", "60"])
+    found._summaries.append(profiler._Summary(process, raw, folder))
+    began = time.monotonic()
+    found.close()
+    assert time.monotonic() - began < 5
+    assert process.returncode == -signal.SIGKILL
+    assert not raw.exists()  # it may have hundreds of megabytes
+    figures = read_document(rank_file(folder, 0))
+    assert figures is not None
+    assert figures["error"] == "the attempt ended before the trace was summarized"
+
+
+def test_a_full_disk_and_damaged_files_of_a_profile_do_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(profiler, "torch_profile", full)
+    monkeypatch.setattr(profiler, "report_event", full)
+    run, found = profiler_of(tmp_path)
+    write_request(run, ProfileRequest("a", steps=1, ranks=(0, 1)))
+    found.accept(5, OneRank())  # type: ignore[arg-type]
+    (folder,) = profile_folders(run)
+    rank_file(folder, 1).write_text('{"causes": {"compute": "x"}}')
+    for step in (6, 7):
+        found.before_step(step)
+        found.after_step(step)
+    recorded = read_profile(folder)
+    assert recorded is not None
+    assert recorded.state == "recorded"

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.local.backend import read_supervisor
-from scaletrain_cli.launch.node.processes import descendants, next_signal
+from scaletrain_cli.launch.node import processes
+from scaletrain_cli.launch.node.processes import descendants, kill_descendants, next_signal
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
@@ -92,9 +93,23 @@ def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun) -> No
 
 
 def test_the_process_that_diagnoses_is_not_waited_for_as_one_that_a_program_left() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
+    command = "sleep 60 & echo $!; wait"  # as a command that sends a notification
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
         try:
-            assert child.pid in descendants()
-            assert child.pid not in descendants({child.pid})
+            assert child.stdout is not None
+            below = int(child.stdout.readline())
+            assert {child.pid, below} <= set(descendants())
+            assert {child.pid, below}.isdisjoint(descendants({child.pid}))
         finally:
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_a_process_that_reads_a_hung_driver_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "descendants", lambda: [2**22 + 1])  # a pid that is never given: it never ends
+    monkeypatch.setattr(processes, "reap", lambda: ())
+    monkeypatch.setattr(processes, "_KILL_WAIT_SECONDS", 0.3)
+    began = time.monotonic()
+    kill_descendants((2**22 + 1,))
+    assert time.monotonic() - began < 0.2
+    kill_descendants()
+    assert time.monotonic() - began >= 0.3

@@ -100,14 +100,32 @@ def test_a_call_that_never_returns_does_not_delay_the_end(
     released.set()
 
 
-def test_an_error_ends_telemetry_with_a_warning(
+def test_a_node_that_cannot_be_measured_loses_its_own_rows_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> dict[str, float]:
         raise RuntimeError("unexpected")
 
-    telemetry = node(tmp_path / "x.series")
+    telemetry = node(tmp_path / "x.series", deque([(0, row(1, 0.5))]))
     monkeypatch.setattr(telemetry.host, "sample", fail)
+    telemetry.start(CPU)
+    wait_until(lambda: not telemetry.rows and not telemetry._measures_host, "a row is taken")
+    telemetry.rows.append((0, row(2, 0.25)))
+    telemetry.finish()
+    assert caplog.text.count("the node is not measured: RuntimeError: unexpected") == 1
+    found = read_series(tmp_path / "x.series")
+    assert found.keys() == {"rank 0"}
+    assert list(found["rank 0"].steps) == [1, 2]
+
+
+def test_an_error_ends_telemetry_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(SeriesWriter, "add", fail)
+    telemetry = node(tmp_path / "x.series", deque([(0, row(1, 0.5))]))
     telemetry.start(CPU)
     telemetry.finish()
     assert "no more telemetry is written: RuntimeError: unexpected" in caplog.text
