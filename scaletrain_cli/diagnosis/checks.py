@@ -23,7 +23,7 @@ from scaletrain_cli.diagnosis.case import Case, read_case
 from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import RunRecord, is_elsewhere
 from scaletrain_cli.spec import ModelSpec
 
 Check = Callable[[Case], Iterator[Finding]]
@@ -134,9 +134,14 @@ class Diagnosis:
         }
 
 
-def diagnose_run(run: RunDir, record: RunRecord) -> Diagnosis:
-    """Return the diagnosis of a run, from its directory alone. Raises UsageError for a damaged record."""
-    return diagnose(run.run_id, read_case(run, record))
+def diagnose_run(run: RunDir, record: RunRecord, case: Case | None = None) -> Diagnosis:
+    """Return the diagnosis of a run, from its directory alone. Raises UsageError for a damaged record.
+
+    ``case``: as it was read just now.
+    """
+    if is_elsewhere(run, record):
+        return Diagnosis(run.run_id, 0, 0, (), (Reason("diagnosis.elsewhere", {"run": run.run_id}),))
+    return diagnose(run.run_id, read_case(run, record) if case is None else case)
 
 
 def diagnose(run_id: str, case: Case) -> Diagnosis:

@@ -31,8 +31,8 @@ def data_wait(case: Case) -> Iterator[Finding]:
     steps of rank 0 count, or the latest event, which has the rank that waits longest.
     """
     rows = recent_steps(case)
-    waits = [wait for _, _, wait in rows if wait == wait]
-    seconds = [second for _, second, wait in rows if wait == wait]
+    waits = [row.data_wait for row in rows if row.data_wait == row.data_wait]
+    seconds = [row.seconds for row in rows if row.data_wait == row.data_wait]
     share = sum(waits) / sum(seconds) if sum(seconds) > 0 and len(waits) >= _FEWEST else 0.0
     rank = 0
     events = [event for event in case.events_named("data-wait") if event.get("step", 0) > case.history.last_step - 100]
@@ -91,7 +91,7 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     if case.on_cpu or measured is None or planned <= 0 or measured <= _SLOWER * planned:
         return
     rows = recent_steps(case)
-    waits = [wait for _, _, wait in rows if wait == wait]
+    waits = [row.data_wait for row in rows if row.data_wait == row.data_wait]
     excess = measured - planned
     waited = max(0.0, (median(waits) if waits else 0.0) - case.plan.time.data_wait)
     straggling = next((f.reason.params for f in slow_rank(case)), None)

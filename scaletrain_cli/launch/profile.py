@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
-from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.status import OVER, is_over, run_status
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.journal import read_lines_backwards
@@ -22,7 +21,7 @@ from scaletrain_cli.rundir.profiles import (
     withdraw_request,
     write_request,
 )
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import RunRecord, is_elsewhere
 
 _POLL_SECONDS = 0.5
 _SECONDS_BETWEEN_STATUSES = 10.0
@@ -44,7 +43,7 @@ def request_profile(run: RunDir, record: RunRecord, request: ProfileRequest) -> 
     status = run_status(run)
     if status.state in OVER or is_over(run, status):
         raise UsageError(Reason("launch.profile-not-running", {"run": run.run_id, "state": status.state}))
-    if status.state == "running" and not spec.cluster.traits.shared_run_directory and not read_attempts(run):
+    if status.state == "running" and is_elsewhere(run, record):
         raise UsageError(Reason("launch.profile-unmounted", {"folder": str(run.path)}))
     highest, ranks = max(request.ranks), record.plan.layout.world_size
     if highest >= ranks:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, read_case
-from scaletrain_cli.diagnosis.checks import Diagnosis, diagnose
+from scaletrain_cli.diagnosis.checks import Diagnosis, diagnose_run
 from scaletrain_cli.diagnosis.hardware import Hardware, read_hardware
 from scaletrain_cli.diagnosis.timing import RunFigures, run_figures
 from scaletrain_cli.event_texts import event_sentence
@@ -16,7 +16,7 @@ from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.record import RunRecord, is_elsewhere, read_record
 
 # What the engine's guard and the launcher record about a run that does not train as it should.
 GUARD_EVENTS = (
@@ -67,8 +67,8 @@ class RunView:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the nodes write to a volume that this machine does not see, so that the run directory is empty."""
-        return not (self.record.spec.cluster.traits.shared_run_directory or self.attempts)
+        """True if the run directory is on a volume that this machine does not see."""
+        return is_elsewhere(self.run, self.record)
 
     def to_json(self) -> dict[str, Any]:
         """Return the stable JSON object of `status` (docs/json.md), without the attempts."""
@@ -87,7 +87,7 @@ def read_view(run: RunDir, status: RunStatus | None = None) -> RunView:
     record = read_record(run)
     status = run_status(run) if status is None else status
     case = read_case(run, record)
-    return make_view(run, record, status, case, diagnose(run.run_id, case), read_hardware(run), now)
+    return make_view(run, record, status, case, diagnose_run(run, record, case), read_hardware(run), now)
 
 
 def make_view(

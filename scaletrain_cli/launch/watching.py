@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from scaletrain_cli.diagnosis.case import Case, read_case
-from scaletrain_cli.diagnosis.checks import Diagnosis, diagnose
+from scaletrain_cli.diagnosis.checks import Diagnosis, diagnose_run
 from scaletrain_cli.diagnosis.hardware import read_hardware
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.base import Job
@@ -79,7 +79,7 @@ class ViewReader:
     def _read_curves(self) -> tuple[RunRecord, Case, Diagnosis]:
         record = read_record(self._run)
         case = read_case(self._run, record)
-        return record, case, diagnose(self._run.run_id, case)
+        return record, case, diagnose_run(self._run, record, case)
 
     def _read_view(self) -> RunView:
         now = self._clock()

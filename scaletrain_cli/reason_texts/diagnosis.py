@@ -309,6 +309,10 @@ _NOT_CONCLUDED = {
     "rate-needs-trial": Text(
         "whether another learning rate would be better, as long as the loss falls: that needs a trial"
     ),
+    "elsewhere": Text(
+        "the run directory is on a volume of the cluster that is not mounted here; run `scaletrain diagnose {run}` in "
+        "a pod that mounts it"
+    ),
     "no-telemetry": Text(
         "utilization and clocks of GPUs, time in communication and on the host, other ranks' memory: there is no "
         "telemetry"

@@ -14,6 +14,10 @@ TEXTS = {
     ),
     "many-runs": Text("{runs:of run} are too many for one page; the most are {most}", ("Name the runs to compare",)),
     "section-damaged": Text("{section}: {detail}"),
+    "elsewhere": Text(
+        "curves, diagnosis, ranks, nodes and events: the run directory is on a volume of the cluster that is not "
+        "mounted here; run `scaletrain report {run}` in a pod that mounts it"
+    ),
     "no-metrics": Text("curves: no step was measured yet; {file} has none"),
     "no-ledger": Text("goodput: no attempt has written its time accounting (attempts/NNNN/ledger.json)"),
     "no-telemetry": Text("ranks, GPUs and nodes: no attempt has telemetry (attempts/NNNN/telemetry)"),

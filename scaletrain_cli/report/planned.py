@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.timing import RunFigures, planned_step_seconds, recent_steps
+from scaletrain_cli.diagnosis.timing import RunFigures, recent_steps
+from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.view import RunView
 from scaletrain_cli.rundir.measured import MODEL_STATES
 
@@ -41,17 +42,13 @@ class Compared:
         return asdict(self)
 
 
-def compared_figures(view: RunView, throughput: Mapping[str, float]) -> list[Compared]:
-    """Return all figures that have a plan or a measurement, in the order of their topics.
-
-    ``throughput``: the latest values of ``tokens_per_second``, ``samples_per_second`` and ``mfu``, as far as they were
-    measured.
-    """
+def compared_figures(view: RunView) -> list[Compared]:
+    """Return all figures that have a plan or a measurement, in the order of their topics."""
     case, figures, hardware = view.case, view.figures, view.hardware
     by_rank = {} if hardware is None else dict(hardware.step_parts)
     fullest = None if hardware is None or hardware.memory is None else hardware.memory.highest
-    found = [*_memory(case, fullest), *_step(case, figures, by_rank)]
-    found += [*_throughput(case, throughput), *_cost(case, figures), *_checkpoints(case), *_goodput(case)]
+    found = [*_memory(case, fullest), *_step(case, figures, by_rank), *_throughput(case, view.status)]
+    found += [*_cost(case, figures), *_checkpoints(case), *_goodput(case)]
     return [each for each in found if each.planned is not None or each.measured is not None]
 
 
@@ -80,8 +77,8 @@ def _memory(case: Case, fullest: float | None) -> Iterator[Compared]:
 
 
 def _step(case: Case, figures: RunFigures, by_rank: Mapping[str, float]) -> Iterator[Compared]:
-    yield Compared("step time", "step", "seconds", planned_step_seconds(case), figures.measured_step_seconds)
-    waits = [wait for _, _, wait in recent_steps(case) if wait == wait]
+    yield Compared("step time", "step", "seconds", figures.planned_step_seconds, figures.measured_step_seconds)
+    waits = [step.data_wait for step in recent_steps(case) if step.data_wait == step.data_wait]
     for name, columns in _CAUSES.items():
         known = [by_rank[column] for column in columns if column in by_rank]
         measured = sum(known) if known else median(waits) if name == "data_wait" and waits else None
@@ -90,16 +87,16 @@ def _step(case: Case, figures: RunFigures, by_rank: Mapping[str, float]) -> Iter
             yield Compared("step time", name, "seconds", planned, measured)
 
 
-def _throughput(case: Case, throughput: Mapping[str, float]) -> Iterator[Compared]:
+def _throughput(case: Case, status: RunStatus) -> Iterator[Compared]:
     time = case.plan.time
     for name, planned in (
         ("tokens_per_second", time.tokens_per_second),
         ("samples_per_second", time.samples_per_second),
     ):
-        if name in throughput:
-            yield Compared("throughput", name, "per_second", planned or None, throughput[name])
-    if "mfu" in throughput:
-        yield Compared("throughput", "mfu", "share", time.mfu, throughput["mfu"])
+        if (measured := getattr(status, name)) is not None:
+            yield Compared("throughput", name, "per_second", planned or None, measured)
+    if status.mfu is not None:
+        yield Compared("throughput", "mfu", "share", time.mfu, status.mfu)
 
 
 def _cost(case: Case, figures: RunFigures) -> Iterator[Compared]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.checks import Diagnosis
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.node.record import NodeRecord, read_node_records
-from scaletrain_cli.launch.view import read_view
+from scaletrain_cli.launch.view import RunView, read_view
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.report.curves import MOST_BINS, Curves, read_curves
 from scaletrain_cli.report.hardware import hardware_of_run
@@ -41,7 +40,7 @@ _MOST_PROFILES, _MOST_KERNELS = 4, 10
 def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any]:
     """Return the figures of one run (docs/json.md). Raises UsageError when run.json is damaged."""
     view = read_view(run)
-    record, status, attempts, case = view.record, view.status, view.attempts, view.case
+    record, attempts, case = view.record, view.attempts, view.case
     missing: list[Reason] = []
 
     def section(name: str, read: Callable[[], Any], empty: Any) -> Any:
@@ -53,22 +52,10 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
 
     nothing = Curves(_EMPTY_TABLE, [], [], 0, True)
     curves = section("curves", lambda: read_curves(run.metrics, case.events, most_bins=most_bins), nothing)
-    throughput = {
-        name: values[-1]
-        for name in ("tokens_per_second", "samples_per_second", "mfu")
-        if (values := _known(curves, name))
-    }
-    if not curves.kept["step"]:
-        missing.append(Reason("report.no-metrics", {"file": str(run.metrics)}))
-    if not curves.is_whole:
-        missing.append(Reason("report.sampled", {"rows": curves.rows}))
-    if status.goodput is None:
-        missing.append(Reason("report.no-ledger"))
+    missing += _not_there(view, curves)
     evaluations = section("evaluations", lambda: _evaluations(run), [])
-    if view.hardware is None:
-        missing.append(Reason("report.no-telemetry"))
     nodes = section("nodes", lambda: _nodes(run, attempts, view.now), {"nodes": [], "not_shown": 0, "excluded": []})
-    rows = section("plan", lambda: [row.to_json() for row in compared_figures(view, throughput)], [])
+    rows = section("plan", lambda: [row.to_json() for row in compared_figures(view)], [])
     return {
         "run_id": run.run_id,
         "name": record.spec.name,
@@ -80,7 +67,7 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
         "diagnosis": view.diagnosis.to_json(),
         "curves": curves.to_json(),
         "marks": section("marks", lambda: _marks(case.events, view.diagnosis), []),
-        "planned": _planned_lines(record, case),
+        "planned": _planned_lines(view),
         "compared": rows,
         "attempts": section("attempts", lambda: _attempts(run, attempts, view.now, over=view.is_over), []),
         **nodes,
@@ -93,12 +80,22 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
     }
 
 
+def _not_there(view: RunView, curves: Curves) -> Iterator[Reason]:
+    """Yield what the run directory lacks; of one that is not mounted here, that alone."""
+    if view.is_elsewhere:
+        yield Reason("report.elsewhere", {"run": view.run.run_id})
+        return
+    if not curves.kept["step"]:
+        yield Reason("report.no-metrics", {"file": str(view.run.metrics)})
+    if not curves.is_whole:
+        yield Reason("report.sampled", {"rows": curves.rows})
+    if view.status.goodput is None:
+        yield Reason("report.no-ledger")
+    if view.hardware is None:
+        yield Reason("report.no-telemetry")
+
+
 _EMPTY_TABLE: dict[str, Any] = {"step": [], "time": [], "attempt": [], "columns": {}}
-
-
-def _known(curves: Curves, name: str) -> list[float]:
-    column = curves.kept["columns"].get(name, {"mean": []})
-    return [value for value in column["mean"] if value is not None]
 
 
 def _what(record: RunRecord) -> dict[str, Any]:
@@ -121,11 +118,11 @@ def _what(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _planned_lines(record: RunRecord, case: Case) -> dict[str, float | None]:
+def _planned_lines(view: RunView) -> dict[str, float | None]:
     """Return the planned values that curves are drawn beside; None on a CPU where the plan means another thing."""
-    plan = record.plan
+    plan, case = view.record.plan, view.case
     return {
-        "step_seconds": plan.time.step,
+        "step_seconds": view.figures.planned_step_seconds,
         "tokens_per_second": plan.time.tokens_per_second or None,
         "samples_per_second": plan.time.samples_per_second or None,
         "mfu": plan.time.mfu,

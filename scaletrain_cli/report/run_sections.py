@@ -134,7 +134,11 @@ def _verdict(run: Mapping[str, Any]) -> str:
         text += f" {status['why'][0].upper()}{status['why'][1:]}."
     counts = {name: sum(each["severity"] == name for each in findings) for name in ("error", "warning", "note")}
     told = ", ".join(counted(count, name) for name, count in counts.items() if count)
-    return f"{text} Diagnosis: {told or 'no findings'}."
+    return f"{text} Diagnosis: {told or _no_findings(run['diagnosis'])}."
+
+
+def _no_findings(diagnosis: Mapping[str, Any]) -> str:
+    return "no findings" if diagnosis["measured_steps"] else "no step to diagnose"
 
 
 def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str, str]]:
@@ -215,7 +219,7 @@ def _chip(finding: Mapping[str, Any]) -> str:
 def _diagnosis(run: Mapping[str, Any]) -> Iterator[str]:
     diagnosis = run["diagnosis"]
     if not diagnosis["findings"]:
-        yield "<p>No findings.</p>"
+        yield f"<p>{_no_findings(diagnosis).capitalize()}.</p>"
     for number, finding in enumerate(diagnosis["findings"], 1):
         causes = "".join(f"<li>{prose(cause['text'])}{_change(cause['change'])}</li>" for cause in finding["causes"])
         title = f"{_chip(finding)}<b>{number}. {prose(finding['text'])}</b> "

@@ -291,6 +291,11 @@ def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
     require_changeable(run, f"{run.run_id} cannot be canceled")
 
 
+def is_elsewhere(run: RunDir, record: RunRecord) -> bool:
+    """Return whether the nodes write to a volume that this machine does not see, so that the run directory is empty."""
+    return not (record.spec.cluster.traits.shared_run_directory or run.attempts())
+
+
 def owner_note(run: RunDir) -> str | None:
     """Return a sentence that names the owner of another user's run; None for a run of this user."""
     uid = other_owner(run.path)

@@ -44,11 +44,16 @@ def finding_lines(findings: Sequence[Finding]) -> list[Text]:
 
 
 def _summary(diagnosis: Diagnosis) -> str:
-    steps = f"step {diagnosis.last_step:,}"
     if not diagnosis.findings:
-        return f"{steps}  no findings"
+        return no_findings_text(diagnosis)
+    steps = f"step {diagnosis.last_step:,}"
     counts = {name: sum(finding.severity == name for finding in diagnosis.findings) for name in _STYLES}
     return f"{steps}  " + ", ".join(counted(count, name) for name, count in counts.items() if count)
+
+
+def no_findings_text(diagnosis: Diagnosis) -> str:
+    """Return that nothing was found, or that there is no measured step to diagnose."""
+    return f"no findings up to step {diagnosis.last_step:,}" if diagnosis.measured_steps else "no step to diagnose"
 
 
 def finding_headline(finding: Finding) -> Text:

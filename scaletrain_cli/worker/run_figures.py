@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
 from statistics import median
 
-from scaletrain_cli.rundir.goodput import CATEGORIES, read_ledger, run_goodput
-from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
+from scaletrain_cli.rundir.goodput import run_goodput
+from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.raised_findings import raised_findings
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.times_and_costs import (
+    cost_so_far,
+    cost_to_come,
+    newest_steps,
+    planned_step_seconds,
+    remaining_seconds,
+    typical_seconds,
+    without_first_steps,
+)
 from scaletrain_cli.telemetry.run import read_telemetry
 from scaletrain_cli.telemetry.series import Series
 from scaletrain_cli.tracking.base import RunFigures, Spread
 
-_RECENT_LINES = 200
 # Of these the least is the worst: a slow rank waits least for the others, and a throttled GPU has a low clock.
 _WORST_IS_LEAST = (
     "communication_seconds",
@@ -32,41 +40,22 @@ _OF_ONE = ("noise_scale", "tokens_per_second", "mfu")  # which rank 0 alone meas
 
 
 def run_figures(run: RunDir, record: RunRecord) -> RunFigures:
-    """Return the figures, from the run directory. Costs and the remaining time are those of the present plan."""
-    plan, spec = record.plan, record.spec
-    goodput = run_goodput(run)
-    price, gpus = plan.cost.price_per_gpu_hour, plan.layout.world_size
-    usd_per_second = None if price is None else price * gpus / 3600
-    remaining = _remaining_seconds(run, spec.total_steps)
-    replanned = record.revision > 0  # earlier attempts may have had other GPUs at another price
-    spent = None if goodput is None else goodput.wall - goodput.idle
+    """Return the figures of a run whose newest attempt lives, from its directory: those of `scaletrain status`."""
+    plan, steps, goodput = record.plan, newest_steps(run), run_goodput(run)
+    step = steps[-1].step if steps else 0
+    seconds = typical_seconds(without_first_steps(steps))
+    remaining = remaining_seconds(run, record.spec.total_steps - step, seconds)
     return RunFigures(
-        total_steps=spec.total_steps,
-        ranks=gpus,
-        planned_step_seconds=plan.time.step,
+        total_steps=record.spec.total_steps,
+        ranks=plan.layout.world_size,
+        planned_step_seconds=planned_step_seconds(plan, step),
         goodput=None if goodput is None else goodput.share,
         remaining_seconds=remaining,
-        cost_usd=None if usd_per_second is None or spent is None or replanned else usd_per_second * spent,
-        cost_to_come_usd=None if usd_per_second is None or remaining is None else usd_per_second * remaining,
+        cost_usd=cost_so_far(run, record, is_over=False, now=time.time()),
+        cost_to_come_usd=cost_to_come(plan, remaining),
         findings=Counter(finding.severity for finding in raised_findings(read_events(run)).values()),
         spreads=_spreads(run),
     )
-
-
-def _remaining_seconds(run: RunDir, total_steps: int) -> float | None:
-    """Return the seconds until the last step at the median of the newest steps, with saves and evaluations."""
-    lines = [line for line in islice(read_lines_backwards(run.metrics), _RECENT_LINES) if "step_seconds" in line]
-    seconds = [float(line["step_seconds"]) for line in lines if isinstance(line["step_seconds"], int | float)]
-    if len(seconds) < 5:
-        return None
-    pauses = 0.0
-    for number in reversed(run.attempts()):
-        ledger = read_ledger(run, number)
-        if ledger is not None and ledger.steps:
-            spent = (ledger.seconds.get(name, 0.0) for name in CATEGORIES if name in ("save", "evaluation"))
-            pauses = sum(spent) / ledger.steps
-            break
-    return max(0, total_steps - int(lines[0]["step"])) * (median(seconds) + pauses)
 
 
 def _spreads(run: RunDir) -> dict[tuple[str, str], Spread]:

@@ -17,6 +17,7 @@ from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, add_revision, read_record, read_spec_lines
 from scaletrain_cli.ui.status import cost_text, times_text
+from scaletrain_cli.worker.run_figures import run_figures as figures_of_trackers
 from tests.diagnosis.histories import planned
 
 PRICE = ("cluster.price_per_gpu_hour=3.0",)
@@ -89,6 +90,15 @@ def test_the_end_of_an_attempt_that_nobody_recorded_is_its_last_sign(made: tuple
     assert figures(made, 10, now=2800.0).cost_so_far_usd == pytest.approx(2 * 3.0 * 1800 / 3600)
 
 
+def test_only_the_newest_attempt_lasts_until_now(made: tuple[RunDir, RunRecord]) -> None:
+    """An attempt whose supervisor was killed has no recorded end, and does not cost what the next ones cost."""
+    run, _ = made
+    attempt(run, 1, 1000.0, None)
+    write_ledger(run, Ledger(1, 1000.0, 1900.0, False, 10, dict.fromkeys(CATEGORIES, 0.0)))
+    attempt(run, 2, 8200.0, None)
+    assert figures(made, 10, now=10_000.0).cost_so_far_usd == pytest.approx(2 * 3.0 * (900 + 1800) / 3600)
+
+
 def test_each_attempt_costs_the_gpus_and_the_price_of_its_revision(made: tuple[RunDir, RunRecord]) -> None:
     run, record = made
     spec, plan = planned(overrides=(*PRICE, "cluster.nodes=2", "cluster.price_per_gpu_hour=1.0"))
@@ -120,6 +130,31 @@ def test_the_first_step_of_an_attempt_does_not_count(made: tuple[RunDir, RunReco
     assert figures(made, 60).measured_step_seconds == 1.0
     assert max(case.history.column("step_seconds")) == 90.0
     assert not math.isnan(case.history.column("attempt")[0])
+
+
+def test_trackers_get_the_figures_of_status(made: tuple[RunDir, RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a rollback, a restart with a slow first step, a change of the price, and a save that blocks."""
+    run, record = made
+    spec, plan = planned(overrides=("cluster.price_per_gpu_hour=1.0",))
+    record_event(run, "submitted", first_attempt=1, revision=0)
+    attempt(run, 1, 0.0, 3600.0)
+    log(run, range(1, 131), 2.0)
+    record_event(run, "rolled-back", from_step=130, to_step=100, skip=[1], lost_steps=30, cause="spike", retry=1)
+    log(run, range(101, 121), 3.0)
+    record = add_revision(run, record, spec, plan, ["cluster.price_per_gpu_hour=1.0"])
+    record_event(run, "submitted", first_attempt=2, revision=1)
+    attempt(run, 2, 7200.0, None)
+    log(run, range(121, 122), 90.0, 2)
+    log(run, range(122, 221), 4.0, 2)
+    append_lines(run.metrics, [{"step": 220, "validation_loss": 3.0}])
+    write_ledger(run, Ledger(2, 7200.0, 9000.0, False, 100, {**dict.fromkeys(CATEGORIES, 0.0), "save": 30.0}))
+    monkeypatch.setattr("time.time", lambda: 10_000.0)
+    status, tracked = figures((run, record), 220), figures_of_trackers(run, record)
+    assert status.measured_step_seconds == 3.0
+    assert tracked.remaining_seconds == status.eta_seconds == pytest.approx(1780 * 3.3)
+    assert tracked.cost_usd == status.cost_so_far_usd == pytest.approx(2 * 3.0 + 2 * 1.0 * 2800 / 3600)
+    assert tracked.cost_to_come_usd == status.cost_to_come_usd
+    assert tracked.planned_step_seconds == status.planned_step_seconds
 
 
 def test_the_lines_of_the_spec_are_kept_with_the_run(made: tuple[RunDir, RunRecord]) -> None:

@@ -66,6 +66,20 @@ def test_the_figures_are_those_of_status(tmp_path: Path) -> None:
     assert str(run.path) in shown.text
 
 
+def test_the_latest_figures_of_a_long_run_are_those_of_status_and_not_of_a_point_of_its_curve(tmp_path: Path) -> None:
+    run = trained_run()
+    rows = [
+        {"step": step, "loss": 2.0, "tokens_per_second": 2e4, "mfu": step / 4000, "step_seconds": 0.5, "attempt": 1}
+        for step in range(301, 2001)
+    ]
+    append_lines(run.metrics, rows)
+    status = scaletrain("status", "r1", "--json").data
+    (found,) = scaletrain("report", "r1", "--json").data["runs"]
+    latest = {row["name"]: row["measured"] for row in found["compared"] if row["topic"] == "throughput"}
+    assert latest == {name: status[name] for name in ("tokens_per_second", "mfu")}
+    assert latest["mfu"] == 0.5
+
+
 def test_the_page_has_no_outside_reference_and_only_its_own_script(tmp_path: Path) -> None:
     trained_run()
     text, shown = written(tmp_path, "r1")

@@ -130,12 +130,46 @@ def test_a_preempted_run_continues_on_other_nodes_and_equals_the_local_run(login
     assert {(60, "loss"), (60, "validation_loss")} <= curves(done["run_dir"]).keys()
 
 
+def sees_the_run_while_it_trains(login: Login, run_id: str, nodes: list[str], page: Path) -> None:
+    """Use `status`, `watch`, `diagnose`, `profile` and `report` on a run of two ranks on two nodes."""
+
+    def measures(now: dict[str, Any]) -> bool:
+        memory = (now["hardware"] or {}).get("memory_bytes")
+        return now["step_seconds"]["measured"] is not None and memory is not None and memory["count"] == 2
+
+    now = login.wait(run_id, measures, seconds=60)
+    files = (Path(now["run_dir"]) / "attempts" / "0001" / "telemetry").glob("node-*.series")
+    assert sorted(file.name for file in files) == [
+        f"node-{number:04d}-{node}.series" for number, node in enumerate(nodes)
+    ]
+    assert now["eta_seconds"] > 0
+    screen = login.scaletrain("watch", run_id, "--once").stdout
+    for text in (f"{run_id}  running", f"on {', '.join(nodes)}", " per step, planned ", "rank "):
+        assert text in screen, screen
+    diagnosis = login.scaletrain("diagnose", run_id, "--json")
+    assert diagnosis["run_id"] == run_id
+    assert diagnosis["last_step"] >= now["step"]
+    profile = login.scaletrain("profile", run_id, "--ranks", "0,1", "--steps", "2", "--timeout", "3m", "--json")
+    assert [(rank["rank"], rank.get("error")) for rank in profile["by_rank"]] == [(0, None), (1, None)]
+    assert profile["measured"]["exposed_communication"]["median"] > 0
+    login.scaletrain("report", run_id, "-o", str(page))
+    written = page.read_text()
+    assert all(f">{node}<" in written for node in nodes)
+    assert 'id="profiles"' in written
+    assert login.status(run_id)["attempt"] == 1
+
+
 @pytest.mark.long
-def test_no_interruption_by_slurm_loses_a_saved_step(login: Login) -> None:
-    """Preemption without a grace time, scancel, a lost node, the time limit, and `scaletrain cancel`."""
+def test_no_interruption_by_slurm_loses_a_saved_step(login: Login, tmp_path: Path) -> None:
+    """Preemption without a grace time, scancel, a lost node, the time limit, and `scaletrain cancel`.
+
+    Before them, the verbs that show a run are used from the login node while it trains.
+    """
     cluster = login.cluster
     run_id = login.submit(*ON_SLURM, *TINY, "cluster.slurm.partition=spot0")
-    job_id = login.wait_for_steps(run_id, 1)["job_id"]
+    training = login.wait_for_steps(run_id, 1)
+    job_id = training["job_id"]
+    sees_the_run_while_it_trains(login, run_id, training["nodes"], tmp_path / "report.html")
 
     urgent = cluster.submit("sleep 600", "-p", "high", "-N", "4", "--exclusive")
     cluster.wait_for(job_id, lambda job: job["Restarts"] == "1")

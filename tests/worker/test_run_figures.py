@@ -19,10 +19,10 @@ from scaletrain_cli.tracking.prometheus import families, openmetrics_text
 from scaletrain_cli.worker.run_figures import run_figures
 
 
-def record_of(price: float | None = 2.0, revision: int = 0) -> Any:
+def record_of(price: float | None = 2.0) -> Any:
     cost, layout = SimpleNamespace(price_per_gpu_hour=price), SimpleNamespace(world_size=4)
-    plan = SimpleNamespace(cost=cost, layout=layout, time=SimpleNamespace(step=0.5))
-    return SimpleNamespace(plan=plan, spec=SimpleNamespace(total_steps=100), revision=revision)
+    plan = SimpleNamespace(cost=cost, layout=layout, time=SimpleNamespace(step=0.5), training_stages=())
+    return SimpleNamespace(plan=plan, spec=SimpleNamespace(total_steps=100), revision=0)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunDir:
         write_document(run.attempt(number) / "attempt.json", {"started": started, "ended": started + 100.0})
         seconds: Any = {"step": 60.0, "save": 20.0, "restore": 20.0}
         write_ledger(run, Ledger(number, started, started + 100.0, True, 20, seconds))
-    append_lines(run.metrics, [{"step": step, "step_seconds": 3.0, "loss": 5.0} for step in range(1, 41)])
+    append_lines(run.metrics, [{"step": step, "step_seconds": 3.0, "loss": 5.0, "attempt": 1} for step in range(1, 41)])
     for severity, name, code in (
         ("warning", "finding", "diagnosis.slow-rank"),
         ("error", "finding", "diagnosis.loss-rising"),
@@ -74,6 +74,6 @@ def test_what_is_not_known_is_absent(tmp_path: Path, run: RunDir) -> None:
     new = RunDir(tmp_path / "new")
     new.path.mkdir()
     found = run_figures(new, record_of())
-    assert (found.goodput, found.remaining_seconds, found.cost_usd, found.spreads) == (None, None, None, {})
-    assert run_figures(run, record_of(price=None)).cost_to_come_usd is None
-    assert run_figures(run, record_of(revision=1)).cost_usd is None  # earlier attempts may have had other GPUs
+    assert (found.goodput, found.remaining_seconds, found.cost_usd, found.spreads) == (None, None, 0.0, {})
+    unpriced = run_figures(run, record_of(price=None))
+    assert (unpriced.cost_usd, unpriced.cost_to_come_usd) == (None, None)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from scaletrain_cli.launch.watching import Shown
 from scaletrain_cli.ui.console import escaped_text
-from scaletrain_cli.ui.diagnosis import finding_in_full
+from scaletrain_cli.ui.diagnosis import finding_in_full, no_findings_text
 from scaletrain_cli.ui.events import event_line
 from scaletrain_cli.ui.watch.curves import curves
 from scaletrain_cli.ui.watch.layout import Choices, Content, Page, cut, rendered, wrapped
@@ -45,7 +45,7 @@ def _findings(shown: Shown, choices: Choices, width: int, height: int) -> Conten
             lines += rendered(renderable, width)
         lines.append(Text(""))
     if not diagnosis.findings:
-        lines += [Text(f"no findings up to step {diagnosis.last_step:,}"), Text("")]
+        lines += [Text(no_findings_text(diagnosis)), Text("")]
     if diagnosis.not_concluded:
         lines.append(Text("not concluded", "dim"))
         for reason in diagnosis.not_concluded:

@@ -73,6 +73,38 @@ def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> 
     assert resumed.data["job_id"] == "jobset/r1-s2"
 
 
+def test_without_the_volume_each_verb_that_shows_a_run_says_what_cannot_be_had(ready: FakeApi, tmp_path: Path) -> None:
+    """The figures that the pods print are shown; the rest is in the run directory, which only pods see."""
+    submit("--yes")
+    put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = [f"2026-11-21T10:00:02Z rank 0: {progress_line(7, 100, 3.1)}"]
+    watched = scaletrain("watch", "r1", "--once")
+    said = " ".join(watched.out.split())
+    assert "7 of 100 steps" in said
+    assert "loss 3.1000" in said
+    assert "Run `scaletrain watch r1` in a pod that mounts it." in said
+    seen = scaletrain("watch", "r1", "--once", "--json").data
+    assert (seen["state"], seen["step"], seen["findings"], seen["hardware"]) == ("running", 7, [], None)
+
+    diagnosed = scaletrain("diagnose", "r1")
+    assert diagnosed.code == ExitCode.DONE
+    assert "no step to diagnose" in diagnosed.out
+    assert "`scaletrain diagnose r1` in a pod that mounts it" in " ".join(diagnosed.out.split())
+    answer = scaletrain("diagnose", "r1", "--json").data
+    assert (answer["findings"], [each["code"] for each in answer["not_concluded"]]) == ([], ["diagnosis.elsewhere"])
+
+    refused = scaletrain("profile", "r1", "--json")
+    assert refused.code == ExitCode.USAGE
+    assert refused.data["error"]["reason"]["code"] == "launch.profile-unmounted"
+
+    page = tmp_path / "report.html"
+    assert scaletrain("report", "r1", "-o", page).code == ExitCode.DONE
+    (reported,) = scaletrain("report", "r1", "--json").data["runs"]
+    assert [each["code"] for each in reported["missing"]] == ["report.elsewhere"]
+    assert reported["missing"][0]["text"] in page.read_text()
+    assert "no findings" not in page.read_text().lower()
+
+
 def test_an_unanswered_submission_is_shown_explained_and_cancelled(ready: FakeApi) -> None:
     unavailable = (503, status(503, "ServiceUnavailable", "later"))
     ready.lost[("create", "jobsets")] = 1
