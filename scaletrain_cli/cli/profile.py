@@ -71,6 +71,9 @@ def command(
     show_profile(found, summary)
 
 
+_MOST_DIGITS = 9
+
+
 def _ranks(text: str) -> tuple[int, ...]:
     """Return the ranks in a list such as ``0,8-11``. Raises UsageError."""
     found: list[int] = []
@@ -78,7 +81,9 @@ def _ranks(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
             raise UsageError(f"--ranks {text}: {part.strip()!r} is not a rank or a range such as 8-11.")
-        if dash and int(last) - int(first) > 10_000:
-            raise UsageError(f"--ranks {text}: too many ranks.")
+        if max(len(first), len(last)) > _MOST_DIGITS or (dash and int(last) - int(first) > 10_000):
+            raise UsageError(f"--ranks {text[:40]}: too many ranks.")
+        if dash and int(last) < int(first):
+            raise UsageError(f"--ranks {text}: {part.strip()} ends before it begins. Write it as {last}-{first}.")
         found += range(int(first), int(last if dash else first) + 1)
     return tuple(sorted(set(found)))

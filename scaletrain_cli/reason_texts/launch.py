@@ -24,7 +24,7 @@ TEXTS: dict[str, Text] = {
         "profiles"
     ),
     "profile-not-running": Text(
-        "{run} does not train; its state is {state}", ("`scaletrain profile RUN --show` shows its newest profile.",)
+        "{run} does not train; its state is {state}", ("`scaletrain profile {run} --show` shows its newest profile.",)
     ),
     "profile-unmounted": Text(
         "the run directory that the ranks use is on a volume that is not mounted here, at {folder}",
@@ -45,7 +45,7 @@ TEXTS: dict[str, Text] = {
             "profile.",
         ),
     ),
-    "profile-none": Text("{run} has no profile"),
+    "profile-none": Text("{run} has no profile", ("`scaletrain profile {run}` makes one while the run trains.",)),
     # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
     "calibration-few-steps": Text(
         "{run} has {steps:of measured step} after the first ones of its latest attempt; a calibration needs {needed}"

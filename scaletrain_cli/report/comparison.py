@@ -11,6 +11,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.report.curves import MOST_BINS
 from scaletrain_cli.report.reading import SCHEMA, read_run_report
+from scaletrain_cli.report.spec_history import without_secrets
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import Sweep, read_sweep_place
 
@@ -87,7 +88,7 @@ def _sweep(sweep: Sweep, runs: Sequence[RunDir]) -> dict[str, Any]:
     for run in runs:
         place = read_sweep_place(run)
         for override in () if place is None else place.overrides:
-            key, _, value = override.partition("=")
+            key, _, value = without_secrets(override).partition("=")
             given.setdefault(key.strip(), {})[run.run_id] = _parsed(value)
     return {
         "name": sweep.name,

@@ -72,8 +72,7 @@ def _memory(case: Case, fullest: float | None) -> Iterator[Compared]:
             yield Compared("memory", name, "bytes", planned[name], None)
     _, peaks = case.history.known("memory_bytes")
     known = [value for value in (fullest, max(peaks, default=None)) if value is not None]
-    if not case.on_cpu:
-        yield Compared("memory", "peak", "bytes", case.plan.memory.peak, max(known, default=None))
+    yield Compared("memory", "peak", "bytes", None if case.on_cpu else case.plan.memory.peak, max(known, default=None))
 
 
 def _step(case: Case, figures: RunFigures, by_rank: Mapping[str, float]) -> Iterator[Compared]:

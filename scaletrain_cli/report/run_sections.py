@@ -164,14 +164,9 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
         else "MFU not measured"
     )
     yield f"{status['unit']} per second", "–" if per_second is None else count_text(per_second), note, ""
-    memory = [
-        value
-        for value in run["curves"]["kept"]["columns"].get("memory_bytes", {"mean": []})["mean"]
-        if value is not None
-    ]
+    peak = next((row["measured"] for row in run["compared"] if row["name"] == "peak"), None)
     capacity = run["planned"]["memory_capacity_bytes"]
     ranks = (status["hardware"] or {}).get("memory_bytes")
-    memory += [ranks["highest"]] if ranks else []
     of = (
         f"of {value_text(capacity, 'bytes')}"
         if capacity
@@ -179,8 +174,8 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
         if ranks
         else "of rank 0"
     )
-    full = "attention" if memory and capacity and max(memory) > 0.95 * capacity else ""
-    yield "memory", value_text(max(memory, default=None), "bytes"), of, full
+    full = "attention" if peak and capacity and peak > 0.95 * capacity else ""
+    yield "peak memory", value_text(peak, "bytes"), of, full
     goodput = status["goodput"]
     restarts = f"{counted(status['restarts'], 'restart')}, {counted(status['steps_lost_total'], 'step')} lost"
     yield "goodput", "–" if goodput is None else percent_text(goodput["goodput"]), restarts, ""

@@ -29,25 +29,23 @@ def spec_of(run: RunDir) -> dict[str, Any]:
             {
                 "revision": number,
                 "created": document.get("created"),
-                "overrides": [
-                    str(each).partition("=")[0] + "=" + _HIDDEN if str(each).startswith("env.") else str(each)
-                    for each in document.get("overrides", ())
-                ],
+                "overrides": [without_secrets(str(each)) for each in document.get("overrides", ())],
                 "changed": differences(before, after),
             }
         )
         before = after
     keys = [
-        {"key": key, "value": value, "place": place_in(lines, key)}
+        {"key": key, "value": value, "place": lines.get(key, "")}
         for key, value in before.items()
         if not key.startswith(_LAYOUT)
     ]
     return {"keys": keys, "revisions": made}
 
 
-def place_in(lines: Mapping[str, str], key: str) -> str:
-    """Return ``file:line`` of a key or of a list that has it; empty for a default."""
-    return lines.get(key, "")
+def without_secrets(override: str) -> str:
+    """Return ``KEY=VALUE`` without the values of environment variables."""
+    key = override.partition("=")[0].strip()
+    return f"{key}={_HIDDEN}" if key == "env" or key.startswith("env.") else override
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -60,14 +58,14 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dic
     ]
 
 
-def flat_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _flat_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of a spec by dotted key; a list is one leaf, and values of ``env`` are hidden."""
     return dict(_leaves("", spec))
 
 
 def _flat_document(document: Mapping[str, Any]) -> dict[str, Any]:
     spec, plan = document.get("spec"), document.get("plan")
-    found = flat_spec(spec) if isinstance(spec, dict) else {}
+    found = _flat_spec(spec) if isinstance(spec, dict) else {}
     layout = plan.get("layout") if isinstance(plan, dict) else None
     return found | ({f"{_LAYOUT}{key}": value for key, value in layout.items()} if isinstance(layout, dict) else {})
 

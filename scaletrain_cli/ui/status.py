@@ -21,7 +21,16 @@ from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
-from scaletrain_cli.text import bytes_text, count_text, dollars_text, listed, percent_text, seconds_text
+from scaletrain_cli.text import (
+    bytes_text,
+    count_text,
+    counted,
+    dollars_text,
+    listed,
+    percent_text,
+    ratio_text,
+    seconds_text,
+)
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.diagnosis import finding_lines
@@ -56,12 +65,11 @@ def show_status(
     its guard, and the first findings of its diagnosis.
     """
     console = stdout_console()
-    share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     headline = Text.assemble(
         (plain(status.run_id), "bold"),
         "  ",
         (status.state, STYLES.get(status.state, "")),
-        f"  step {status.step} of {status.total_steps}{share}",
+        f"  {progress_text(status)}",
     )
     line(console, headline)
     table = Table.grid(padding=(0, 2))
@@ -88,8 +96,8 @@ def show_status(
     if status.goodput is not None:
         table.add_row("  goodput", escaped_text(goodput_text(status.goodput)))
     if status.last_checkpoint_step is not None:
-        lost = f"; {status.steps_lost_total} steps lost so far" if status.attempt > 1 else ""
-        table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step}{lost}"))
+        lost = f"; {lost_text(status)}" if status.attempt > 1 or status.steps_lost_total else ""
+        table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step:,}{lost}"))
     if guard_events:
         table.add_row("  guard", escaped_text(guard_text(guard_events)))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
@@ -108,13 +116,35 @@ def show_status(
         show(console, Group("", _attempts(attempts, now or time.time())))
 
 
+def progress_text(status: RunStatus) -> str:
+    """Return ``step 1,234 of 2,000 (62 %)``."""
+    share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
+    return f"step {status.step:,} of {status.total_steps:,}{share}"
+
+
+def lost_text(status: RunStatus) -> str:
+    """Return ``23 steps lost so far``: by crashes and rollbacks."""
+    return f"{counted(status.steps_lost_total, 'step')} lost so far"
+
+
 def times_text(figures: RunFigures) -> str:
-    """Return ``12 min 3 s left; 0.52 s per step, planned 0.48 s``; empty before the first steps."""
-    left = [f"{seconds_text(figures.eta_seconds)} left"] if figures.eta_seconds else []
-    if figures.measured_step_seconds is None:
-        return "; ".join(left)
-    planned = f", planned {seconds_text(figures.planned_step_seconds)}" if figures.planned_step_seconds > 0 else ""
-    return "; ".join([*left, f"{seconds_text(figures.measured_step_seconds)} per step{planned}"])
+    """Return ``12 min 3 s left; 0.52 s per step, planned 0.48 s (x1.08)``; empty before the first steps."""
+    step = "" if figures.measured_step_seconds is None else step_text(figures)
+    return "; ".join(part for part in (left_text(figures), step) if part)
+
+
+def left_text(figures: RunFigures) -> str:
+    """Return ``12 min 3 s left``; empty where that is not known, and after the last step."""
+    return f"{seconds_text(figures.eta_seconds)} left" if figures.eta_seconds else ""
+
+
+def step_text(figures: RunFigures) -> str:
+    """Return ``0.52 s per step, planned 0.48 s (x1.08)``, or the one of them that is known."""
+    measured, planned = figures.measured_step_seconds, figures.planned_step_seconds
+    if measured is None:
+        return f"planned {seconds_text(planned)}" if planned > 0 else ""
+    beside = f", planned {seconds_text(planned)} ({ratio_text(measured / planned)})" if planned > 0 else ""
+    return f"{seconds_text(measured)} per step{beside}"
 
 
 def guard_text(events: Sequence[Event]) -> str:

@@ -29,6 +29,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.ui.watch.layout import PAGES, Choices, Page
+from scaletrain_cli.ui.watch.lines import show_overview
 from scaletrain_cli.ui.watch.screen import press, screen_lines
 from tests.cli.command_line import PROJECT, scaletrain
 from tests.cli.prepared_runs import prepare
@@ -251,6 +252,24 @@ def test_once_prints_the_overview_or_one_answer(trained: RunDir) -> None:
     assert status["hardware"]["memory_bytes"]["highest_name"] == "rank 1"
     assert [event["event"] for event in status["guard_events"]] == ["rolled-back"]
     assert "step 420 to step 300" in status["guard_events"][0]["text"]
+
+
+def test_findings_that_are_not_shown_are_counted_with_where_to_see_them(
+    trained: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = read_view(trained)
+    many = dataclasses.replace(view.diagnosis, findings=view.diagnosis.findings[:1] * 9)
+    view = dataclasses.replace(view, diagnosis=many)
+    assert "and 7 more findings: page 6" in page(Shown(view), "overview")
+    show_overview(view)
+    assert "and 4 more findings: scaletrain diagnose r1" in capsys.readouterr().out
+
+
+def test_steps_that_a_rollback_undid_are_counted_in_the_first_attempt_too(trained: RunDir) -> None:
+    for verb in (("status",), ("watch", "--once")):
+        shown = scaletrain(verb[0], "r1", *verb[1:]).out
+        assert "120 steps lost so far" in shown, verb
+        assert "500 ms per step, planned 1 s (x0.50)" in shown, verb
 
 
 def test_without_a_terminal_it_prints_lines_until_the_run_has_ended(trained: RunDir) -> None:

@@ -121,8 +121,10 @@ def test_a_wait_ends_with_the_profile_or_with_the_reason(run: RunDir, monkeypatc
 
 def test_ranks_are_a_list_of_ranks_and_ranges() -> None:
     assert _ranks("0,8-11, 9") == (0, 8, 9, 10, 11)
-    for wrong in ("", "a", "1-", "-1", "0,,1", "1-2-3", "0-99999"):
+    for wrong in ("", "a", "1-", "-1", "0,,1", "1-2-3", "0-99999", "9" * 5000):
         with pytest.raises(UsageError):
             _ranks(wrong)
+    with pytest.raises(UsageError, match="Write it as 3-5"):
+        _ranks("0,5-3")
     with pytest.raises(ValueError, match="1 to 16 different ranks"):
         ProfileRequest(ranks=_ranks("0-16"))

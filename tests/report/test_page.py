@@ -200,12 +200,18 @@ def test_a_profile_is_shown_beside_the_plan(tmp_path: Path) -> None:
     assert "sm90_<gemm> 250 ms 64" in shown.text
 
 
-def test_a_revision_is_a_diff(tmp_path: Path) -> None:
+def test_a_revision_is_a_diff_without_values_of_environment_variables(tmp_path: Path) -> None:
     run = trained_run()
     record = read_record(run)
     changed = record.spec.model_copy(update={"name": "other"})
-    add_revision(run, record, changed, record.plan, ["name=other"])
-    _, shown = written(tmp_path, "r1")
+    secret = "hf_0123456789"
+    changed = changed.model_copy(update={"env": {"HF_TOKEN": secret}})
+    overrides = ["name=other", f"env.HF_TOKEN={secret}", f"env={{HF_TOKEN: {secret}}}", f" env.HF_TOKEN={secret}"]
+    add_revision(run, record, changed, record.plan, overrides)
+    text, shown = written(tmp_path, "r1")
+    assert secret not in text
+    assert secret not in json.dumps(scaletrain("report", "r1", "--json").data)
+    assert "name=other, env.HF_TOKEN=(set), env=(set), env.HF_TOKEN=(set)" in shown.text
     assert "Revision 1" in shown.text
     assert re.search(r"- name: \S+ \+ name: other", shown.text)
 

@@ -7,11 +7,10 @@ import time
 from rich.text import Text
 
 from scaletrain_cli.launch.view import RunView
-from scaletrain_cli.text import percent_text, seconds_text
 from scaletrain_cli.ui.console import line, plain, show, stdout_console, supports_unicode
 from scaletrain_cli.ui.diagnosis import finding_headline
 from scaletrain_cli.ui.events import event_line
-from scaletrain_cli.ui.status import STYLES, cost_text, measures_text
+from scaletrain_cli.ui.status import STYLES, cost_text, left_text, measures_text, progress_text
 from scaletrain_cli.ui.watch.layout import Choices
 from scaletrain_cli.ui.watch.overview import overview
 
@@ -23,7 +22,7 @@ def show_overview(view: RunView) -> None:
     console = stdout_console()
     line(console, headline(view))
     choices = Choices(unicode=supports_unicode(console))
-    for text in overview(view, choices, console.width, _ROWS).body:
+    for text in overview(view, choices, console.width, _ROWS, more=f"scaletrain diagnose {view.run.run_id}").body:
         show(console, text)
 
 
@@ -37,10 +36,8 @@ def show_change(view: RunView, before: RunView | None) -> None:
         if finding.code not in known:
             line(console, finding_headline(finding))
     status, figures = view.status, view.figures
-    share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     why = status.why if status.state not in ("running", "finished") else ""
-    left = f"{seconds_text(figures.eta_seconds)} left" if figures.eta_seconds else ""
-    words = [f"step {status.step} of {status.total_steps}{share}", measures_text(status), left, cost_text(figures), why]
+    words = [progress_text(status), measures_text(status), left_text(figures), cost_text(figures), why]
     when = time.strftime("%H:%M:%S", time.localtime(view.now))
     line(console, f"{when}  {status.state}  {'; '.join(word for word in words if word)}")
 

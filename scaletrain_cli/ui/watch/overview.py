@@ -9,12 +9,21 @@ from typing import Any
 from rich.text import Text
 
 from scaletrain_cli.launch.view import RunView
-from scaletrain_cli.text import bytes_text, counted, listed, percent_text, ratio_text, seconds_text
-from scaletrain_cli.ui.console import escaped_text
+from scaletrain_cli.text import bytes_text, counted, listed, percent_text, seconds_text
+from scaletrain_cli.ui.console import escaped_text, plain
 from scaletrain_cli.ui.diagnosis import finding_headline
 from scaletrain_cli.ui.events import event_line
 from scaletrain_cli.ui.hardware import gpu_text, planned_parts_text, rank_memory_text, step_parts_text
-from scaletrain_cli.ui.status import cost_text, goodput_text, measures_text, memory_text, sources_text
+from scaletrain_cli.ui.status import (
+    cost_text,
+    goodput_text,
+    left_text,
+    lost_text,
+    measures_text,
+    memory_text,
+    sources_text,
+    step_text,
+)
 from scaletrain_cli.ui.watch.curves import loss_curve
 from scaletrain_cli.ui.watch.layout import Choices, Content, cut, elsewhere_text, joined, rows_of, wrapped
 
@@ -32,8 +41,11 @@ def progress_bar(done: int, total: int, width: int, unicode: bool = True) -> Tex
     return Text.assemble((filled * full, "bold green"), (empty * (cells - full), "dim"), words)
 
 
-def overview(view: RunView, choices: Choices, width: int, height: int) -> Content:
-    """Return the state, the loss, and a line for each figure; the chart takes the lines that are left."""
+def overview(view: RunView, choices: Choices, width: int, height: int, *, more: str = "page 6") -> Content:
+    """Return the state, the loss, and a line for each figure; the chart takes the lines that are left.
+
+    ``more``: where to see the findings that are not shown.
+    """
     bar = progress_bar(view.status.step, view.status.total_steps, width, choices.unicode)
     lines = 2 if height >= _TALL else 1
     figures = [line for label, text in _figures(view, height) if text for line in rows_of(label, text, width, lines)]
@@ -43,8 +55,8 @@ def overview(view: RunView, choices: Choices, width: int, height: int) -> Conten
     left = height - len(head) - len(figures)
     shown_findings = findings[: 5 if height >= _TALL else 2]
     if len(findings) > len(shown_findings):
-        more = f"and {counted(len(findings) - len(shown_findings), 'more finding')}: page 6"
-        shown_findings = [*shown_findings, Text(more, "dim")]
+        rest = f"and {counted(len(findings) - len(shown_findings), 'more finding')}: {more}"
+        shown_findings = [*shown_findings, cut(Text(plain(rest), "dim"), width)]
     left -= len(shown_findings)
     has_curve = len(view.case.history) > 1
     wanted = max(1, left // 4) if has_curve else left
@@ -72,7 +84,7 @@ def _why(view: RunView, width: int) -> list[Text]:
 def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
     """Return label and text of each line of figures; an empty text where nothing is known."""
     status, figures, plan, hardware = view.status, view.figures, view.record.plan, view.hardware
-    left = [f"{seconds_text(figures.eta_seconds)} left" if figures.eta_seconds else "", cost_text(figures)]
+    left = [left_text(figures), cost_text(figures)]
     if figures.eta_seconds:
         end = time.localtime(view.now + figures.eta_seconds)
         is_today = end[:3] == time.localtime(view.now)[:3]
@@ -92,7 +104,7 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
         ("last", measures_text(status)),
         ("", ", ".join(rate)),
         ("sources", sources_text(status)),
-        ("step", joined([_step_text(view), mfu])),
+        ("step", joined([step_text(figures), mfu])),
         ("measured", parts),
         ("planned", planned_parts_text(plan) if is_beside else ""),
         ("slow", str(status.straggler or "")),
@@ -102,17 +114,6 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
         ("saved", _saved(view)),
         ("job", _job_text(view)),
     ]
-
-
-def _step_text(view: RunView) -> str:
-    """Return ``0.52 s per step, planned 0.48 s (x1.08)``."""
-    figures = view.figures
-    measured, planned = figures.measured_step_seconds, figures.planned_step_seconds
-    if measured is None:
-        return f"planned {seconds_text(planned)}" if planned > 0 else ""
-    if planned <= 0:
-        return f"{seconds_text(measured)} per step"
-    return f"{seconds_text(measured)} per step, planned {seconds_text(planned)} ({ratio_text(measured / planned)})"
 
 
 def _saved(view: RunView) -> str:
@@ -132,7 +133,7 @@ def _saved(view: RunView) -> str:
         when = f" in {seconds_text(wait * seconds)}" if seconds is not None and wait > 0 else ""
         parts.append(f"next at step {following:,}{when}")
     if view.status.steps_lost_total:
-        parts.append(f"{counted(view.status.steps_lost_total, 'step')} lost so far")
+        parts.append(lost_text(view.status))
     return joined([*parts, took])
 
 
