@@ -128,8 +128,11 @@ class LiveDiagnosis:
     _problem: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        self._hysteresis = self._recorded()
+
+    def _recorded(self) -> Hysteresis:
         raised = raised_findings(read_events(self.run))
-        self._hysteresis = Hysteresis({key: each.severity for key, each in raised.items()})
+        return Hysteresis({key: each.severity for key, each in raised.items()})
 
     def look(self, *, is_last: bool = False) -> float:
         """Diagnose once if there are new measurements or events; return the CPU time in seconds.
@@ -149,6 +152,8 @@ class LiveDiagnosis:
             if repr(error) != self._problem:
                 logger.warning("a diagnosis failed: %r", error)
             self._problem = repr(error)
+            with contextlib.suppress(Exception):  # what could not be recorded, as on a full disk, is raised again later
+                self._hysteresis = self._recorded()
         return time.process_time() - before
 
     def _sizes(self) -> tuple[int, int]:

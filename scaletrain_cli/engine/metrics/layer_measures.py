@@ -7,11 +7,14 @@ averaged over replicas and micro-batches, unscaled; clipping by norm is undone, 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ _COLUMNS = (
     *("activation", "activations"),  # squares and number
     *("dead", "units"),
 )
+logger = logging.getLogger(__name__)
 _AT = {name: number for number, name in enumerate(_COLUMNS)}
 
 
@@ -127,48 +131,52 @@ class LayerProbe:
     def __init__(self, names: Mapping[str, int], composed: Composed, states: ShardedState, *, compiled: bool) -> None:
         """``names``: the rows of the layers of the run. ``compiled``: hooks inside of blocks would not be called."""
         self.seconds = 0.0  # of the host
+        self._failed = False
         self.sums = LayerSums(len(names) + 1)
         self._names, self._engine = names, composed.engine
         self._units: dict[str, _Units] = {}
         self._copies: list[tuple[_ShardParts, Tensor, list[Tensor]]] = []
-        began = time.perf_counter()
-        self._layers = layers_of_model(composed.model)
-        self._parts = self._parts_by_weight(states.shards)
         self._hooks: list[RemovableHandle] = []
-        for name, module, place in self._layers.activations:
-            self._hooks.append(_hook(module, place, self._observing(name)))
-        for name, block in self._layers.blocks.items():
-            units, place = units_of_block(block)
-            if units is not None and (units is block or not compiled):
-                self._hooks.append(_hook(units, place, self._observing_units(name)))
-        optimizer = composed.optimizer
-        before = optimizer.register_step_pre_hook(self._before_update)
-        hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary
-        hooks.move_to_end(before.id, last=False)  # before gradients are clamped
-        self._hooks += [before, optimizer.register_step_post_hook(self._after_update)]
-        self.seconds += time.perf_counter() - began
+        with self._measuring():
+            self._layers = layers_of_model(composed.model)
+            self._parts = self._parts_by_weight(states.shards)
+            for name, module, place in self._layers.activations:
+                self._hooks.append(_hook(module, place, self._observing(name)))
+            for name, block in self._layers.blocks.items():
+                units, place = units_of_block(block)
+                if units is not None and (units is block or not compiled):
+                    axis = 1 if units is block or isinstance(units, nn.Conv2d) else -1
+                    self._hooks.append(_hook(units, place, self._observing_units(name, axis)))
+            optimizer = composed.optimizer
+            before = optimizer.register_step_pre_hook(self._before_update)
+            hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary
+            hooks.move_to_end(before.id, last=False)  # before gradients are clamped
+            self._hooks += [before, optimizer.register_step_post_hook(self._after_update)]
 
     @torch.no_grad()
     def close(self, norm: Tensor | float, device: torch.device) -> Callable[[], list[float]]:
         """Remove the hooks; return a function that waits for the sums of this rank, and returns them row by row.
 
-        The last row has the norm of the whole gradient, which may be on ``device`` still, and 1.
+        The last row has the norm of the whole gradient, which may be on ``device`` still, and 1. After an error of a
+        hook all are NaN, so that every rank knows that this one has none.
         """
-        began = time.perf_counter()
         for hook in self._hooks:
             hook.remove()
-        for name, units in self._units.items():
-            if units.rows < _FEWEST_ROWS:
-                continue
-            count = units.largest.numel()
-            rms = (units.square / (units.rows * count)).sqrt()
-            row = torch.tensor([self._names[name]], device=rms.device)
-            self.sums.add("dead", row, (units.largest < _DEAD * rms).sum().view(1))
-            self.sums.add("units", row, torch.tensor([float(count)], device=rms.device))
-        last = self.sums.on(device)[-1]
-        last[0], last[1] = norm, 1.0
-        fetch = self.sums.fetch()
-        self.seconds += time.perf_counter() - began
+        fetch: Callable[[], list[float]] = partial(list, [math.nan] * (len(self._names) + 1) * len(_COLUMNS))
+        if self._failed:
+            return fetch
+        with self._measuring():
+            for name, units in self._units.items():
+                if units.rows < _FEWEST_ROWS:
+                    continue
+                count = units.largest.numel()
+                rms = (units.square / (units.rows * count)).sqrt()
+                row = _row(self._names[name], rms.device)
+                self.sums.add("dead", row, (units.largest < _DEAD * rms).sum().view(1))
+                self.sums.add("units", row, torch.full((1,), float(count), device=rms.device))
+            last = self.sums.on(device)[-1]
+            last[0], last[1] = norm, 1.0
+            fetch = self.sums.fetch()
         return fetch
 
     def _parts_by_weight(self, shards: Sequence[FlatShard]) -> dict[int, _ShardParts]:
@@ -179,33 +187,33 @@ class LayerProbe:
             rows = [self._names[self._layers.of_matrix[placed.slice.name]] for placed in shard.owned]
             places = [(placed.offset, placed.slice.numel) for placed in shard.owned]
             if places:
-                found[id(weight)] = _ShardParts(places, torch.tensor(rows, device=weight.device), stride)
+                found[id(weight)] = _ShardParts(places, self._on_device(rows, weight.device), stride)
         return found
 
     @torch.no_grad()
     def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
-        began = time.perf_counter()
-        for weight in (each for group in optimizer.param_groups for each in group["params"]):
-            parts = self._parts.get(id(weight))
-            if parts is None or weight.grad is None:
-                continue
-            layers = parts.layers.to(weight.device)
-            views = parts.views(weight)
-            self.sums.add("gradient", layers, _squares(parts.views(weight.grad)))
-            self.sums.add("weight", layers, _squares(views))
-            self._copies.append((parts, weight, [view[:: parts.stride].clone() for view in views]))
-        self.seconds += time.perf_counter() - began
+        if self._failed:
+            return
+        with self._measuring():
+            for weight in (each for group in optimizer.param_groups for each in group["params"]):
+                parts = self._parts.get(id(weight))
+                if parts is None or weight.grad is None:
+                    continue
+                layers = parts.layers.to(weight.device)
+                views = parts.views(weight)
+                self.sums.add("gradient", layers, _squares(parts.views(weight.grad)))
+                self.sums.add("weight", layers, _squares(views))
+                self._copies.append((parts, weight, [view[:: parts.stride].clone() for view in views]))
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
-        began = time.perf_counter()
-        for parts, weight, copies in self._copies:
-            layers = parts.layers.to(weight.device)
-            self.sums.add("copied", layers, _squares(copies))
-            torch._foreach_sub_(copies, [view[:: parts.stride] for view in parts.views(weight)])
-            self.sums.add("change", layers, _squares(copies))
-        self._copies.clear()
-        self.seconds += time.perf_counter() - began
+        with self._measuring():
+            for parts, weight, copies in self._copies:
+                layers = parts.layers.to(weight.device)
+                self.sums.add("copied", layers, _squares(copies))
+                torch._foreach_sub_(copies, [view[:: parts.stride] for view in parts.views(weight)])
+                self.sums.add("change", layers, _squares(copies))
+            self._copies.clear()
 
     def _observing(self, name: str) -> Callable[[Tensor], None]:
         row: Tensor | None = None
@@ -213,34 +221,55 @@ class LayerProbe:
         def observe(values: Tensor) -> None:
             nonlocal row
             if row is None:
-                row = torch.tensor([self._names[name]], device=values.device)
+                row = _row(self._names[name], values.device)
             square = torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
             self.sums.add("activation", row, square.view(1))
             self.sums.on(values.device)[self._names[name], _AT["activations"]] += values.numel()
 
         return self._timed(observe)
 
-    def _observing_units(self, name: str) -> Callable[[Tensor], None]:
+    def _observing_units(self, name: str, axis: int) -> Callable[[Tensor], None]:
         def observe(values: Tensor) -> None:
-            units = values.transpose(0, 1).flatten(1).t() if values.dim() == 4 else values.flatten(0, -2)
-            largest = torch.linalg.vector_norm(units, math.inf, dim=0)
-            square = torch.linalg.vector_norm(units, dtype=torch.float32).double().square()
+            others = [each for each in range(values.dim()) if each != axis % values.dim()]
+            largest = torch.linalg.vector_norm(values, math.inf, dim=others)  # without a copy in another order
+            square = torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
+            rows = values.numel() // values.shape[axis]
             before = self._units.get(name)
             if before is not None:
                 largest = torch.maximum(before.largest, largest)
                 square = before.square + square
-            self._units[name] = _Units(largest, square, len(units) + (before.rows if before is not None else 0))
+            self._units[name] = _Units(largest, square, rows + (before.rows if before is not None else 0))
 
         return self._timed(observe)
 
     def _timed(self, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def timed(values: Tensor) -> None:
-            began = time.perf_counter()
-            with torch.no_grad():
-                observe(values.detach())
-            self.seconds += time.perf_counter() - began
+            if not self._failed:
+                with self._measuring(), torch.no_grad():
+                    observe(values.detach())
 
         return timed
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Count the seconds of a hook. An error, such as of a GPU without memory left, ends this measurement only."""
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            self._copies.clear()
+            logger.warning("the layers are not measured: %s: %s", type(error).__name__, error)
+        self.seconds += time.perf_counter() - began
+
+    def _on_device(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Return the numbers on a device, without waiting for it."""
+        return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _row(number: int, device: torch.device) -> Tensor:
+    """Return the number of a row, [1], on a device; unlike ``torch.tensor`` it does not wait for it."""
+    return torch.full((1,), number, dtype=torch.int64, device=device)
 
 
 def _hook(module: nn.Module, place: str, observe: Callable[[Tensor], None]) -> RemovableHandle:
@@ -328,6 +357,8 @@ class LayerMeasures:
         sums = self._consensus.total([*measured.fetch(), cost, usual])
         width = len(_COLUMNS)
         (norm, ranks, *_), (cost, usual) = sums[-2 - width : -2], sums[-2:]
+        if math.isnan(ranks):  # a rank could not measure its layers: none does from now on
+            self._every = 0
         share = cost / max(usual, 1e-9)  # of a step; the same on all ranks, as it is of all of them
         self.interval = min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(share / LARGEST_SHARE)))
         self._due = measured.step + self.interval

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.device_memory import MemorySampler
-from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures
+from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures, MeasuredLayers
 from scaletrain_cli.engine.metrics.noise_scale import EVERY as NOISE_EVERY
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
 from scaletrain_cli.engine.metrics.step_split import CollectiveWaits, StepSplit
@@ -25,6 +28,40 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.telemetry.run import layers_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.worker.telemetry import RankTelemetry
+
+_WRITE_SECONDS = 10.0  # between two writes of the layers' norms
+_CLOSE_SECONDS = 2.0  # for the last write
+logger = logging.getLogger(__name__)
+
+
+class LayersFile:
+    """The file of the layers' norms. A thread writes it: training never waits for a file system that hangs."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = SeriesWriter(path)
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = threading.Thread(target=self._write, name="layers", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads may be created
+            self._thread = None
+            logger.warning("the norms of layers are not written: %s", error)
+
+    def add(self, measured: MeasuredLayers) -> None:
+        """Add the columns of a step."""
+        for name, columns in measured.columns.items():
+            self._writer.add(f"layer {name}", time.time(), measured.step, columns)
+
+    def close(self) -> None:
+        """Write what is left, for at most 2 seconds."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _write(self) -> None:
+        while not self._ended.wait(_WRITE_SECONDS):
+            self._writer.flush()
+        self._writer.close()
 
 
 class RankMeasures:
@@ -65,7 +102,7 @@ class RankMeasures:
             stepper.noise_scale = NoiseScale.of(layout, composed.objective, device)
         compiled = layout.compile or spec.training.compile is True
         self._layers = LayerMeasures(spec, composed, mesh, consensus, device, compiled=compiled, first_step=first_step)
-        self._writer = SeriesWriter(layers_file(run, attempt)) if rank == 0 else None
+        self._file = LayersFile(layers_file(run, attempt)) if rank == 0 else None
 
     def __enter__(self) -> RankMeasures:
         if self._waits is not None:
@@ -79,10 +116,11 @@ class RankMeasures:
             return
         if self._waits is not None:
             self._waits.__exit__(kind, error, trace)
-        self._send()
+        if kind is None:  # else a GPU may have failed, whose events raise errors
+            self._send()
         self._sender.send()
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def begin(self, step: int) -> None:
         """Begin step ``step`` (1-based), before its batches are taken."""
@@ -104,11 +142,8 @@ class RankMeasures:
 
     def after_step(self, step: int) -> None:
         """Finish a measurement of layers, if one is complete after step ``step``. Collective."""
-        if not self._enabled or (measured := self._layers.finished(step)) is None or self._writer is None:
-            return
-        for name, columns in measured.columns.items():
-            self._writer.add(f"layer {name}", time.time(), measured.step, columns)
-        self._writer.flush()
+        if self._enabled and (measured := self._layers.finished(step)) is not None and self._file is not None:
+            self._file.add(measured)
 
     def step_took(self, step: int, seconds: float) -> None:
         """Record how long a step took on this rank."""

@@ -15,6 +15,7 @@ from scaletrain_cli.rundir.paths import RunDir
 _MODULE = "scaletrain_cli.launch.live_diagnosis"
 _START_SECONDS = 10.0  # shorter attempts are diagnosed at their end, and only if they failed
 _LAST_SECONDS = 5.0
+_AGAIN_SECONDS = 600.0  # after the start of a process that has ended, as for lack of memory
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +34,7 @@ class Observer:
     _began: float = field(default_factory=time.monotonic, init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _is_tried: bool = field(default=False, init=False)
+    _started: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._size_before = self._metrics_size()
@@ -47,6 +49,10 @@ class Observer:
         is_old = time.monotonic() - self._began >= self.start_seconds
         if not self._is_tried and is_old and (self.notifies or self._has_trained()):
             self._start()
+        elif self._process is not None and time.monotonic() - self._started >= _AGAIN_SECONDS:
+            self._started = time.monotonic()
+            if self._process.poll() is not None:
+                self._start()
 
     def finish(self, seconds: float = _LAST_SECONDS, *, failed: bool) -> None:
         """Ask for a last diagnosis, and wait for it for at most ``seconds``, and at most 5; then kill the process.
@@ -67,7 +73,10 @@ class Observer:
             process.kill()
 
     def _start(self) -> None:
-        self._is_tried = True
+        self._is_tried, self._started = True, time.monotonic()
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
         words = (str(self.run.path), "--attempt", str(self.attempt), "--parent-pid", str(os.getpid()))
         try:
             self._process = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +18,16 @@ from torch import Tensor
 from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.metrics import rank_measures
+from scaletrain_cli.engine.metrics.layer_measures import MeasuredLayers
+from scaletrain_cli.engine.metrics.rank_measures import LayersFile
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.telemetry.series import SeriesWriter, read_series
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag
@@ -190,3 +195,26 @@ def test_a_run_is_the_same_with_and_without_telemetry(row: Row, dataset: Path) -
         known = {step: value for step, value in on[0].noise.items() if value == value}
         assert known == pytest.approx(wanted, rel=1e-4)
         assert known == on[1].noise or len(known) == 4
+
+
+def test_a_file_system_that_hangs_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, monitored = threading.Event(), threading.Event()
+
+    def hang(writer: SeriesWriter) -> None:
+        monitored.set()
+        released.wait(30)
+
+    monkeypatch.setattr(rank_measures, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(rank_measures, "_CLOSE_SECONDS", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SeriesWriter, "flush", hang)
+        file = LayersFile(tmp_path / "layers.series")
+        assert monitored.wait(5)
+        began = time.monotonic()
+        file.add(MeasuredLayers(3, {"head": {"weight_norm": 2.0}}))
+        file.close()
+        assert time.monotonic() - began < 1
+    released.set()
+    assert file._thread is not None
+    file._thread.join(5)
+    assert read_series(tmp_path / "layers.series")["layer head"].mean["weight_norm"][0] == 2.0

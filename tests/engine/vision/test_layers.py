@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.metrics import layer_measures
@@ -49,13 +51,40 @@ def measured(family: str, *overrides: str) -> tuple[list[str], dict[str, dict[st
         set_rates(composed.optimizer, step, 1e-3)
         first, size = mesh.data.rank * row.micro_batch_size, row.micro_batch_size
         rows = rows_of(conversations(step), first, size, 2) if family == "llava" else None
+        batch = global_batch(row, step)
         layers.begin(step)
-        result = stepper.train([rows or part(global_batch(row, step), first, size)])
+        result = stepper.train([rows or part(batch, first, size)])
+        if layers._probe is not None:
+            for key, block in composed.model.blocks.items():
+                units = layers._probe._units[f"block {key}"].largest.numel()
+                assert not hasattr(block, "pwconv2") or units == block.pwconv2.in_features
         layers.end(step, result.grad_norm, stepper.largest_norm)
         assert found is None
         found = layers.finished(step)
     assert found.step == 2
+    check_that_an_error_ends_the_measurements_on_all_ranks(
+        layers, lambda: stepper.train([rows or part(batch, 0, size)])
+    )
     return layers.names, found.columns, float(result.grad_norm)
+
+
+def check_that_an_error_ends_the_measurements_on_all_ranks(layers: LayerMeasures, train: Callable[[], Any]) -> None:
+    """As of a GPU without memory left for them, on rank 0 alone; the step is trained, and no rank waits for another."""
+    squares = layer_measures._squares
+
+    def fail(tensors: list[Any]) -> Any:
+        raise torch.OutOfMemoryError("injected")
+
+    for step in (4, 6):
+        layer_measures._squares = fail if dist.get_rank() == 0 else squares
+        layers.begin(step)
+        assert (layers._probe is not None) == (step == 4)
+        result = train()
+        assert math.isfinite(float(result.loss))
+        layers.end(step, result.grad_norm, 0.0)
+        found = layers.finished(step)
+        assert found == (layer_measures.MeasuredLayers(4, {}) if step == 4 else None)
+    layer_measures._squares = squares
 
 
 SCALED = "vit"  # trained once more in fp16, whose gradients are scaled

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +95,45 @@ def test_a_failed_diagnosis_is_logged_once_and_the_next_one_may_succeed(
     ]
     live.look(is_last=True)
     assert made.events("finding")
+
+
+def test_a_finding_that_could_not_be_recorded_is_raised_later(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = make_run()
+    live = LiveDiagnosis(made.run, made.record, 1)
+    log_steps(made, 1, 200, rises=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("scaletrain_cli.launch.live_diagnosis.record_event", full)
+        live.look(is_last=True)
+    live.look(is_last=True)
+    assert "diagnosis.loss-above-start" in [event["code"] for event in made.events("finding")]
+
+
+def test_a_process_that_was_killed_is_started_again_after_a_time(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.node.observer.python_command", lambda *_: ["sleep", "60"])
+    observer = Observer(make_run().run, 1, notifies=True, start_seconds=0.0)
+    observer.start_if_due()
+    first = observer.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not is_running(first), "it has ended")
+    observer.start_if_due()
+    assert observer.pid == first
+    monkeypatch.setattr("scaletrain_cli.launch.node.observer._AGAIN_SECONDS", 0.0)
+    observer.start_if_due()
+    second = observer.pid
+    assert second not in (None, first)
+    observer.start_if_due()
+    assert observer.pid == second
+    observer.finish(0.0, failed=False)
+    assert observer._process is not None
+    assert observer._process.wait(5) == -signal.SIGKILL
 
 
 def test_the_pause_bounds_the_share_of_a_core() -> None:
