@@ -15,18 +15,23 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 
 def command(
     run: RunName,
-    steps: Annotated[int, typer.Option(help="Number of steps in the trace.")] = 3,
-    step: Annotated[int, typer.Option(help="First step of the trace (default: as soon as possible).")] = 0,
-    ranks: Annotated[str, typer.Option(help="Ranks to profile, such as 0,8-11.")] = "0",
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of steps in the trace, 1 to 50.")] = 3,
+    step: Annotated[
+        int,
+        typer.Option(metavar="N", help="First step of the trace (default: as soon as possible).", show_default=False),
+    ] = 0,
+    ranks: Annotated[str, typer.Option(metavar="RANKS", help="Ranks to profile, such as 0,8-11; at most 16.")] = "0",
     memory: Annotated[
         bool, typer.Option("--memory", help="Record allocations; on GPUs also write a memory snapshot.")
     ] = False,
-    stacks: Annotated[bool, typer.Option("--stacks", help="Record lines of Python code; traces grow.")] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Record lines of Python code, which makes the trace several times larger.")
+    ] = False,
     nvtx: Annotated[
         bool, typer.Option("--nvtx", help="Emit NVTX ranges for Nsight Systems instead of a trace.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the profile and show it.")] = True,
-    timeout: Annotated[str, typer.Option(help="How long to wait.")] = "10m",
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="Wait at most this long, e.g. 30m.")] = "10m",
     show: Annotated[bool, typer.Option("--show", help="Show the newest profile of the run; request none.")] = False,
     as_json: AsJson = False,
 ) -> None:

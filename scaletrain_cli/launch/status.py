@@ -17,7 +17,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.goodput import Goodput, run_goodput
+from scaletrain_cli.rundir.goodput import Goodput, run_goodput, steps_lost
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -173,7 +173,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         validation_loss=measured.get("validation_loss"),
         tokens_per_second=measured.get("tokens_per_second"),
         last_checkpoint_step=newest_checkpoint_step(run, record.spec),
-        steps_lost_total=sum(event.get("lost_steps", 0) for event in read_events(run)),
+        steps_lost_total=steps_lost(read_events(run)),
         restarts=max(0, len(attempts) - 1),
         nodes=job.nodes or (last.nodes if last else ()),
         agent_pids=_agent_pids(run, last),
@@ -355,10 +355,16 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
 
 
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
-    """Return the newest training line of metrics.jsonl, merged with the newest validation (on separate lines)."""
+    """Return the newest training line of metrics.jsonl, merged with the newest validation (on separate lines).
+
+    Only numbers are returned: another program may have written the file, or damaged it.
+    """
     newest: dict[str, Any] = {}
     validation: dict[str, Any] = {}
-    for count, line in enumerate(read_lines_backwards(run.metrics)):
+    for count, document in enumerate(read_lines_backwards(run.metrics)):
+        line = {key: value for key, value in document.items() if type(value) in (int, float)}
+        if type(document.get("step", 0)) is not int:
+            continue
         if "loss" in line:
             newest = newest or line
         if "validation_loss" in line:
@@ -371,13 +377,11 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
 def _straggler(run: RunDir) -> Reason | None:
     """Return the straggler that the newest attempt has reported; None if it has recovered."""
     for event in reversed(read_events(run)):
-        if event["event"] in ("started", "resumed"):
+        if event.get("event") in ("started", "resumed"):
             break
-        if event["event"] == "stragglers":
-            if event["rank"] is None:
-                break
-            params = {name: event[name] for name in ("rank", "seconds", "others_seconds")}
-            return Reason("launch.straggler", params)
+        if event.get("event") == "stragglers":
+            params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
+            return Reason("launch.straggler", params) if None not in params.values() else None
     return None
 
 

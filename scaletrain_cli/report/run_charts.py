@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaletrain_cli.report.chart import Chart, Line, Span, draw, span_of
-from scaletrain_cli.report.markup import value_text
 
 _SOURCES = 8
 _SOURCE = "loss/"
@@ -202,11 +201,3 @@ def since_start(run: Mapping[str, Any], times: Sequence[float | None]) -> list[f
     attempts = run["attempts"]
     start = attempts[0]["started"] if attempts else next((at for at in times if at is not None), 0.0)
     return [None if at is None else round(at - start, 3) for at in times]
-
-
-def last_value(run: Mapping[str, Any], column: str, unit: str) -> str:
-    """Return the last value of a column as text."""
-    values = [
-        value for value in run["curves"]["kept"]["columns"].get(column, {"mean": []})["mean"] if value is not None
-    ]
-    return value_text(values[-1] if values else None, unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -131,12 +131,17 @@ def run_goodput(run: RunDir) -> Goodput | None:
     events = read_events(run)
     scratch = max((place for place, event in enumerate(events) if event["event"] == "from-scratch"), default=0)
     # By the order of events, not by their times: clocks are set back, and differ between machines.
-    in_vain = max((event["attempt"] for event in events[:scratch] if "attempt" in event), default=0)
+    numbers = (event.get("attempt") for event in events[:scratch])
+    in_vain = max((number for number in numbers if type(number) is int), default=0)
     spans = [span for number in run.attempts() if (span := _span(run, number, number <= in_vain)) is not None]
     if all(span.ledger is None for span in spans):
         return None
-    lost = sum(event.get("lost_steps", 0) for event in events[scratch:])
-    return sum_goodput(spans, lost)
+    return sum_goodput(spans, steps_lost(events[scratch:]))
+
+
+def steps_lost(events: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many steps were trained and undone, by crashes and rollbacks."""
+    return sum(lost for event in events if type(lost := event.get("lost_steps")) is int)
 
 
 def _spent(attempt: AttemptSpan) -> dict[Category, float]:

@@ -123,7 +123,10 @@ _parsed: tuple[Path, tuple[int, int, int, int], list[dict[str, Any]]] | None = N
 
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
-    """Return all events, oldest first. They are parsed again only if the file has changed; do not modify them."""
+    """Return all events, oldest first; each has its name in ``event``. Damaged lines are left out.
+
+    The file is parsed again only if it has changed; do not modify the events.
+    """
     global _parsed
     known = _parsed
     try:
@@ -131,7 +134,8 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
             found = os.fstat(file.fileno())
             state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if known is None or known[:2] != (run.events, state):
-                known = (run.events, state, list(_objects(file.read(found.st_size).split(b"\n"))))
+                lines = _objects(file.read(found.st_size).split(b"\n"))
+                known = (run.events, state, [event for event in lines if isinstance(event.get("event"), str)])
                 _parsed = known
             return list(known[2])
     except FileNotFoundError:

@@ -231,13 +231,15 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
     def finish(self, outcome: Outcome) -> None:
         """Close the port. A file in the run directory remains with the last values; in another folder it is removed.
 
-        A collector would export what remains there for ever.
+        A collector would export what remains there for ever. The figures in the file are read once more: those of the
+        last minute would have time left and costs to come.
         """
         self._training = False
         self._close()
         if self._file is None:
             return
         if self.options.textfile == "auto":
+            self._figures = self._run.figures()
             self._write()
         else:
             self._file.unlink(missing_ok=True)

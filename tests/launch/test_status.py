@@ -203,6 +203,26 @@ def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) ->
 VISION = "model={family: resnet, embedding_size: 8, hidden_sizes: [8], depths: [1], layer_type: basic}"
 
 
+def test_lines_of_another_form_are_left_out(made: MadeRun) -> None:
+    """As of another program, or after damage: text in place of numbers, events without a name."""
+    begin(made)
+    append_line(made.run.metrics, {"step": 4, "loss": 2.5, "learning_rate": 0.1, "validation_loss": 2.0})
+    for line in (
+        {"step": "5", "loss": 2.0},
+        {"step": 5.5, "loss": 2.0},
+        {"step": 6, "loss": "nan", "grad_norm": [1]},
+        {"step": 7, "loss": None, "validation_loss": {}},
+    ):
+        append_line(made.run.metrics, line)
+    for event in ({}, {"event": 3}, {"event": "stragglers"}, {"event": "resumed", "lost_steps": "9", "attempt": "1"}):
+        append_line(made.run.events, event)
+    append_line(made.run.events, {"event": "rolled-back", "lost_steps": 3})
+    found = status(made, "running")
+    assert (found.step, found.loss, found.grad_norm, found.validation_loss) == (4, 2.5, None, 2.0)
+    assert (found.straggler, found.steps_lost_total) == (None, 3)
+    assert measures_text(found) == "loss 2.5000, validation 2.0000"
+
+
 def test_the_status_of_a_vision_run_has_images_and_accuracy_beside_the_loss(make_run: MakeRun) -> None:
     made = make_run(VISION, "data={source: images}")
     append_line(made.run.metrics, {"step": 5, "loss": 2.0, "samples_per_second": 1260.0})

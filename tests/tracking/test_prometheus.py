@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import socket
@@ -22,6 +23,7 @@ from scaletrain_cli.tracking.prometheus import (
     families,
     openmetrics_text,
 )
+from tests.waiting import wait_until
 
 # Columns of telemetry with every kind of unit.
 COLUMNS = {
@@ -177,6 +179,17 @@ def test_a_file_in_the_run_directory_keeps_the_last_values(tmp_path: Path) -> No
     text = (tmp_path / "prometheus" / "run-1.prom").read_text()
     assert 'scaletrain_step{run="run-1"} 7.0' in text
     assert 'scaletrain_training{run="run-1"} 0.0' in text
+
+
+def test_the_file_of_a_run_that_has_ended_has_the_figures_of_its_end(tmp_path: Path) -> None:
+    now = [dataclasses.replace(FIGURES, remaining_seconds=40.0)]
+    tracker = PrometheusTracker(PrometheusOptions())
+    tracker.start(TrackedRun("run-1", "abcdefgh", tmp_path, {}, 1, lambda: now[0]))
+    file = tmp_path / "prometheus" / "run-1.prom"
+    wait_until(lambda: file.exists() and 'remaining_seconds{run="run-1"} 40.0' in file.read_text(), "the first file")
+    now[0] = dataclasses.replace(FIGURES, remaining_seconds=0.0)
+    tracker.finish("finished")
+    assert 'scaletrain_remaining_seconds{run="run-1"} 0.0' in file.read_text()
 
 
 def test_figures_that_cannot_be_read_are_reported_by_the_next_step(tmp_path: Path) -> None:
