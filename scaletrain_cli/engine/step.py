@@ -65,6 +65,8 @@ class Stepper(ABC):
         """Train with the present engine from now on."""
         if self._by_value > 0:
             clip_elements(self._composed.optimizer, self._by_value)
+        if self.noise_scale is not None:
+            self.noise_scale.begin_again()
 
     def train(self, batches: Sequence[MicroBatch], *, nan_gradient: bool = False, factor: float = 1.0) -> StepResult:
         """Run forward and backward passes and the update over one global batch.

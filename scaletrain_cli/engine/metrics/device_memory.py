@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import resource
 import time
 from collections.abc import Callable
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 # The highest use before torch's own peak was last reset, in bytes by device; torch has one peak for all who read it.
 _earlier_peaks: dict[torch.device, int] = {}
@@ -46,6 +50,14 @@ class MemorySampler:
         if now - self._read < self._interval_seconds:
             return {}
         self._read = now
+        try:
+            return self._columns()
+        except (OSError, RuntimeError) as error:  # of an allocator without statistics
+            logger.warning("the memory of this rank is not measured: %s", error)
+            self._interval_seconds = math.inf
+            return {}
+
+    def _columns(self) -> dict[str, float]:
         if self._device.type != "cuda":
             return {"memory_bytes": float(resident_bytes())}
         stats = torch.cuda.memory_stats(self._device)

@@ -30,6 +30,11 @@ class NoiseScale:
 
     def __init__(self, small: int, large: int, device: torch.device) -> None:
         self._small, self._large, self._device = small, large, device
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget all measurements, as when other parameters begin to train."""
+        device = self._device
         self._means = torch.zeros(2, dtype=torch.float64, device=device)  # of trace and squared gradient, apart
         self._measured = torch.zeros((), dtype=torch.float64, device=device)
         self._square = torch.zeros((), device=device)

@@ -18,6 +18,7 @@ from scaletrain_cli.worker.telemetry import RankRow, read_telemetry_line
 
 START_SECONDS = 900.0  # for the first beat: the interpreter may start from a slow shared disk
 _READ_BYTES = 1 << 16
+_MOST_READS = 16  # at a time: a program that writes without end must not keep the agent from its other work
 # A longer pause between two polls means that the agent itself was stopped, by the scheduler or a debugger.
 _LONGEST_PAUSE_SECONDS = 10.0
 
@@ -91,7 +92,9 @@ class Channel:
     def listen(self) -> None:
         """Read the beats and the rows that have arrived; ``beat`` is the last of them."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._reads, _READ_BYTES):
+            for _ in range(_MOST_READS):
+                if not (data := os.read(self._reads, _READ_BYTES)):
+                    break
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 self._rest = self._rest[-_READ_BYTES:]
                 for line in lines:

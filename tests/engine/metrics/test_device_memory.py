@@ -37,6 +37,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return allocator
 
 
+def test_an_allocator_without_statistics_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: torch.device) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
+    sampler = MemorySampler(GPU, 0.0)
+    assert sampler.due() == sampler.due() == {}
+    assert len(caplog.records) == 1
+
+
 def test_each_reading_has_its_own_peak_and_the_attempt_keeps_the_highest(allocator: Allocator) -> None:
     now = 0.0
     sampler = MemorySampler(GPU, 1.0, clock=lambda: now)

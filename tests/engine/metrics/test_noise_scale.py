@@ -37,6 +37,11 @@ def test_the_estimate_is_unknown_at_first_and_passes_over_an_overflow() -> None:
         other.add(torch.tensor(math.inf), math.inf)
         known = other.add(torch.tensor(5.0), torch.tensor(2.0))
     assert known.item() == found[-1]
+    noise.begin_again()
+    assert math.isnan(noise.add(torch.tensor(5.0), 2.0).item())
+    assert [noise.add(torch.tensor(6.0), 2.0).item() for _ in range(24)][-1] == pytest.approx(
+        (6 - 4) / (3 / 4) / (10 / 3)
+    )
 
 
 def test_the_estimate_is_unknown_while_noise_hides_the_gradient() -> None:

@@ -49,6 +49,24 @@ def test_beats_and_rows_of_a_rank_are_told_apart() -> None:
     assert [(found.step, found.mean) for found in rows] == [(3, {"step_seconds": 0.5})]
 
 
+def test_a_program_that_writes_without_end_does_not_keep_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel()
+    reads: list[int] = []
+
+    def endless(descriptor: int, size: int) -> bytes:
+        reads.append(size)
+        assert len(reads) < 100
+        return b"x" * size
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", endless)
+        channel.listen()
+    assert len(reads) == 16
+    with channel.inherited():
+        pass
+    channel.close()
+
+
 @pytest.mark.process
 def test_ranks_gpus_and_the_node_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
