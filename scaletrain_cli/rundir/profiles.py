@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scaletrain_cli.rundir.documents import from_document, parse_json, read_document, write_document
+from scaletrain_cli.rundir.documents import from_document, parse_json, read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, open_to_read
 
@@ -157,24 +157,33 @@ def profile_folders(run: RunDir) -> list[Path]:
 def summary_of(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a profile from the files of its ranks, as in ``summary.json``; None without a profile.
 
-    ``ranks_missing``: those that have not written their figures yet.
+    ``ranks_missing``: those that have not written their figures yet. Raises UsageError for damaged figures.
     """
     profile = read_profile(folder)
     if profile is None:
         return None
     found = {rank: read_document(rank_file(folder, rank)) for rank in profile.ranks}
     by_rank = [{"rank": rank, **figures} for rank, figures in found.items() if figures is not None]
-    measured = [figures for figures in by_rank if figures.get("causes")]
+    with reporting_damage(folder):
+        measured = _measured([figures for figures in by_rank if figures.get("causes")])
     return {
         "schema": SCHEMA,
         "folder": str(folder),
         **asdict(profile),
         "ranks_missing": [rank for rank, figures in found.items() if figures is None],
         "planned": dict(profile.planned),
-        "measured": {name: _spread([figures["causes"][name] for figures in measured]) for name in CAUSES if measured}
-        | ({"step": _spread([figures["step_seconds"] for figures in measured])} if measured else {}),
+        "measured": measured,
         "by_rank": by_rank,
     }
+
+
+def _measured(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the seconds of each cause, and of a step, over the ranks; empty without ranks."""
+    if not ranks:
+        return {}
+    seconds = {name: [float(figures["causes"][name]) for figures in ranks] for name in CAUSES}
+    seconds["step"] = [float(figures["step_seconds"]) for figures in ranks]
+    return {name: _spread(values) for name, values in seconds.items()}
 
 
 def write_summary(folder: Path) -> None:

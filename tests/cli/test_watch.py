@@ -381,9 +381,9 @@ def test_in_a_terminal_keys_are_answered_and_the_terminal_is_restored(trained: R
         opened.wait_for("\x1b[40;1H")
         opened.process.send_signal(signal.SIGTSTP)
         opened.wait_for("\x1b[?1049l")
-        assert termios.tcgetattr(opened.slave)[3] == opened.before[3]
         stat = Path(f"/proc/{opened.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process is stopped")
+        assert termios.tcgetattr(opened.slave)[3] == opened.before[3]
         opened.process.send_signal(signal.SIGCONT)
         opened.wait_for("q quit")
         opened.press("q")

@@ -117,6 +117,10 @@ def test_a_wait_ends_with_the_profile_or_with_the_reason(run: RunDir, monkeypatc
     (folder / "rank-00000.json").write_text('{"error": "no CUPTI"}')
     assert answer()["by_rank"] == [{"rank": 0, "error": "no CUPTI"}]
     assert newest_profile(run)["ranks_missing"] == []
+    for damaged in ('{"causes": 3}', '{"causes": {"compute": 1}}', '{"causes": {"compute": [1]}, "step_seconds": 1}'):
+        (folder / "rank-00000.json").write_text(damaged)
+        with pytest.raises(UsageError, match="step-00000007"):
+            newest_profile(run)
 
 
 def test_ranks_are_a_list_of_ranks_and_ranges() -> None:
