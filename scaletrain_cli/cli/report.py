@@ -45,7 +45,7 @@ def command(
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+    if output is not None and not _can_be_replaced(output):
         raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
     if bool(runs) == (sweep is not None):
         raise UsageError(Reason("report.runs-or-sweep"))
@@ -66,3 +66,8 @@ def command(
         from scaletrain_cli.ui.json import print_json
 
         print_json(report)
+
+
+def _can_be_replaced(file: Path) -> bool:
+    """Return whether a name is that of a file, or free. A device or a pipe would be replaced by a file."""
+    return str(file) != "-" and (file.is_file() if file.exists() else file.absolute().parent.is_dir())

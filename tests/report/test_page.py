@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -134,7 +135,7 @@ def test_texts_of_users_and_programs_are_only_text(tmp_path: Path, root: Path) -
     assert f"env.X={HOSTILE[:5]}" not in shown.text  # a value of the environment may be a secret
 
 
-def test_nothing_but_the_file_is_written_and_a_folder_is_refused(tmp_path: Path, root: Path) -> None:
+def test_nothing_but_the_file_is_written_and_what_is_not_a_file_is_refused(tmp_path: Path, root: Path) -> None:
     trained_run()
 
     def listing() -> list[tuple[str, int, int]]:
@@ -144,9 +145,12 @@ def test_nothing_but_the_file_is_written_and_a_folder_is_refused(tmp_path: Path,
     written(tmp_path, "r1")
     assert listing() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "runs"]
-    for place in (tmp_path, tmp_path / "none" / "report.html"):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "none" / "report.html", tmp_path / "pipe", "-"):
         ended = scaletrain("report", "r1", "-o", place)
         assert (ended.code, "cannot be written" in ended.err) == (2, True)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "pipe").unlink()
     assert scaletrain("report", "r1").code == scaletrain("report", "-o", tmp_path / "x.html").code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "runs"]
 
