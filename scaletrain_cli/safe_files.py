@@ -44,6 +44,14 @@ def create_file(path: Path, data: bytes | str, *, private: bool = False, public:
             os.close(descriptor)
 
 
+def can_be_replaced(file: Path) -> bool:
+    """Return whether a name that a user gives is that of a file, or free in an existing folder.
+
+    ``replace_file`` would put a file in the place of a device or a pipe; ``-`` is a name for stdout elsewhere.
+    """
+    return str(file) != "-" and (file.is_file() if file.exists() else file.absolute().parent.is_dir())
+
+
 def replace_file(
     path: Path, data: bytes | str, *, private: bool = False, public: bool = False, shared: bool = False
 ) -> None:

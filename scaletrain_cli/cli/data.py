@@ -236,14 +236,14 @@ def stats(
     from scaletrain_cli.data.report import IMAGE_REPORT, is_dataset, is_of_images, read_dataset_report
     from scaletrain_cli.errors import UsageError
     from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.safe_files import replace_file
+    from scaletrain_cli.safe_files import can_be_replaced, replace_file
     from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.data_images import show_image_report
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
     from scaletrain_cli.ui.json import print_json
 
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+    if html is not None and not can_be_replaced(html):
         raise UsageError(Reason("data.report-place", {"file": str(html), "folder": str(html.absolute().parent)}))
     if is_dataset(Path(target)):
         if overrides:

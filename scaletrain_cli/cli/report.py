@@ -42,10 +42,11 @@ def command(
     """
     from scaletrain_cli.report.comparison import read_report
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
+    from scaletrain_cli.safe_files import can_be_replaced, replace_file
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
-    if output is not None and not _can_be_replaced(output):
+    if output is not None and not can_be_replaced(output):
         raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
     if bool(runs) == (sweep is not None):
         raise UsageError(Reason("report.runs-or-sweep"))
@@ -57,7 +58,6 @@ def command(
     report = read_report(list(dict.fromkeys(members)), sweeps[0] if sweeps else None)
     if output is not None:
         from scaletrain_cli.report.page import page
-        from scaletrain_cli.safe_files import replace_file
         from scaletrain_cli.ui.console import say
 
         replace_file(output, page(report), public=True)
@@ -66,8 +66,3 @@ def command(
         from scaletrain_cli.ui.json import print_json
 
         print_json(report)
-
-
-def _can_be_replaced(file: Path) -> bool:
-    """Return whether a name is that of a file, or free. A device or a pipe would be replaced by a file."""
-    return str(file) != "-" and (file.is_file() if file.exists() else file.absolute().parent.is_dir())

@@ -277,7 +277,7 @@ TEXTS: dict[str, Text] = {
     "requires-step": Text("{option} selects samples of a step", ("Give --step",)),
     "row-or-step": Text("--row and --step cannot be used together", ("Give one of them",)),
     "set-requires-spec": Text("--set changes a spec file, and {target} is none", ("Remove --set",)),
-    "report-place": Text("--html {file}: is a folder, or there is no folder {folder}", ("Give the name of a file",)),
+    "report-place": Text("--html {file}: is not a file, or there is no folder {folder}", ("Give the name of a file",)),
     "not-prepared": Text(
         "the data of this spec are not prepared below {root}, or have changed since", ("Run `scaletrain data prepare`",)
     ),

@@ -95,6 +95,7 @@ def test_a_dataset_is_reported_alone_without_another_process(monkeypatch: pytest
         (["stats", "nowhere.yaml"], "nowhere.yaml"),
         (["stats", "runs"], "runs is not a prepared dataset"),
         (["stats", "run.yaml", "--html", "no/folder.html"], "--html no/folder.html"),
+        (["stats", "run.yaml", "--html", "-"], "--html -"),
         (["stats", "run.yaml", "--set", "data.sources.0.path=code.jsonl"], "not prepared"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
