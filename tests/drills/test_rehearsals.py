@@ -17,7 +17,7 @@ from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.launch.rehearse import rehearsal_spec
 from scaletrain_cli.spec.loading import parse_spec
 from tests.cli.command_line import PROJECT, scaletrain
-from tests.diagnosis.test_planted_ills import IMAGES, TEXT, folder, texts  # noqa: F401
+from tests.diagnosis.ills.specs import IMAGES, TEXT, write_data
 from tests.drills.campaign.forked_attempts import ForkedRun
 
 pytestmark = [pytest.mark.drill, pytest.mark.long]
@@ -38,6 +38,22 @@ cluster: {scheduler: local, nodes: 1, gpus_per_node: 1, gpu: cpu}
 checkpoint: {every: 40}
 """
 PICTURES = IMAGES.replace("source: sklearn-digits", "source: pictures").replace("num_labels: 10", "num_labels: 2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data to train on."""
+    path = tmp_path_factory.mktemp("runs")
+    write_data(path)
+    return path
+
+
+@pytest.fixture
+def folder(data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder, as this test's runs root and working folder."""
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(data))
+    monkeypatch.chdir(data)
+    return data
 
 
 def good_rows(number: int) -> dict[str, str]:
@@ -121,7 +137,7 @@ def rehearsed(
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_planted_mistake_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = MISTAKES[name]
     if planted.text is PICTURES:
         draw_pictures(folder / "pictures")
@@ -140,7 +156,7 @@ def test_a_planted_mistake_is_found(name: str, folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, rows = GOOD[name]
     found, forked = rehearsed(folder, monkeypatch, text, rows=rows)
     verdicts = {item.name: f"{item.verdict}: {item.reason}" for item in found.items}
@@ -156,7 +172,7 @@ def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pyt
 
 
 def test_the_verb_passes_a_good_recipe_within_three_minutes(
-    folder: Path,  # noqa: F811
+    folder: Path,
 ) -> None:
     """With the supervisor, which starts the second attempt after the injected preemption."""
     recipe = PROJECT / "recipes/vision-digits-cpu.yaml"
@@ -173,7 +189,7 @@ def test_the_verb_passes_a_good_recipe_within_three_minutes(
 def test_the_suggested_rate_is_near_the_best_of_a_recorded_sweep(
     name: str,
     budget_seconds: float,
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The file has the command of each sweep; it was run once."""
