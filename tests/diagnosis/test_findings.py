@@ -447,7 +447,16 @@ def test_every_finding_has_a_case_here_and_every_text_is_used() -> None:
     shown = {code for _, code in ILL.values()} | {"memory-grows", "memory-nearly-full", "memory-above-plan"}
     shown |= {"checkpoint-interval", "loss-above-uninformed", "saves-block"}
     found = {code for code in TEXTS if not code.startswith("cause-") and f'Reason("diagnosis.{code}"' in source}
-    unseen = {"few-steps", "sampled", "not-from-scratch", "not-text", "no-validation", "on-cpu", "check-failed"}
+    unseen = {
+        "few-steps",
+        "sampled",
+        "not-from-scratch",
+        "not-text",
+        "no-validation",
+        "on-cpu",
+        "check-failed",
+        "elsewhere",
+    }
     unseen |= {code for code in TEXTS if code.startswith("no-")}
     assert found - shown - unseen - {"rate-needs-trial"} == set()
     assert len(CHECKS) > 40
