@@ -8,6 +8,7 @@ from typing import Any
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.speed import slow_rank
 from scaletrain_cli.diagnosis.telemetry_rows import grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps_seconds
 from scaletrain_cli.errors import UsageError
@@ -102,17 +103,16 @@ def slow_work(case: Case) -> Iterator[Finding]:
 
     All ranks end a step together, so the slow one waits least in collectives: work is the step without that wait, or
     where it is not measured the time before the rank first waits for another. The difference is at least 20 % of the
-    step, and on a CPU 10 ms. Not in a pipeline, whose stages differ, and not where the event ``stragglers`` has named a
-    rank (see ``speed.slow_rank``).
+    step, and on a CPU 10 ms. Not in a pipeline, whose stages differ, and not where the event ``stragglers`` names one
+    at present (``speed.slow_rank``).
     """
     if case.plan.layout.pipeline_parallel > 1:
         return
     ranks = case.telemetry.ranks
     steps, waits = levels(case, ranks, "step_seconds"), levels(case, ranks, "communication_seconds")
     work = {rank: steps[rank] - waits[rank] for rank in steps if rank in waits} or levels(case, ranks, "own_seconds")
-    named = any(event.get("rank") is not None for event in case.events_named("stragglers"))
     found = worst(dict(work))
-    if found is None or len(work) < 2 or named:
+    if found is None or len(work) < 2 or any(slow_rank(case)):
         return
     rank, seconds = found
     others = median([value for other, value in work.items() if other != rank])

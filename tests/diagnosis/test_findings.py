@@ -265,6 +265,16 @@ ILL: dict[str, tuple[Case, str]] = {
         watched(both={"communication_seconds": 0.6 * STEP}, rank={"communication_seconds": 0.02 * STEP}),
         "slow-rank",
     ),
+    "a rank that is slow again": (
+        replace(
+            watched(both={"communication_seconds": 0.6 * STEP}, rank={"communication_seconds": 0.02 * STEP}),
+            events=[
+                {"event": "stragglers", "rank": 1, "seconds": 1.0, "others_seconds": 0.1},
+                {"event": "stragglers", "rank": None},
+            ],
+        ),
+        "slow-rank",
+    ),
     "tiny micro-batches": (case("training.micro_batch_size=1"), "micro-batches-small"),
     "recomputation": (
         observed(case("layout.activation_checkpointing=full", *WIDE), ranks=[{**RANK, "memory_reserved_bytes": 1e10}]),

@@ -21,6 +21,7 @@ from scaletrain_cli.diagnosis.case import Case, read_case
 from scaletrain_cli.diagnosis.checks import diagnose
 from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.diagnosis.history import History
+from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec.loading import parse_spec
 from scaletrain_cli.telemetry.series import Series
@@ -105,7 +106,10 @@ def _trained(name: str, trial: Trial, folder: Path) -> Outcome:
     from tests.diagnosis.ills import plants
 
     spec = parse_spec(SPECS[trial.base], file="run.yaml", base_dir=folder, overrides=trial.overrides)
-    prepare_run_datasets(spec, folder, {}, 1, lambda *_: None)
+    if spec.training.objective in ("sft", "dpo"):
+        prepare_data(spec)
+    else:  # in this process, which costs no start of another
+        prepare_run_datasets(spec, folder, {}, 1, lambda *_: None)
     forked = ForkedRun.create(spec, plants.be_rank)
     began = time.monotonic()
     for _ in range(trial.attempts):
