@@ -1,4 +1,4 @@
-"""What the prepared text of a run says about its loss: length of an epoch, entropy of its tokens, repeated passages.
+"""Figures of the prepared text that bear on the loss: length of an epoch, entropy of its tokens, repeated passages.
 
 Read from the dataset in the runs root, as far as it is a local file: at most 2 MB of it, once per process.
 """

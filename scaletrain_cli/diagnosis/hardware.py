@@ -1,4 +1,4 @@
-"""What ranks and GPUs measured last: memory of every rank, parts of a step, use, clocks and heat of the GPUs."""
+"""The latest telemetry: memory of every rank, parts of a step, use, clocks and temperature of the GPUs."""
 
 from __future__ import annotations
 

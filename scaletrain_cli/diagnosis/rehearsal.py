@@ -32,7 +32,7 @@ ITEMS: dict[str, str] = {
     "memory": "memory is as planned, and leaves room",
     "data-rate": "batches are read as fast as they are trained on",
     "learning-rate": "the learning rate is near the best of a range test",
-    "overfit": "a few samples are learned by heart",
+    "overfit": "a few samples are overfitted",
     "restore": "a checkpoint restores the state to the bit",
     "preemption": "a preemption signal ends in a checkpoint, from which the run continues",
 }

@@ -1,4 +1,4 @@
-"""Which events become notifications, and what one receiver has been sent. No clock, files or network here."""
+"""Which events become notifications, and what was sent to one receiver. No clock, files or network here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, SEVERITIES, finding_key
 from scaletrain_cli.spec.notify import NotifySpec
 
-# As many preemptions within this time are too many; the run is then told of once in the time of ``repeat``.
+# As many preemptions within this time are too many; one notification is sent in the time of ``repeat``.
 _PREEMPTIONS, _PREEMPTED_WITHIN_SECONDS = 3, 3600.0
 _PREEMPTED = ("preempted", "out-of-grace")
 _TOO_OFTEN = ("launch.stop-no-progress-preempted", "launch.stop-budget-used-up")
@@ -26,8 +26,8 @@ class Notice:
     """One notification.
 
     ``id``: the same however often it is sent. ``kind``: an event's name, or one of spec.notify.KINDS. ``change`` of a
-    finding: raised, worse, cleared, or lasts (a reminder). ``subject``: of what a receiver is told once. ``time``: Unix
-    seconds of the event.
+    finding: raised, worse, cleared, or lasts (a reminder). ``subject``: what it is about; a receiver gets it once.
+    ``time``: Unix seconds of the event.
     """
 
     id: str
@@ -84,16 +84,16 @@ def _kind(event: Mapping[str, Any], name: str) -> str:
 
 @dataclass
 class Receiver:
-    """What one receiver has been sent, and what it is still to be sent.
+    """What was sent to one receiver, and what waits to be sent.
 
-    ``read_bytes``: of events.jsonl; None before the first reading. ``told``: notifications about what lasts, by their
+    ``read_bytes``: of events.jsonl; None before the first reading. ``known``: notifications about what lasts, by their
     subject, with the time of the latest one. ``blocked_until``: as the receiver has asked for. ``end``: the text of the
     latest end of an attempt. Times are Unix seconds.
     """
 
     read_bytes: int | None = None
     pending: list[Pending] = field(default_factory=list)
-    told: dict[str, Told] = field(default_factory=dict)
+    known: dict[str, LastSent] = field(default_factory=dict)
     preemptions: list[float] = field(default_factory=list)
     sent: int = 0
     dropped: int = 0
@@ -105,7 +105,7 @@ class Receiver:
     def take(self, notice: Notice, settings: NotifySpec) -> None:
         """Add a notification to those to be sent, if the receiver wants it and does not know it yet."""
         if notice.kind == "from-scratch":
-            self.told = {}
+            self.known = {}
         if notice.kind == "attempt-ended" and notice.event.get("reason") in _PREEMPTED:
             self._count_preemption(notice, settings)
         if notice.event.get("event") == "attempt-ended":
@@ -119,27 +119,27 @@ class Receiver:
         elif notice.kind == RAISED_EVENT:
             if SEVERITIES.index(notice.severity) < SEVERITIES.index(settings.severity):
                 return
-            known = self.told.get(notice.subject)
+            known = self.known.get(notice.subject)
             is_known = known is not None and known.notice.severity == notice.severity
             if not is_known and not any(
                 each.notice.subject == notice.subject and each.notice.severity == notice.severity
                 for each in self.pending
             ):
                 self._replace(notice)
-        elif not notice.subject or notice.subject not in self.told:
+        elif not notice.subject or notice.subject not in self.known:
             self._replace(notice)
             if notice.subject:
-                self.told[notice.subject] = Told(notice, notice.time, lasts=False)
+                self.known[notice.subject] = LastSent(notice, notice.time, lasts=False)
 
     def remind(self, now: float, settings: NotifySpec) -> None:
-        """Add reminders of the findings that last for ``repeat`` seconds since the receiver was told of them."""
-        for subject, told in self.told.items():
+        """Add reminders of the findings that last for ``repeat`` seconds since the receiver got the last one."""
+        for subject, known in self.known.items():
             waiting = any(each.notice.subject == subject for each in self.pending)
-            if told.lasts and not waiting and now - told.time >= settings.repeat:
-                number = told.reminders + 1
-                name = f"{told.notice.id.partition('+')[0]}+{number}"
-                self._add(replace(told.notice, id=name, change="lasts"))
-                self.told[subject] = replace(told, reminders=number)
+            if known.lasts and not waiting and now - known.time >= settings.repeat:
+                number = known.reminders + 1
+                name = f"{known.notice.id.partition('+')[0]}+{number}"
+                self._add(replace(known.notice, id=name, change="lasts"))
+                self.known[subject] = replace(known, reminders=number)
 
     def delivered(self, pending: Pending, now: float) -> None:
         """Note that a notification was sent."""
@@ -147,8 +147,8 @@ class Receiver:
         self.pending.remove(pending)
         self.sent, self.last_sent, self.problem = self.sent + 1, now, ""
         if notice.kind == RAISED_EVENT and notice.change != "cleared":
-            before = self.told.get(notice.subject)
-            self.told[notice.subject] = Told(notice, now, reminders=before.reminders if before is not None else 0)
+            before = self.known.get(notice.subject)
+            self.known[notice.subject] = LastSent(notice, now, reminders=before.reminders if before is not None else 0)
 
     def refused(self, pending: Pending, problem: str) -> None:
         """Note that a notification cannot be sent."""
@@ -163,20 +163,20 @@ class Receiver:
     def _count_preemption(self, notice: Notice, settings: NotifySpec) -> None:
         recent = [time for time in self.preemptions if notice.time - time < _PREEMPTED_WITHIN_SECONDS]
         self.preemptions = [*recent, notice.time]
-        told = self.told.get("preemptions")
-        if len(self.preemptions) < _PREEMPTIONS or (told is not None and notice.time - told.time < settings.repeat):
+        known = self.known.get("preemptions")
+        if len(self.preemptions) < _PREEMPTIONS or (known is not None and notice.time - known.time < settings.repeat):
             return
         if "preempted-too-often" in settings.events:
             text = f"{len(self.preemptions)} preemptions within an hour; {notice.text}"
             often = replace(notice, id=f"{notice.id}-often", kind="preempted-too-often", severity="warning", text=text)
             self._add(often)
-            self.told["preemptions"] = Told(often, notice.time, lasts=False)
+            self.known["preemptions"] = LastSent(often, notice.time, lasts=False)
 
     def _clear(self, notice: Notice) -> None:
-        """Send the end of a finding to a receiver that was told of it; one that it was not told of is not sent."""
-        told = self.told.pop(notice.subject, None)
+        """Send the end of a finding only to a receiver that got the finding."""
+        known = self.known.pop(notice.subject, None)
         self.pending = [each for each in self.pending if each.notice.subject != notice.subject]
-        if told is not None:
+        if known is not None:
             self._add(notice)
 
     def _replace(self, notice: Notice) -> None:
@@ -202,8 +202,8 @@ class Receiver:
         if not all(isinstance(data[name], int | float) for name in _NUMBERS):
             raise TypeError(f"one of {', '.join(_NUMBERS)} is no number")
         pending = [Pending(**{**each, "notice": Notice(**each["notice"])}) for each in data["pending"]]
-        told = {key: Told(**{**each, "notice": Notice(**each["notice"])}) for key, each in data["told"].items()}
-        return cls(**{**data, "pending": pending, "told": told})
+        known = {key: LastSent(**{**each, "notice": Notice(**each["notice"])}) for key, each in data["known"].items()}
+        return cls(**{**data, "pending": pending, "known": known})
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Told:
+class LastSent:
     """The latest notification about something, its time, and whether it lasts until it is cleared."""
 
     notice: Notice

@@ -133,8 +133,8 @@ def _verdict(run: Mapping[str, Any]) -> str:
     if status["state"] not in ("finished", "running") and status["why"]:
         text += f" {status['why'][0].upper()}{status['why'][1:]}."
     counts = {name: sum(each["severity"] == name for each in findings) for name in ("error", "warning", "note")}
-    told = ", ".join(counted(count, name) for name, count in counts.items() if count)
-    return f"{text} Diagnosis: {told or _no_findings(run['diagnosis'])}."
+    numbers = ", ".join(counted(count, name) for name, count in counts.items() if count)
+    return f"{text} Diagnosis: {numbers or _no_findings(run['diagnosis'])}."
 
 
 def _no_findings(diagnosis: Mapping[str, Any]) -> str:

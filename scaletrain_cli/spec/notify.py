@@ -1,4 +1,4 @@
-"""The section ``notify``: webhooks and commands that are told of findings and events of a run."""
+"""The section ``notify``: webhooks and commands that get findings and events of a run."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ from scaletrain_cli.text import did_you_mean
 
 # Kinds that stand for one or more events of events.jsonl; any other kind is the name of an event.
 KINDS = ("finding", "finished", "failed", "preempted-too-often")
-CLEARED = "finding-cleared"  # sent to those who were told of the finding
+CLEARED = "finding-cleared"  # sent to those who got the finding
 DEFAULT_KINDS = (*KINDS, "hang", "rolled-back", "nodes-excluded")
 
 EventName = Annotated[

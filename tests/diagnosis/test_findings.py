@@ -240,7 +240,7 @@ ILL: dict[str, tuple[Case, str]] = {
     "labels shifted twice": (on_text(text_of(10**9), loss=stands(6.7)), "order-not-learned"),
     "copies": (on_text(text_of(10**9, repeated=0.8)), "data-duplicated"),
     "a little text": (on_text(text_of(100 * EPOCH)), "data-repeated"),
-    "a text learned by heart": (on_text(text_of(300 * EPOCH), loss=in_stairs), "loss-stairs"),
+    "an overfitted text": (on_text(text_of(300 * EPOCH), loss=in_stairs), "loss-stairs"),
     "a sampler that begins anew": (
         case(loss=again_after_resume, events=[{"event": "resumed", "step": 600, "attempt": 2}]),
         "loss-falls-at-resume",

@@ -203,12 +203,12 @@ def test_the_end_of_a_run_is_sent_before_its_secrets_are_forgotten(hook: MakeHoo
 
 
 def test_a_command_gets_the_notification_as_json_and_is_tried_three_times(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    code = f"import os, sys; open({str(told)!r}, 'a').write(sys.stdin.read() + os.environ['SCALETRAIN_NOTIFY_KIND'])"
+    got = tmp_path / "got"
+    code = f"import os, sys; open({str(got)!r}, 'a').write(sys.stdin.read() + os.environ['SCALETRAIN_NOTIFY_KIND'])"
     made = notifying({"command": [sys.executable, "-c", code]}, {"command": [sys.executable, "-c", "exit('no luck')"]})
     fail(made)
     work(made, {"PATH": "/usr/bin"}, 5.0)
-    text = told.read_text(encoding="utf-8")
+    text = got.read_text(encoding="utf-8")
     assert text.endswith("failed")
     assert json.loads(text.removesuffix("failed"))["run_id"] == made.run.run_id
     refused = read_receivers(made.run)[made.record.spec.notify[1].name]

@@ -1,4 +1,4 @@
-"""The item that learns a few samples by heart: a model and a loss that fit together can."""
+"""The item that overfits a few samples, which a correct model and loss can."""
 
 from __future__ import annotations
 
