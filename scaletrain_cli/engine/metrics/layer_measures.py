@@ -90,7 +90,7 @@ def columns_of(sums: Sequence[float], gradient_factor: float) -> dict[str, float
     ``gradient_factor``: by which clipping has made the gradient too small.
     """
     found, of = dict[str, float](), dict(zip(_COLUMNS, sums, strict=True))
-    if of["weight"] > 0:
+    if of["weight"] > 0 or of["gradient"] > 0:
         found["weight_norm"] = math.sqrt(of["weight"])
         found["gradient_norm"] = gradient_factor * math.sqrt(of["gradient"])
     if of["copied"] > 0:
