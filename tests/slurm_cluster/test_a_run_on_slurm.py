@@ -196,9 +196,10 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login, tmp_path: Pat
     assert lost not in again["nodes"]
     assert again["job_id"] == resumed["job_id"]
 
-    # Slurm checks time limits every half minute and signals the ranks a minute ahead, which is enough to save.
-    soon = time.strftime("%FT%T", time.localtime(time.time() + 59))
-    cluster.run("scontrol", "update", f"jobid={again['job_id']}", f"EndTime={soon}")
+    restarts = cluster.job(again["job_id"])["Restarts"]
+    cluster.end_soon(again["job_id"])
+    cluster.wait_for(again["job_id"], lambda job: job["Restarts"] != restarts, 240)
+    cluster.run("scontrol", "update", f"jobid={again['job_id']}", "TimeLimit=30")  # the short limit would stay
     in_time = login.wait_for_steps(run_id, 5)
     assert ends(in_time["run_dir"])[2:] == [(1, "node"), (75, "time-limit")], events(
         in_time["run_dir"], "attempt-ended"

@@ -6,7 +6,6 @@ engine makes of the same in test_a_run_on_slurm.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,9 +103,7 @@ def test_a_run_preempted_by_another_partition_continues_on_other_nodes_without_l
 def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.time=30m")
     before = site.trains(run_id)
-    # Slurm checks time limits every half minute and signals the ranks a minute ahead, so at its next check.
-    soon = time.strftime("%FT%T", time.localtime(time.time() + 59))
-    site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", f"EndTime={soon}")
+    site.cluster.end_soon(before["job_id"])
     site.cluster.wait_for(before["job_id"], lambda job: job["Restarts"] == "1", 180)
     site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "TimeLimit=30")  # the short limit would stay
     site.trains(run_id, attempt=2)
