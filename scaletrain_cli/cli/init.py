@@ -12,7 +12,7 @@ from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complet
 from scaletrain_cli.cli.hub_model import USUAL_GPU, find_model
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import either, visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec.starting_spec import HubModel
@@ -179,7 +179,7 @@ def _copy_folder(name: str, target: Path) -> list[Path]:
     from scaletrain_cli.project_files import FOLDERS, project_file
 
     if name not in FOLDERS:
-        problem = Problem("--files", "", "unknown folder.", name, f"Use {' or '.join(FOLDERS)}.")
+        problem = Problem("--files", "", "unknown folder.", name, f"Use {either(list(FOLDERS))}.")
         raise UsageError(f"no files named {name}", (problem,))
     try:
         shutil.copytree(project_file(name), target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -133,13 +133,9 @@ def calibrated(time: Time, calibration: Calibration, *, nodes: int) -> Time:
 
 
 def _applies(measurement: Measurement, spec: RunSpec, machine: str) -> bool:
-    same = (
-        measurement.gpu == find_accelerator(spec.cluster).name
-        and measurement.family == spec.model.family
-        and measurement.precision == spec.training.precision
-        and measurement.framework == spec.planner.framework
-    )
-    return same and (not machine or not measurement.machine or measurement.machine == machine)
+    kind = (find_accelerator(spec.cluster).name, spec.model.family, spec.training.precision, spec.planner.framework)
+    measured = (measurement.gpu, measurement.family, measurement.precision, measurement.framework)
+    return measured == kind and (not machine or not measurement.machine or measurement.machine == machine)
 
 
 def _distance(measurement: Measurement, spec: RunSpec, model: ModelSize, layout: Layout) -> float:

@@ -69,4 +69,5 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.drill.run_drill", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.profile.await_profile", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.rehearse.run_rehearsal", refuse)

@@ -126,7 +126,7 @@ def test_init_copies_the_files_for_clusters(folder: str) -> None:
     again = scaletrain("init", "--files", folder, "there")
     assert again.code == ExitCode.USAGE
     assert "there already exists." in again.err
-    assert "Use slurm or k8s." in scaletrain("init", "--files", "docs", "x").err
+    assert "Use slurm, k8s or grafana." in scaletrain("init", "--files", "docs", "x").err
 
 
 def test_init_overwrites_nothing() -> None:
