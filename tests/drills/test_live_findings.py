@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.drill, pytest.mark.long]
 def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over_two_attempts(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, silent = Webhook(), Webhook(*["hang"] * 50)
-    monkeypatch.setenv("TOLD", told.url)
-    monkeypatch.setenv("SILENT", silent.url)
+    open_receiver, hanging = Webhook(), Webhook(*["hang"] * 50)
+    monkeypatch.setenv("OPEN", open_receiver.url)
+    monkeypatch.setenv("HANGING", hanging.url)
     monkeypatch.setenv(VARIABLE, slowed({1: 150}))
-    receivers = [{"webhook": "TOLD", "format": "json"}, {"webhook": "SILENT"}]
+    receivers = [{"webhook": "OPEN", "format": "json"}, {"webhook": "HANGING"}]
 
     def warned() -> list[dict[str, Any]]:
         return [event for event in drill.events("finding") if event["severity"] != "note"]
@@ -32,7 +32,7 @@ def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over
         drill = submit_drill(
             dataset,
             cluster__gpus_per_node=1,
-            training__steps=200,
+            training__steps=400,
             training__optimizer__lr=1.5,
             training__schedule__warmup_steps=16,
             guard__spike__action="warn",
@@ -41,21 +41,23 @@ def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over
             notify=json.dumps(receivers),
         )
         drill.wait_for(warned)
-        drill.wait_for(lambda: "finding" in {message["kind"] for message in told.received})
+        drill.wait_for(lambda: "finding" in {message["kind"] for message in open_receiver.received})
         drill.preempt()
         drill.wait_for_end(300)
     finally:
-        told.close()
-        silent.close()
+        open_receiver.close()
+        hanging.close()
     assert [event["reason"] for event in drill.events("attempt-ended")] == ["preempted", "done"]
-    assert drill.step() == 200
+    assert drill.step() == 400
     raised = sorted(f"{event['code']} {event['change']}" for event in warned())
-    sent = [message for message in told.received if message["kind"] == "finding" and message["change"] != "cleared"]
+    sent = [
+        message for message in open_receiver.received if message["kind"] == "finding" and message["change"] != "cleared"
+    ]
     assert sorted(f"{message['event']['code']} {message['change']}" for message in sent) == raised
     assert len(set(raised)) == len(raised)
-    assert [message["kind"] for message in told.received].count("finished") == 1
+    assert [message["kind"] for message in open_receiver.received].count("finished") == 1
     known = read_receivers(drill.run)
-    assert known["webhook TOLD"].pending == []
-    assert known["webhook SILENT"].sent == 0
-    assert known["webhook SILENT"].pending
-    assert silent.received
+    assert known["webhook OPEN"].pending == []
+    assert known["webhook HANGING"].sent == 0
+    assert known["webhook HANGING"].pending
+    assert hanging.received
