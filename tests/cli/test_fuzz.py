@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
@@ -195,6 +196,7 @@ def test_any_override_gives_a_plan_or_an_error(recipe: Path, settings: list[str]
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
+@pytest.mark.long
 @few
 @given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
 def test_settings_of_valid_types_give_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
