@@ -1,4 +1,4 @@
-"""What telemetry costs the ranks of a run: steps with it beside steps without it, in turns in the same processes.
+"""The cost of telemetry to the ranks of a run: steps with it beside steps without it, in turns in the same processes.
 
 ``python benchmarks/telemetry_overhead.py`` prints a table for several sizes. What the node agent does for it, which is
 another process, is not in it. Target: 0.5 % of the time of a step.

@@ -213,7 +213,7 @@ def _load(name: str, overrides: list[str], varied: tuple[str, ...], cluster: str
 
 
 def _calibrate(name: str) -> None:
-    """Keep the measured step time of a run, and say so on stderr."""
+    """Keep the measured step time of a run, and print it to stderr."""
     from scaletrain_cli.launch.calibration import keep_measurement, measure_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.text import seconds_text

@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """What the finding is about, such as ``rank 3`` or ``source web``; empty for the run as a whole."""
+        """The subject of the finding, such as ``rank 3`` or ``source web``; empty for the run as a whole."""
         params = self.reason.params
         names = () if self.code in _OF_ANY_RANK else _SUBJECTS
         return next((f"{name} {params[name]}" for name in names if isinstance(params.get(name), str | int)), "")

@@ -40,7 +40,7 @@ ITEMS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is rehearsed: the names of the items, and the seconds that those that train may take together."""
+    """The items to rehearse: the names of the items, and the seconds that those that train may take together."""
 
     items: tuple[str, ...] = tuple(ITEMS)
     budget_seconds: float = 100.0

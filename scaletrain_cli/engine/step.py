@@ -49,7 +49,7 @@ class Stepper(ABC):
         self._fp16 = training.precision == "fp16"
         self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
         self._by_value = training.gradient_clipping if training.gradient_clipping_by == "value" else 0.0
-        self.split: StepSplit | None = None  # told which phase of a step begins
+        self.split: StepSplit | None = None  # gets the beginning of each phase of a step
         self.noise_scale: NoiseScale | None = None
         self.measures_noise = False  # in the next step
         self.largest_norm = 0.0  # of the last update; 0: not limited

@@ -1,4 +1,4 @@
-"""What this rank measures while it trains, sent to the node agent; rank 0 also writes the layers' norms to a file."""
+"""The measurements of this rank in training, sent to the node agent; rank 0 also writes the layers' norms to a file."""
 
 from __future__ import annotations
 

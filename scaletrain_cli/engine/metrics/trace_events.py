@@ -75,7 +75,7 @@ class Allocation:
 
 @dataclass
 class TraceEvents:
-    """What a summary needs of a trace, by kind."""
+    """The events of a trace that a summary needs, by kind."""
 
     steps: list[Interval] = field(default_factory=list)
     main_thread: Any = None
