@@ -64,7 +64,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of the newest attempt that measured anything. ``is_whole`` is False if only some of very many nodes were read.
+    """The telemetry of the newest attempt that has any. ``is_whole``: all nodes were read.
 
     ``memory``: bytes by rank, the most of the rows read. ``step_parts``: seconds, the median over ranks of their mean.
     ``gpu_spreads``: by column. ``throttled``: share of time by cause, of the GPU with the most.

@@ -1,4 +1,4 @@
-"""Which findings of repeated diagnoses are raised and cleared: another level to raise than to clear."""
+"""Raise and clear findings over repeated diagnoses, with hysteresis."""
 
 from __future__ import annotations
 

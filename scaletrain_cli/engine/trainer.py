@@ -140,7 +140,7 @@ class Trainer:
     stragglers: Stragglers
     measures: RankMeasures
     reference: ReferencePass | None  # None: the objective has no reference
-    most_steps: int | None = None  # training ends after so many steps; None: after those of the spec
+    most_steps: int | None = None  # number of steps after which training ends; None: those of the spec
     loader: Loader[Any] = field(init=False)
     metrics: MetricsLog = field(init=False)
     garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)

@@ -69,7 +69,7 @@ def rehearsal_spec(spec: RunSpec, options: Options, nodes: int | None = None) ->
 
     ``nodes``: fewer nodes than the run has. The layout within a replica, the micro-batch and the accumulation stay
     as planned for the whole run, so that a step of the job is one of a rank of the run; the global batch shrinks with
-    the replicas. Raises SpecError, and InfeasibleError if a replica does not fit on so many nodes.
+    the replicas. Raises SpecError, and UsageError if whole replicas do not fill these nodes.
     """
     settings = [*_SETTINGS, f"env.{VARIABLE}={json.dumps(options.to_text())}"]
     if nodes is not None and nodes != spec.cluster.nodes:

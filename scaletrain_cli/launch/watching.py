@@ -104,7 +104,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the pages show. ``problem``: why the last reading failed; the values are then those of the one before."""
+    """The data of all pages. ``problem``: why the last reading failed; the other values are then those before it."""
 
     view: RunView
     nodes: tuple[NodeRecord, ...] = ()

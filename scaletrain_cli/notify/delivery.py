@@ -33,7 +33,7 @@ _CHANGES = {"raised": "", "worse": "worse: ", "cleared": "cleared: ", "lasts": "
 
 @dataclass(frozen=True)
 class Delivery:
-    """How a notification was sent. ``problem``: why not, empty if it was.
+    """The result of sending a notification. ``problem``: why it failed, empty after success.
 
     ``is_final``: it will never be accepted. ``retry_after``: seconds that the receiver asks to wait; None if it does
     not.

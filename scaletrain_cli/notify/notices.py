@@ -1,4 +1,4 @@
-"""Which events become notifications, and what was sent to one receiver. No clock, files or network here."""
+"""Turn events into notifications, and keep the state of each receiver. Uses no clock, files or network."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _kind(event: Mapping[str, Any], name: str) -> str:
 
 @dataclass
 class Receiver:
-    """What was sent to one receiver, and what waits to be sent.
+    """The state of one receiver: notifications that were sent, and those that wait.
 
     ``read_bytes``: of events.jsonl; None before the first reading. ``known``: notifications about what lasts, by their
     subject, with the time of the latest one. ``blocked_until``: as the receiver has asked for. ``end``: the text of the

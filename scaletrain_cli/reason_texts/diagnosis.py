@@ -109,8 +109,8 @@ _FINDINGS = {
         "step {step:whole}, not far below the {reference:.3f} of a model without context"
     ),
     "batch-too-large": Text(
-        "the global batch of {batch:whole} is {times:.3g} times what the gradient noise scale of {scale:.3g} asks for: "
-        "so many times the samples of small batches are needed"
+        "the global batch of {batch:whole} is {times:.3g} times the gradient noise scale of {scale:.3g}: "
+        "training needs more samples than with smaller batches"
     ),
     "layer-dead": Text("{layer} gets no gradient: {norm:.3g}, others {usual:.3g} ({count:of layer} in all)"),
     "layer-silent": Text("{share:percent} of the units of {layer} are zero for all inputs ({count:of layer} in all)"),

@@ -279,7 +279,8 @@ def test_json_has_no_value_that_json_lacks() -> None:
     run = trained_run()
     append_lines(run.metrics, [{"step": 301, "loss": None}])
     report: dict[str, Any] = read_report([run])
-    json.dumps(report, allow_nan=False)
+    text = json.dumps(report, allow_nan=False)
+    assert json.loads(text)["runs"][0]["status"]["run_id"] == run.run_id
 
 
 def test_a_line_that_went_back_begins_again_and_a_value_that_is_not_known_is_a_gap() -> None:

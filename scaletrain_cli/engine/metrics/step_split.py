@@ -32,8 +32,8 @@ class SplitStep(NamedTuple):
 class CollectiveWaits:
     """A context that counts the seconds in which this thread waits for collectives and messages of gloo.
 
-    Every collective of torch.distributed that has to wait calls ``Work.wait``, whoever started it; on NCCL that only
-    enqueues, so there it counts nothing of use.
+    Every blocking collective of torch.distributed calls ``Work.wait``. With NCCL this only enqueues, so the seconds
+    there do not include the transfer.
     """
 
     def __init__(self) -> None:
