@@ -6,6 +6,8 @@ batch. Without new collectives: the first one is averaged over the replicas besi
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.objectives.base import Joined
+from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.result import Layout
 
-EVERY = 10  # steps; the estimate is a mean over hundreds of steps, so that most need not be measured
+EVERY = 10  # steps at the start; the estimate is a mean over hundreds of steps, so that most need not be measured
+_MOST_STEPS = 200  # between two measurements
+LARGEST_SHARE = 0.0005  # of the time of training, once the estimate is given; calls of hooks come on top
 _MEMORY = 0.95  # of a measurement in the means: they cover about 200 steps
 _IGNORED = 10  # measurements at the start of an attempt: the gradients of a new model would outweigh those of 500 steps
 _FEWEST = 20  # measurements, those included, before the estimate is given: 200 steps
@@ -38,6 +43,8 @@ class NoiseScale:
         self._means = torch.zeros(2, dtype=torch.float64, device=device)  # of trace and squared gradient, apart
         self._measured = torch.zeros((), dtype=torch.float64, device=device)
         self._square = torch.zeros((), device=device)
+        self.taken = 0  # measurements
+        self.seconds = 0.0  # of the host, in the latest measurement
 
     @classmethod
     def of(cls, layout: Layout, objective: Any, device: torch.device) -> NoiseScale | None:
@@ -57,22 +64,31 @@ class NoiseScale:
 
         In every stage of ZeRO that is before the gradient is reduced. ``factor``: by which it is too large.
         """
-        squares: list[Tensor] = []
+        norms: list[Tensor] = []
+        clock = time.perf_counter
+        seconds, began = 0.0, clock()
 
         def observe(gradient: Tensor) -> None:
-            squares.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square())
+            nonlocal seconds
+            began = clock()
+            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+            seconds += clock() - began
 
         hooks = [
             each.register_hook(observe)  # type: ignore[no-untyped-call]
             for each in parameters
             if each.requires_grad
         ]
+        seconds += clock() - began
         try:
             yield
         finally:
+            began = clock()
             for hook in hooks:
                 hook.remove()
-        self._square = torch.stack(squares).sum() / factor**2 if squares else torch.zeros((), device=self._device)
+        self._square = torch.stack(norms).square().sum() / factor**2 if norms else torch.zeros((), device=self._device)
+        self.taken += 1
+        self.seconds = seconds + clock() - began
 
     def take_square(self) -> Tensor:
         """Return the squared norm of this rank's gradient of the last micro-batch measured, a scalar; once."""
@@ -98,3 +114,30 @@ class NoiseScale:
         self._means += weight * (torch.where(usable, found, 0.0) - self._means)
         known = (self._measured >= _FEWEST) & (self._means > 0).all()
         return torch.where(known, self._means[0] / self._means[1], torch.nan)
+
+
+class NoiseSteps:
+    """Chooses the steps that are measured, the same on every rank.
+
+    Every 10th until the estimate is given, then every 10th to 200th: as many as take at most 0.05 % of the time.
+    """
+
+    def __init__(self, noise: NoiseScale, consensus: RankConsensus) -> None:
+        self._noise, self._consensus = noise, consensus
+        self._measures, self._usual = False, 0.0
+        self._interval = EVERY
+
+    def begin(self, step: int) -> bool:
+        """Return whether step ``step`` (1-based), which begins, is measured."""
+        self._measures = step % (self._interval if self._noise.taken >= _FEWEST else EVERY) == 0
+        return self._measures
+
+    def step_took(self, seconds: float) -> None:
+        """Record how long a step took on this rank."""
+        self._usual = seconds if not self._usual else 0.9 * self._usual + 0.1 * seconds
+
+    def after_step(self) -> None:
+        """Choose the interval after every 20th measurement. Collective there."""
+        if self._measures and self._noise.taken % _FEWEST == 0:
+            cost, usual = self._consensus.total([self._noise.seconds, self._usual])
+            self._interval = min(_MOST_STEPS, max(EVERY, math.ceil(cost / max(usual, 1e-9) / LARGEST_SHARE)))

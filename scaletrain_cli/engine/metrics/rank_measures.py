@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -17,8 +18,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.device_memory import MemorySampler
 from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures, MeasuredLayers
-from scaletrain_cli.engine.metrics.noise_scale import EVERY as NOISE_EVERY
-from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
+from scaletrain_cli.engine.metrics.noise_scale import NoiseScale, NoiseSteps
 from scaletrain_cli.engine.metrics.step_split import CollectiveWaits, StepSplit
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
@@ -29,6 +29,7 @@ from scaletrain_cli.telemetry.run import layers_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.worker.telemetry import RankTelemetry
 
+_SPLIT_SECONDS = 0.05  # between the beginnings of two steps that are split: a row has the mean of a second
 _WRITE_SECONDS = 10.0  # between two writes of the layers' norms
 _CLOSE_SECONDS = 2.0  # for the last write
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class LayersFile:
 class RankMeasures:
     """Measures the steps of one rank. With ``telemetry.enabled: false`` every method does nothing.
 
-    None waits for the GPU, and all but ``after_step`` are local. No value that is trained depends on it.
+    None waits for the GPU, and all but ``after_step`` are local. No value that is trained depends on it. Of short steps
+    at most 20 a second are split.
     """
 
     def __init__(
@@ -96,10 +98,11 @@ class RankMeasures:
         if not self._enabled:
             return
         self._sender = sender or RankTelemetry.from_environment(os.environ, interval_seconds=settings.interval)
-        self._split = stepper.split = StepSplit(device, self._waits)
+        self._split, self._split_began = StepSplit(device, self._waits), -math.inf
         self._memory = MemorySampler(device, settings.interval / 2)  # so that each row that is sent has a value
-        if settings.noise_scale:
-            stepper.noise_scale = NoiseScale.of(layout, composed.objective, device)
+        noise = NoiseScale.of(layout, composed.objective, device) if settings.noise_scale else None
+        self._noise_steps = NoiseSteps(noise, consensus) if noise is not None else None
+        stepper.noise_scale = noise
         compiled = layout.compile or spec.training.compile is True
         self._layers = LayerMeasures(spec, composed, mesh, consensus, device, compiled=compiled, first_step=first_step)
         self._file = LayersFile(layers_file(run, attempt)) if rank == 0 else None
@@ -126,29 +129,41 @@ class RankMeasures:
         """Begin step ``step`` (1-based), before its batches are taken."""
         if self._enabled:
             self._layers.begin(step)
-            self._stepper.measures_noise = step % NOISE_EVERY == 0
-            self._split.begin()
+            self._stepper.measures_noise = self._noise_steps is not None and self._noise_steps.begin(step)
+            began = time.perf_counter()
+            if began - self._split_began >= _SPLIT_SECONDS:
+                self._split_began, self._stepper.split = began, self._split
+                self._split.begin()
+            else:
+                self._stepper.split = None
 
     def end(self, step: int, waited: float, norm: Tensor | float) -> None:
         """End the step, whose work is enqueued. ``waited``: seconds for its batches; ``norm``: of its gradient."""
         if not self._enabled:
             return
-        known: dict[str, float | Callable[[], float]] = {"data_wait_seconds": waited, **self._memory.due()}
-        if (own := self._stragglers.own_seconds) is not None:
-            known["own_seconds"] = own
-        self._split.end(step, known)
+        if self._stepper.split is not None:
+            known: dict[str, float | Callable[[], float]] = {"data_wait_seconds": waited, **self._memory.due()}
+            if (own := self._stragglers.own_seconds) is not None:
+                known["own_seconds"] = own
+            self._split.end(step, known)
+            self._send()
         self._layers.end(step, norm, self._stepper.largest_norm)
-        self._send()
 
     def after_step(self, step: int) -> None:
         """Finish a measurement of layers, if one is complete after step ``step``. Collective."""
-        if self._enabled and (measured := self._layers.finished(step)) is not None and self._file is not None:
+        if not self._enabled:
+            return
+        if (measured := self._layers.finished(step)) is not None and self._file is not None:
             self._file.add(measured)
+        if self._noise_steps is not None:
+            self._noise_steps.after_step()
 
     def step_took(self, step: int, seconds: float) -> None:
         """Record how long a step took on this rank."""
         if self._enabled:
             self._layers.step_took(step, seconds)
+            if self._noise_steps is not None:
+                self._noise_steps.step_took(seconds)
 
     def add_of_run(self, values: Mapping[str, float]) -> None:
         """Send values of the whole run, of the latest step that was logged, with those of the next step."""

@@ -1,7 +1,7 @@
 """The course of a rehearsal on each rank: the items in order, then a short run that a preemption interrupts.
 
 The first attempt does the items, and writes rehearsal.json before and after each; then it trains the first steps as a
-run, sends itself SIGTERM, and exits with 75. The next attempt resumes the run, and judges the preemption.
+run, sends itself SIGTERM, and exits with 75. The next attempt resumes the run, judges the preemption, and times steps.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.reasons import Reason
 
+_TIMED_SHARE = 0.2  # of the budget, for the steps that are timed after the preemption
+_FEWEST_TIMED, _MOST_TIMED = 8, 30
 logger = logging.getLogger(__name__)
 _OF_STEPS = ("gradients", "speed", "memory", "data-rate", "learning-rate", "overfit", "restore", "preemption")
 
@@ -49,7 +51,7 @@ def rehearse(trainer: Trainer, environment: Mapping[str, str]) -> ExitCode:
     known = read_rehearsal(trainer.run) if leads else None
     preempted_at = trainer.step_sync.consensus.follow_rank_zero(None if known is None else known.preempted_at)
     if preempted_at is not None:
-        return _after_preemption(trainer, preempted_at, known)
+        return _after_preemption(trainer, options, preempted_at, known)
     course = _Course(trainer, options)
     if not trainer.prepare_batches(0):
         return ExitCode.PREEMPTED
@@ -65,15 +67,20 @@ def rehearse(trainer: Trainer, environment: Mapping[str, str]) -> ExitCode:
     return ExitCode.DONE
 
 
-def _after_preemption(trainer: Trainer, preempted_at: int, known: Rehearsal | None) -> ExitCode:
-    """Train the rest of the short run, and judge the preemption on rank 0."""
-    trainer.most_steps = durability_items.STEPS
+def _after_preemption(trainer: Trainer, options: Options, preempted_at: int, known: Rehearsal | None) -> ExitCode:
+    """Train the rest of the short run, judge the preemption on rank 0, and time the steps: they are those of a run."""
+    steps = 0
+    if known is not None and (seconds := known.measured.get("step", {}).get("step_seconds")):
+        steps = min(_MOST_TIMED, int(_TIMED_SHARE * options.budget_seconds / seconds))
+    steps = trainer.step_sync.consensus.follow_rank_zero(steps if steps >= _FEWEST_TIMED else 0)
+    trainer.most_steps = durability_items.STEPS + steps
     code = trainer.fit()
     if code == ExitCode.DONE and known is not None:
         expected = {int(step): loss for step, loss in known.measured.get("losses", {}).items()}
         on_cpu = trainer.device.type == "cpu"
         item = durability_items.preemption(trainer.run, expected, preempted_at, on_cpu=on_cpu)
-        found = replace(known.with_items([item]), running=None)
+        timed = known.measured.get("step", {}) | step_items.times_of_run(trainer.run, trainer.attempt, _FEWEST_TIMED)
+        found = replace(known.with_items([item]), running=None, measured={**known.measured, "step": timed})
         _write(trainer, found)
         _print(trainer, found)
     return code

@@ -16,7 +16,10 @@ from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.measured import read_measured
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
 
 _SHARE = 0.15  # of the budget
 _FEWEST_STEPS, _MOST_STEPS = 6, 30
@@ -82,6 +85,25 @@ def train(trials: Trials) -> Steps:
     trials.step_seconds = trials.consensus.on_values({"seconds": median(own)})["seconds"]
     memory = trials.largest(float(peak_memory_bytes(trainer.device)))
     return Steps(agreed, tuple(_without_gradient(trials)), memory)
+
+
+def times_of_run(run: RunDir, attempt: int, fewest: int) -> dict[str, Any]:
+    """Return the figures of the item ``speed`` for the steps of an attempt, without its first two.
+
+    Empty if there are not ``fewest``. Unlike the steps of ``train``, these are of the whole training loop.
+    """
+    rows = [line for line in read_metrics(run) if line.get("attempt") == attempt and line.get("step_seconds")]
+    seconds = [float(line["step_seconds"]) for line in rows[_WARM:]]
+    if len(seconds) < fewest:
+        return {}
+    middle = median(seconds)
+    batch = read_record(run).plan.layout.global_batch_size
+    return {
+        "step_seconds": finite(middle),
+        "spread_seconds": finite(deviation(seconds)),
+        "steps": len(seconds),
+        "samples_per_second": finite(batch / middle),
+    }
 
 
 def _without_gradient(trials: Trials) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
+from scaletrain_cli.engine.metrics.noise_scale import EVERY, LARGEST_SHARE, NoiseScale, NoiseSteps
 
 _CPU = torch.device("cpu")
 SMALL, LARGE, SIZE = 2, 16, 4000
@@ -67,3 +68,28 @@ def test_the_gradient_is_measured_before_anything_changes_it() -> None:
     assert noise.take_square().item() == 0
     model(inputs).sum().backward()
     assert noise.take_square().item() == 0
+
+
+class OneRank:
+    """Takes the place of the consensus of several ranks."""
+
+    def total(self, values: list[float]) -> list[float]:
+        return list(values)
+
+
+@pytest.mark.parametrize(("cost", "interval"), [(1e-6, EVERY), (0.03, 60), (10.0, 200)])
+def test_the_scale_is_measured_less_often_where_it_is_expensive_once_the_estimate_is_given(
+    cost: float, interval: int
+) -> None:
+    noise = NoiseScale(1, 4, _CPU)
+    steps = NoiseSteps(noise, OneRank())  # type: ignore[arg-type]
+    measured = []
+    for step in range(1, 801):
+        if steps.begin(step):
+            measured.append(step)
+            noise.taken, noise.seconds = noise.taken + 1, cost
+        steps.step_took(1.0)
+        steps.after_step()
+    assert measured[:20] == list(range(EVERY, 201, EVERY))
+    assert {later - earlier for earlier, later in pairwise(measured[20:])} == {interval}
+    assert interval in (EVERY, 200) or cost / interval <= LARGEST_SHARE

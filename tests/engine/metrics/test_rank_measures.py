@@ -38,7 +38,7 @@ from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
 
 STEPS = 12
-SLOW_SECONDS = 0.02  # of rank 1 in each forward pass
+SLOW_SECONDS = 0.04  # of rank 1 in each forward pass
 EVERY, FEWEST = 2, 3  # of the noise scale, in place of a run of hundreds of steps
 OFF = "telemetry.enabled=false"
 ON = "telemetry.layers_every=3"
@@ -71,7 +71,9 @@ def train(path: Path) -> Outcome:
     """Train the run in ``path`` on this rank."""
     from scaletrain_cli.engine.metrics import noise_scale, rank_measures
 
-    rank_measures.NOISE_EVERY, noise_scale._FEWEST, noise_scale._IGNORED = EVERY, FEWEST, 1  # type: ignore[attr-defined]
+    rank_measures._SPLIT_SECONDS = 0.0
+    noise_scale.EVERY, noise_scale._FEWEST, noise_scale._IGNORED = EVERY, FEWEST, 1
+    noise_scale._MOST_STEPS = EVERY
     with contextlib.redirect_stdout(io.StringIO()):
         run, ranks = RunDir(path), Ranks.from_environment()
         record = read_record(run)
