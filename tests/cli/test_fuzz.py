@@ -178,6 +178,7 @@ def spec_file(text: str) -> Path:
     return path
 
 
+@pytest.mark.long
 @few
 @given(changed_texts())
 def test_a_changed_spec_text_gives_a_plan_or_an_error(text: str) -> None:

@@ -96,6 +96,7 @@ def measured_families() -> dict[str, tuple[list[str], dict[str, dict[str, float]
     }
 
 
+@pytest.mark.long
 def test_every_trained_parameter_is_in_one_layer() -> None:
     for title, (names, columns, norm) in on_ranks(2, measured_families)[0].items():
         family = title.split()[0]
