@@ -56,7 +56,7 @@ def _a100(row: Mapping[str, str]) -> Case:
             zero_stage=1,
             checkpointing="full",
         ),
-        Machines("a100-sxm-80gb", gpus, 8, network="omni-path-100g"),
+        Machines("a100-sxm-80gb", gpus, 8, network="omni-path-jean-zay-a100"),
         global_batch=_BATCH_OF_SIX_LAYERS if row["layers"] == "6" else whole(row, "gbs_samples", 2048),
         micro_batch=whole(row, "mbs"),
         training={"precision": "bf16", "grad_dtype": "bf16"},

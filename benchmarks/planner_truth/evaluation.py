@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner_truth.mapping import Case, Unmapped
@@ -67,6 +67,7 @@ class Score:
     tau: float | None = None  # Kendall's, over all rows of a set of times
     ranking: Ranking | None = None
     picks: tuple[Pick, ...] = ()
+    parts: tuple[tuple[str, Errors], ...] = ()  # by the values of the set's column ``by``
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
         predicted = evaluate(case.spec, case.layout, device)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
+    if measured.mfu is None and measured.step_seconds:
+        measured = replace(measured, mfu=predicted.time.mfu * predicted.time.step / measured.step_seconds)
     refused = any(case.spec.inconsistencies()) or bool(division_problems(case.spec, resolve_axes(case.spec)))
     return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory, refused)
 
@@ -120,12 +123,24 @@ def score(truth_set: TruthSet, outcome: Outcome) -> Score:
     if truth_set.quantity == "memory":
         rows = [row for row in rows if row.measured.memory_bytes]
         pairs = [(float(row.memory_bytes), row.measured.memory_bytes or 0.0) for row in rows]
-        return Score(truth_set, tuple(rows), errors=errors(pairs))
+        return Score(truth_set, tuple(rows), errors=errors(pairs), parts=_parts(truth_set, rows, pairs))
     timed = [row for row in rows if row.measured.step_seconds]
     if truth_set.quantity == "ranking":
         return Score(truth_set, tuple(timed), ranking=ranking(_panels(timed)), picks=_picks(rows))
     times = [_times(row) for row in timed]
-    return Score(truth_set, tuple(timed), errors=errors(times), tau=kendall_tau(times))
+    parts = _parts(truth_set, timed, times)
+    return Score(truth_set, tuple(timed), errors=errors(times), tau=kendall_tau(times), parts=parts)
+
+
+def _parts(
+    truth_set: TruthSet, rows: Sequence[Judged], pairs: Sequence[tuple[float, float]]
+) -> tuple[tuple[str, Errors], ...]:
+    """Return the errors of the rows with each value of the set's column ``by``."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row, pair in zip(rows, pairs, strict=True):
+        if truth_set.by:
+            found.setdefault(row.row.inputs[truth_set.by], []).append(pair)
+    return tuple((value, each) for value in sorted(found) if (each := errors(found[value])))
 
 
 def _times(row: Judged) -> tuple[float, float]:

@@ -31,22 +31,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees of parallelism; ``data`` counts replicas, without sequence and context ranks."""
+    """Degrees of parallelism; ``data`` counts replicas, without sequence and context ranks.
+
+    ``sequence``: ranks of Ulysses; ``context``: of ring attention.
+    """
 
     data: int
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    sequence: int = 1
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
     tensor_sequence: bool | None = None
     zero_stage: int = 0
     checkpointing: str = "none"
+    offload: str = "none"
 
     @property
     def world_size(self) -> int:
-        return self.data * self.tensor * self.pipeline * self.context
+        return self.data * self.tensor * self.pipeline * self.sequence * self.context
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Machines:
     per_node: int = 8
     network: str | None = None
     inter_node_bandwidth: float | None = None
+    cpus_per_gpu: int | None = None  # threads of a rank
 
 
 def build_case(
@@ -70,6 +76,7 @@ def build_case(
     micro_batch: int,
     training: Mapping[str, Any] | None = None,
     planner: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Case:
     """Return the spec, with every axis set, and its layout. Raises Unmapped if the parts do not form a run."""
     if min(degrees.world_size, degrees.data, machines.count, machines.per_node, micro_batch, global_batch) < 1:
@@ -96,6 +103,7 @@ def build_case(
         "layout": _layout(degrees),
         "cluster": _cluster(machines),
         "planner": {"framework": framework, **(planner or {})},
+        "env": dict(env or {}),
     }
     try:
         spec = RunSpec.model_validate(raw)
@@ -152,14 +160,14 @@ def _layout(degrees: Degrees) -> dict[str, Any]:
         "tensor_parallel": degrees.tensor,
         "pipeline_parallel": degrees.pipeline,
         "virtual_pipeline": degrees.virtual,
-        "sequence_parallel": 1,
+        "sequence_parallel": degrees.sequence,
         "context_parallel": degrees.context,
         "expert_parallel": degrees.expert,
         "expert_tensor_parallel": "auto" if degrees.expert_tensor is None else degrees.expert_tensor,
         "tensor_sequence_parallel": "auto" if degrees.tensor_sequence is None else degrees.tensor_sequence,
         "zero_stage": degrees.zero_stage,
         "activation_checkpointing": degrees.checkpointing,
-        "offload": "none",
+        "offload": degrees.offload,
     }
 
 
@@ -177,4 +185,6 @@ def _cluster(machines: Machines) -> dict[str, Any]:
         cluster["network"] = machines.network
     if machines.inter_node_bandwidth is not None:
         cluster["inter_node_bandwidth"] = machines.inter_node_bandwidth
+    if machines.cpus_per_gpu is not None:
+        cluster["cpus_per_gpu"] = machines.cpus_per_gpu
     return cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,11 @@ def _score_lines(score: Score) -> Iterator[str]:
         e = score.errors
         tau = f"{score.tau:>7.2f}" if score.tau is not None else " " * 7
         yield f"{title}{e.n:>5}  {e.median:>+8.1%}{e.mape:>8.1%}{e.p90:>8.1%}{tau}{beside}"
+        for name, part in score.parts:
+            yield f"  {name:<38}{part.n:>5}  {part.median:>+8.1%}{part.mape:>8.1%}{part.p90:>8.1%}"
+        if score.parts:
+            mean = statistics.fmean(part.mape for _, part in score.parts)
+            yield f"{'':<47}mean over {len(score.parts)} sources {mean:.1%}; typical factor {e.factor:.2f}"
     elif score.verdicts:
         v = score.verdicts
         yield f"{title}{v.n:>5}  right {v.accuracy:>18.1%}{'':>7}{beside}"
@@ -99,6 +105,8 @@ def to_json(scores: list[Score], outcomes: Mapping[Table, Outcome], with_rows: b
             entry |= dataclasses.asdict(value) if value else {}
         if score.tau is not None:
             entry["tau"] = score.tau
+        if score.parts:
+            entry["parts"] = {name: dataclasses.asdict(part) for name, part in score.parts}
         entry |= {"others": score.truth_set.peer, "to_reach": score.truth_set.target}
         if score.picks:
             entry["picks"] = [dataclasses.asdict(pick) for pick in score.picks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Errors:
-    """Median of the relative error, mean and 90th percentile of its absolute value."""
+    """Median of the relative error, mean and 90th percentile of its absolute value.
+
+    ``factor``: geometric mean of the larger of predicted and measured value over the smaller.
+    """
 
     n: int
     median: float
     mape: float
     p90: float
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,14 @@ def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
         return None
     signed = [predicted / measured - 1 for predicted, measured in pairs]
     absolute = sorted(abs(error) for error in signed)
-    return Errors(len(pairs), statistics.median(signed), statistics.fmean(absolute), quantile(absolute, 0.9))
+    logs = [abs(math.log(predicted / measured)) if predicted > 0 else math.inf for predicted, measured in pairs]
+    return Errors(
+        len(pairs),
+        statistics.median(signed),
+        statistics.fmean(absolute),
+        quantile(absolute, 0.9),
+        math.exp(statistics.fmean(logs)),
+    )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

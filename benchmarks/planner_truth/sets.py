@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_truth import megatron_ci, mlperf, nanotron, train_runs, vision, vtrain
+from planner_truth import deepspeed_runs, megatron_ci, mlperf, nanotron, train_runs, vision, vtrain
 from planner_truth.table import Measured, Table
 
 Quantity = Literal["memory", "time", "fits", "ranking"]
@@ -23,7 +23,10 @@ def _every(inputs: Mapping[str, str], measured: Measured) -> bool:
 
 @dataclass(frozen=True)
 class TruthSet:
-    """One set; ``keep`` sees inputs and measurements of a row, because the prediction is already made."""
+    """One set; ``keep`` sees inputs and measurements of a row, because the prediction is already made.
+
+    ``by``: a column of the inputs; each of its values also gets a line of its own.
+    """
 
     name: str
     table: Table
@@ -32,10 +35,23 @@ class TruthSet:
     keep: Callable[[Mapping[str, str], Measured], bool] = _every
     peer: str = ""
     target: str = ""
+    by: str = ""
 
 
 def _mfu_above_a_tenth(inputs: Mapping[str, str], measured: Measured) -> bool:
     return measured.mfu is not None and measured.mfu >= 0.10
+
+
+# Below: offload, pipelines with few micro-batches, tiny models, tensor parallelism over slow networks.
+_LOW_MFU = 0.05
+
+
+def _mfu_above_five_percent(inputs: Mapping[str, str], measured: Measured) -> bool:
+    return measured.mfu is not None and measured.mfu >= _LOW_MFU
+
+
+def _mfu_below_five_percent(inputs: Mapping[str, str], measured: Measured) -> bool:
+    return measured.mfu is not None and measured.mfu < _LOW_MFU
 
 
 def _of(column: str, *values: str) -> Callable[[Mapping[str, str], Measured], bool]:
@@ -52,7 +68,7 @@ def _both(*conditions: Callable[[Mapping[str, str], Measured], bool]) -> Callabl
 
 
 _N, _V, _T, _M = nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE
-_P = mlperf.TABLE
+_P, _D = mlperf.TABLE, deepspeed_runs.TABLE
 _BIG_A100 = _both(_of("set", "bigscience"), _of("gpu", "A100"))
 
 SETS = (
@@ -122,6 +138,12 @@ SETS = (
     TruthSet("torchtune-memory", _T, "memory", "torchtune, memory", _of("set", "torchtune")),
     TruthSet("mlperf-gpt3-time", _P, "time", "MLPerf GPT-3 175B, step time", _of("benchmark", "gpt3"), target="≤ 15 %"),
     TruthSet("mlperf-lora-time", _P, "time", "MLPerf Llama 2 LoRA (as full)", _of("benchmark", "llama2_70b_lora")),
+    TruthSet("deepspeed-time", _D, "time", "DeepSpeed, step time", target="≤ 15 %", by="set"),
+    TruthSet(
+        "deepspeed-time-5", _D, "time", "DeepSpeed, step time, MFU ≥ 5 %", _mfu_above_five_percent, "", "≤ 15 %", "set"
+    ),
+    TruthSet("deepspeed-time-low", _D, "time", "DeepSpeed, step time, MFU < 5 %", _mfu_below_five_percent, by="set"),
+    TruthSet("deepspeed-memory", _D, "memory", "DeepSpeed, peak memory", target="≤ 10 %", by="set"),
     TruthSet("timm-time", vision.TIMM, "time", "timm, ResNet, ConvNeXt and ViT, RTX 3090"),
     TruthSet("dle-time", vision.DLE, "time", "NVIDIA examples, ResNet-50, V100 and A100"),
     TruthSet("mlperf-resnet-time", vision.MLPERF, "time", "MLPerf ResNet-50, step time"),

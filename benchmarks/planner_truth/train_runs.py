@@ -64,16 +64,16 @@ def _narayanan_seconds(inputs: Mapping[str, str], teraflops: float | None) -> fl
     return 96 * tokens * layers * hidden**2 * share / (whole(inputs, "n_gpus") * teraflops * 1e12)
 
 
+COLUMNS = frozenset(
+    "set model params layers hidden heads kv_heads ffn vocab seq_len gpu gpu_mem_gb gpus_per_node n_gpus "
+    "interconnect framework precision workload gbs_samples mbs grad_accum dp dp_sharding tp sp pp vp cp ep "
+    "act_recompute compile cpu_offload optimizer notes".split()
+)
+TRUTH = frozenset("tokens_per_s_per_gpu tflops_per_gpu_reported step_time_s peak_mem_gib mem_unit_note oom".split())
 TABLE = Table(
     file="train_runs.csv",
-    input_columns=frozenset(
-        "set model params layers hidden heads kv_heads ffn vocab seq_len gpu gpu_mem_gb gpus_per_node n_gpus "
-        "interconnect framework precision workload gbs_samples mbs grad_accum dp dp_sharding tp sp pp vp cp ep "
-        "act_recompute compile cpu_offload optimizer notes".split()
-    ),
-    truth_columns=frozenset(
-        "tokens_per_s_per_gpu tflops_per_gpu_reported step_time_s peak_mem_gib mem_unit_note oom".split()
-    ),
+    input_columns=COLUMNS,
+    truth_columns=TRUTH,
     build=build,
     measure=measure,
     panel=lambda row: " ".join(row[key] for key in ("set", "model", "gpu", "n_gpus", "seq_len", "gbs_samples")),

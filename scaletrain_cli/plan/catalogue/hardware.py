@@ -42,6 +42,8 @@ class Accelerator:
     network: str  # name in the network catalogue: the links between nodes of the manufacturer's reference system
     source: str
     is_cpu: bool = False
+    package: int = 1  # devices with faster links among each other than ``intra_node_bandwidth``, and the rate of these
+    package_bandwidth: float = 0.0
 
     @cached_property
     def cuda_capability(self) -> float:
@@ -92,7 +94,7 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             source="the run spec",
         )
     if cluster.intra_node_bandwidth != "auto":
-        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST))
+        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST), package=1)
     if cluster.host_bandwidth != "auto":
         found = replace(found, host_bandwidth=max(cluster.host_bandwidth, _SLOWEST))
     return found
@@ -117,6 +119,8 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
         network=row["network"],
         source=row["source"],
         is_cpu=name == "cpu",
+        package=row.get("package", 1),
+        package_bandwidth=row.get("package_bandwidth", 0.0),
     )
 
 

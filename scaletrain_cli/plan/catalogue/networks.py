@@ -42,13 +42,16 @@ class Link:
     point_share: float  # of ``between`` that a send or an all-to-all reaches
     reduce_shares: tuple[tuple[float, float], ...]  # (log2 of ranks, share of ``between`` that an all-reduce reaches)
     gather_shares: tuple[tuple[float, float], ...]  # the same for all-gather and reduce-scatter
+    package: int = 1  # devices of one package, and the bytes/s between them
+    in_package: float = 0.0
 
-    def gather(self, size: float, ranks: int, stride: int = 1) -> float:
+    def gather(self, size: float, ranks: int, stride: int = 1, most: float = math.inf) -> float:
         """Return the seconds to all-gather or reduce-scatter ``size`` bytes in total.
 
-        ``ranks``: in the group; ``stride``: distance between neighbors of the group in rank order.
+        ``ranks``: in the group; ``stride``: distance between neighbors of the group in rank order; ``most``: largest
+        rate between nodes that the caller's collectives reach, in bytes/s.
         """
-        return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares)
+        return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares, most)
 
     def reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds to all-reduce ``size`` bytes; ``ranks`` and ``stride``: see ``gather``."""
@@ -85,7 +88,14 @@ class Link:
         return -(-ranks // in_node), in_node
 
     def _collective(
-        self, size: float, ranks: int, stride: int, rounds: int, share: float, shares: tuple[tuple[float, float], ...]
+        self,
+        size: float,
+        ranks: int,
+        stride: int,
+        rounds: int,
+        share: float,
+        shares: tuple[tuple[float, float], ...],
+        most: float = math.inf,
     ) -> float:
         """Return the seconds of a ring collective; ``rounds``: how often a rank sends (n - 1) / n of the buffer."""
         if ranks <= 1 or not size:
@@ -93,11 +103,11 @@ class Link:
         nodes, in_node = self.spread(ranks, stride)
         sent = rounds * size * (ranks - 1) / ranks
         latency = self.inside_latency + ranks * self.inside_hop
-        inside = self.inside * share
+        inside = (self.in_package if ranks * stride <= self.package else self.inside) * share
         if nodes == 1:
             return latency + sent / inside
         # A group with k ranks per node uses k network cards.
-        rate = min(inside, self.between * in_node * _share(shares, ranks))
+        rate = min(inside, most, self.between * in_node * _share(shares, ranks))
         return max(self.inside_latency + nodes * self.between_latency + sent / rate, nodes * self.between_least)
 
 
@@ -114,11 +124,14 @@ def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
         device.intra_node_bandwidth,
         None if cluster.inter_node_bandwidth == "auto" else cluster.inter_node_bandwidth,
         cluster.network_oversubscription,
+        (device.package, device.package_bandwidth),
     )
 
 
 @cache
-def _link(name: str, per_node: int, inside: float, given: float | None, oversubscription: float) -> Link:
+def _link(
+    name: str, per_node: int, inside: float, given: float | None, oversubscription: float, package: tuple[int, float]
+) -> Link:
     row = _catalogue()["networks"].get(name)
     if row is None:
         raise _unknown(name)
@@ -137,6 +150,8 @@ def _link(name: str, per_node: int, inside: float, given: float | None, oversubs
         point_share=row["point"],
         reduce_shares=_points(row["reduce"]),
         gather_shares=_points(row["gather"]),
+        package=package[0],
+        in_package=package[1],
     )
 
 

@@ -55,6 +55,13 @@ def test_a_spec_may_give_its_own_rate_and_oversubscription() -> None:
     assert halved.between == link().between / 2
 
 
+def test_devices_of_one_package_have_faster_links() -> None:
+    tiles = link("max-1550-tile-64gb", nodes=1)
+    assert tiles.gather(1e9, 2) < tiles.gather(1e9, 4, 1) / 4
+    assert tiles.gather(1e9, 2, 2) > 4 * tiles.gather(1e9, 2), "every second tile is in another package"
+    assert link("max-1550-tile-64gb", nodes=1, intra_node_bandwidth="30GB/s").gather(1e9, 2) > 0.01
+
+
 def test_every_network_and_device_has_links() -> None:
     for name in network_names():
         assert link(network=name).gather(1e9, 64) > 0

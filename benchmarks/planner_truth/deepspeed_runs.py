@@ -1,0 +1,179 @@
+"""deepspeed_2026_11.csv: runs of DeepSpeed from many sources, in the columns of train_runs.csv.
+
+A source is a value of ``set``. The rows need no source's name: model, machines and layout are in the columns, and the
+notes say which modules, attention kernel and ZeRO variant ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from planner_truth.architectures import known_model
+from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
+from planner_truth.table import Measured, Table, number, whole
+from planner_truth.train_runs import COLUMNS, TRUTH
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.catalogue.hardware import full_name
+
+# GPUs whose tables give neither form factor nor memory: the usual ones of servers.
+_GPUS = {
+    "V100": "v100-sxm2-32gb",
+    "A100": "a100-sxm-80gb",
+    "A800": "a800-sxm-80gb",
+    "H100": "h100-sxm-80gb",
+    "H800": "h800-sxm-80gb",
+    "H200": "h200-sxm-141gb",
+    "B200": "b200-sxm-180gb",
+    "Max1550": "max-1550-tile-64gb",  # a "GPU" of these rows is one tile
+}
+_OTHER_MEMORY = {("V100", 16): "v100-sxm2-16gb", ("A100", 40): "a100-sxm-40gb"}
+# Links between nodes by words of ``interconnect``: name in the planner's catalogue, and bytes/s per node where the
+# site's description has other adapters than the manufacturer's reference system.
+_NETWORKS: tuple[tuple[str, str, float | None], ...] = (
+    # 4 adapters of 100 Gbit/s per node (BigScience chronicles). The column also has a rate that follows from measured
+    # step times, which must not be used.
+    ("jean-zay", "omni-path-jean-zay-a100", 4 * 100 * GBIT),
+    # 8 adapters of 200 Gbit/s per node (Argonne, Aurora machine overview) and 2 (Polaris)
+    ("aurora", "slingshot-11", 8 * 200 * GBIT),
+    ("polaris", "slingshot-11", 2 * 200 * GBIT),
+    ("4x100gb roce", "roce-100g", 4 * 100 * GBIT),
+    ("slingshot", "slingshot-11", None),
+    ("omni-?path|opa", "omni-path-100g", None),
+    ("efa", "efa-p4d", None),
+    ("dgx-2", "infiniband-edr", 8 * 100 * GBIT),
+    ("roce", "roce-100g", None),
+    ("xdr", "infiniband-xdr", None),
+    ("ndr", "infiniband-ndr", None),
+    ("hdr", "infiniband-hdr", None),
+    ("edr", "infiniband-edr", None),
+    ("25 ?g", "ethernet-25g", None),
+    ("10 ?g(b|ig|e)", "ethernet-10g", None),
+    ("ethernet|tcp", "ethernet-100g", None),
+)
+# Links of authors who do not print them with the run: InternLM prints those of its nodes with InternEvo's.
+_SITES = {"xtuner": "4x100gb roce"}
+_PLAIN = r"gpt|bert|opt|bloom|falcon|pythia|neox|megatron|turing"
+_RECOMPUTED = ("full", "selective")
+
+
+def build(row: Mapping[str, str]) -> Case:
+    """Return the run of a row. Raises Unmapped."""
+    if re.search("lora|adapter", row["workload"], re.IGNORECASE):
+        raise Unmapped("fine-tuning of adapters: frozen weights")
+    notes, gpus = row["notes"].lower(), whole(row, "n_gpus")
+    tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1) or 1
+    sequence, context = whole(row, "sp", 1), whole(row, "cp", 1)
+    data = whole(row, "dp", max(1, gpus // (tensor * pipeline * sequence * context)))
+    stage = re.search(r"\d", row["dp_sharding"])
+    micro = whole(row, "mbs")
+    name, per_node, between = _machines(row)
+    precision = row["precision"] or "bf16"
+    if precision not in ("bf16", "fp16", "fp32"):
+        raise Unmapped(f"precision {precision}")
+    # Before FlashAttention, Megatron-DeepSpeed ran Megatron's fused kernels; these runs have little traffic of ZeRO.
+    fused = "megatron-deepspeed" in notes and _unfused(notes)
+    return build_case(
+        "megatron" if fused else "deepspeed",
+        _model(row, tensor),
+        Degrees(
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual=whole(row, "vp", 1),
+            sequence=sequence,
+            context=context,
+            expert=whole(row, "ep", 1),
+            tensor_sequence=False,
+            zero_stage=int(stage[0]) if stage else 0,
+            checkpointing=next((k for k in _RECOMPUTED if row["act_recompute"].startswith(k)), "none"),
+            offload=row["cpu_offload"] if row["cpu_offload"] not in ("", "0") else "none",
+        ),
+        # torchrun and accelerate set OMP_NUM_THREADS to 1 for several processes per node (torch/distributed/run.py).
+        Machines(name, gpus, per_node, *between, cpus_per_gpu=1 if per_node > 1 else None),
+        global_batch=whole(row, "gbs_samples", data * micro * whole(row, "grad_accum", 1)),
+        micro_batch=micro,
+        training={"precision": precision, "grad_dtype": _grad_dtype(row, notes), "compile": row["compile"] == "1"},
+        planner={"attention": "materialised" if _unfused(notes) else "flash"},
+        env={"CUDA_LAUNCH_BLOCKING": "1"} if "cuda_launch_blocking=1" in notes else None,
+    )
+
+
+def _grad_dtype(row: Mapping[str, str], notes: str) -> str:
+    """Return the type in which gradients accumulate: fp32 where DeepSpeed's BF16_Optimizer runs, else as weights.
+
+    BF16_Optimizer runs in stage 0 and, with Megatron-DeepSpeed's settings, in stage 1 (engine.py
+    ``_configure_bf16_optimizer``).
+    """
+    if row["precision"] != "bf16":
+        return row["precision"]
+    return "fp32" if "megatron-deepspeed" in notes and row["dp_sharding"][-1:] in ("0", "1") else "bf16"
+
+
+def _unfused(notes: str) -> bool:
+    """Return whether the notes say that attention stored its scores."""
+    return re.search(r"(no|without) flash[- ]?att|flash[- ]?attention off", notes) is not None
+
+
+def _machines(row: Mapping[str, str]) -> tuple[str, int, tuple[str | None, float | None]]:
+    """Return the accelerator's catalogue name, GPUs per node, and the network's name and bytes/s per GPU."""
+    per_node = min(whole(row, "gpus_per_node", 8), whole(row, "n_gpus"))
+    memory = number(row, "gpu_mem_gb")
+    name = _OTHER_MEMORY.get((row["gpu"], int(memory or 0)), _GPUS.get(row["gpu"]))
+    if name is None:
+        try:
+            name = full_name(f"{row['gpu']} {int(memory)}gb" if memory else row["gpu"])
+        except UsageError:
+            raise Unmapped(f"no catalogue name for {row['gpu']}") from None
+    words = row["interconnect"].lower() or _SITES.get(row["set"].split("-")[0], "")
+    network, rate = next(((known, each) for key, known, each in _NETWORKS if re.search(key, words)), (None, None))
+    return name, per_node, (network, rate / per_node if rate else None)
+
+
+def _model(row: Mapping[str, str], tensor: int) -> dict[str, Any]:
+    """Return the model section, from the columns or, where these are incomplete, from the model's name."""
+    name = row["model"].lower()
+    if any(not row[key] for key in ("layers", "hidden", "heads", "vocab")):
+        return known_model(row, tensor)
+    plain = re.search(_PLAIN, name) is not None
+    hidden, heads = whole(row, "hidden"), whole(row, "heads")
+    ffn = whole(row, "ffn", 4 * hidden if plain else -(-8 * hidden // 3 // 256) * 256)
+    vocab = whole(row, "vocab")
+    return transformer(
+        "gpt" if plain else "llama",
+        layers=whole(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=whole(row, "kv_heads", heads),
+        ffn=ffn,
+        vocab=-(-vocab // tensor) * tensor,
+        seq_len=whole(row, "seq_len"),
+        tied=("tied embedding" in row["notes"] or plain) and "untied" not in row["notes"],
+    )
+
+
+def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
+    """Return step time, memory of the kind that the source names, and the share of the device's peak."""
+    memory, note = number(truth, "peak_mem_gib"), truth["mem_unit_note"].lower()
+    gigabytes = re.search(r"\bgb\b", note) is not None and "1024" not in note and "gib" not in note
+    kind = "allocated" if re.search("allocated|maxmem", note) else "reserved" if "reserved" in note else "peak"
+    seconds, rate = number(truth, "step_time_s"), number(truth, "tokens_per_s_per_gpu")
+    if seconds is None and rate and inputs["gbs_samples"]:
+        seconds = whole(inputs, "gbs_samples") * whole(inputs, "seq_len") / (rate * whole(inputs, "n_gpus"))
+    return Measured(
+        step_seconds=seconds,
+        memory_bytes=None if memory is None else memory * (1e9 if gigabytes else 2**30),
+        memory_kind=kind,
+        ran=truth["oom"] != "1",
+    )
+
+
+TABLE = Table(
+    file="deepspeed_2026_11.csv",
+    input_columns=COLUMNS,
+    truth_columns=TRUTH,
+    build=build,
+    measure=measure,
+    panel=lambda row: " ".join(row[key] for key in ("set", "model", "gpu", "n_gpus", "seq_len", "gbs_samples")),
+)
