@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from planner_truth import report
+from planner_truth import deepspeed_runs, left_out, report
 from planner_truth.evaluation import judge, score
 from planner_truth.sets import SETS
 
@@ -28,6 +28,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--set", action="append", metavar="NAME", help=f"score only this one: {', '.join(names)}")
     parser.add_argument("--rows", action="append", metavar="NAME", help="also print every row of this set, worst first")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="refit DeepSpeed's constants without each of its sources in turn"
+    )
     parser.add_argument("--framework", help="model every run under this framework's habits instead of its own")
     options = parser.parse_args()
     for name in [*(options.set or []), *(options.rows or [])]:
@@ -43,6 +46,9 @@ def main() -> int:
     directory = Path(given)
     if not directory.is_dir():
         parser.error(f"{directory} is not a directory")
+    if options.leave_one_out:
+        print(*left_out.lines(left_out.leave_one_out(deepspeed_runs.TABLE, directory)), sep="\n")
+        return 0
     wanted = set(options.set or options.rows or names) | set(options.rows or [])
     chosen = [truth_set for truth_set in SETS if truth_set.name in wanted]
     outcomes = {table: judge(table, directory, options.framework) for table in dict.fromkeys(s.table for s in chosen)}

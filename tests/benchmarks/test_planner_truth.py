@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from planner_truth import bigscience, fsdp_runs, megatron_ci, mlperf, nanotron, train_runs, vtrain
+from planner_truth import bigscience, deepspeed_runs, fsdp_runs, left_out, megatron_ci, mlperf, nanotron, train_runs, vtrain
 from planner_truth.evaluation import judge, score
 from planner_truth.mapping import Unmapped
 from planner_truth.sets import SETS
 from planner_truth.table import Table
 
-TABLES = [nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE, mlperf.TABLE]
+TABLES = [nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE, mlperf.TABLE, deepspeed_runs.TABLE]
 MEASURED = "time mem oom tokens_per_s tflops mfu hfu throughput status raw_json _last _first iter_ samples_s".split()
 GIVEN = {  # one row of the layout sweep
     "row_id": "a",
@@ -184,3 +184,103 @@ def test_the_script_prints_json_for_a_directory_with_one_file(
     found = json.loads(capsys.readouterr().out)
     assert found["sets"]["nanotron-memory"]["n"] == 1
     assert found["files"]["train_runs.csv"]["missing"]
+
+
+DEEPSPEED = {
+    "row_id": "a",
+    "set": "one",
+    "model": "llama2-7b",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "ffn": "11008",
+    "vocab": "32000",
+    "seq_len": "4096",
+    "gpu": "A100",
+    "gpu_mem_gb": "80",
+    "gpus_per_node": "8",
+    "n_gpus": "8",
+    "precision": "bf16",
+    "gbs_samples": "64",
+    "mbs": "1",
+    "grad_accum": "8",
+    "dp": "8",
+    "dp_sharding": "ZeRO-3",
+    "act_recompute": "full",
+    "step_time_s": "12",
+    "peak_mem_gib": "20",
+    "mem_unit_note": "torch.cuda.max_memory_allocated, GiB",
+}
+
+
+def test_a_run_of_deepspeed_gets_its_sequence_ranks_offload_and_threads(tmp_path: Path) -> None:
+    row = DEEPSPEED | {"dp": "2", "sp": "4", "cpu_offload": "optimizer", "notes": "CUDA_LAUNCH_BLOCKING=1 is set"}
+    (judged,) = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, row)).rows
+    layout, spec = judged.case.layout, judged.case.spec
+    assert (layout.data_parallel, layout.sequence_parallel, layout.zero_stage) == (2, 4, 3)
+    assert (layout.offload, spec.cluster.cpus_per_gpu) == ("optimizer", 1)
+    assert spec.env == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert (judged.measured.memory_kind, judged.measured.memory_bytes) == ("allocated", 20 * 2**30)
+    assert spec.planner.framework == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "network"),
+    [
+        ({}, "a100-sxm-80gb", None),
+        ({"gpu_mem_gb": "40", "interconnect": "Polaris, Slingshot"}, "a100-sxm-40gb", "slingshot-11"),
+        ({"gpu": "RTX 4090", "gpu_mem_gb": ""}, "rtx-4090-24gb", None),
+        ({"gpu": "Max1550", "interconnect": "Aurora, Slingshot 11"}, "max-1550-tile-64gb", "slingshot-11"),
+        ({"set": "xtuner-benchmark"}, "a100-sxm-80gb", "roce-100g"),
+    ],
+)
+def test_machines_of_deepspeed_runs_follow_the_columns(change: dict[str, str], device: str, network: str) -> None:
+    row = dict.fromkeys(deepspeed_runs.TABLE.input_columns, "") | DEEPSPEED | change
+    name, per_node, (found, rate) = deepspeed_runs._machines(row)
+    assert (name, per_node, found) == (device, 8, network)
+    assert (rate is None) == (network is None)
+
+
+def test_an_unknown_device_is_left_out_with_its_name(tmp_path: Path) -> None:
+    outcome = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, DEEPSPEED | {"gpu": "TPU"}))
+    assert dict(outcome.skipped) == {"no catalogue name for TPU": 1}
+
+
+def test_sources_of_deepspeed_have_lines_of_their_own_and_slow_runs_a_set(tmp_path: Path) -> None:
+    slow = DEEPSPEED | {"row_id": "b", "set": "two", "step_time_s": "1200"}
+    outcome = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, DEEPSPEED, slow))
+    every = score(set_named("deepspeed-time"), outcome)
+    assert every.errors.n == 2
+    assert [(name, part.n) for name, part in every.parts] == [("one", 1), ("two", 1)]
+    (low,) = score(set_named("deepspeed-time-low"), outcome).rows
+    assert low.row.row_id == "b"
+    assert score(set_named("deepspeed-time-5"), outcome).errors.n == 1
+    assert score(set_named("deepspeed-memory"), outcome).errors.n == 2
+
+
+def test_a_source_is_scored_with_constants_fitted_on_the_others(tmp_path: Path) -> None:
+    base = DEEPSPEED | {"cpu_offload": "optimizer", "mbs": "8"}
+    directory = write(tmp_path, deepspeed_runs.TABLE.file, base, base | {"set": "two"})
+    (alone,) = {run.step_seconds for run in judge(deepspeed_runs.TABLE, directory).rows}
+    scales = dict.fromkeys(left_out.CONSTANTS, 1.0) | {"thread_bandwidth": 0.5}
+    with left_out.scaled(tuple(scales.values())):
+        slower = judge(deepspeed_runs.TABLE, directory).rows[0].step_seconds
+    assert slower > 1.3 * alone
+    assert judge(deepspeed_runs.TABLE, directory).rows[0].step_seconds == alone, "the constants are as before"
+    write(tmp_path, deepspeed_runs.TABLE.file, base, base | {"set": "two", "step_time_s": str(slower)})
+    first, second = left_out.leave_one_out(deepspeed_runs.TABLE, directory)
+    assert (first.source, second.source) == ("one", "two")
+    assert first.scales == {"thread_bandwidth": 0.5}, "what source two implies, which was not left out"
+    assert first.fitted > first.planner
+
+
+def test_leaving_out_prints_each_source_and_both_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import planner_accuracy
+
+    write(tmp_path, deepspeed_runs.TABLE.file, DEEPSPEED, DEEPSPEED | {"set": "two"})
+    monkeypatch.setattr(sys, "argv", ["planner_accuracy.py", "--truth", str(tmp_path), "--leave-one-out"])
+    assert planner_accuracy.main() == 0
+    starts = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert starts == ["source left out", "one", "two", "all rows", "mean over sources"]

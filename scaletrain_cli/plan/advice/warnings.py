@@ -12,6 +12,7 @@ from scaletrain_cli.plan.reliability.durability import SPOT_HOURS_BETWEEN_PREEMP
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import accumulation_changes_loss
+from scaletrain_cli.plan.speed.stage_time import launches_block
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -55,6 +56,8 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory) -> Iterator[Rea
     if layout.tensor_parallel > spec.cluster.gpus_per_node:
         degrees = {"tensor_parallel": layout.tensor_parallel, "gpus_per_node": spec.cluster.gpus_per_node}
         yield Reason("plan.tensor-parallel-across-nodes", degrees)
+    if launches_block(spec):
+        yield Reason("plan.launches-block")
 
 
 def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability: Durability) -> Iterator[Reason]:

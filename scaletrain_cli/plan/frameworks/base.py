@@ -133,6 +133,10 @@ class Framework(ABC):
         """
         return 0
 
+    def reduce_overlap(self, layout: Layout) -> float:
+        """Return the share of the traffic of weights and gradients that may overlap compute."""
+        return self.profile.reduce_overlap
+
     def profile_on(self, device: Accelerator) -> FrameworkProfile:
         """Return the time profile on a device."""
         return self.profile

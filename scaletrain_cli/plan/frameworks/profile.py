@@ -9,6 +9,7 @@ engine are estimates between the other frameworks'.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -106,6 +107,14 @@ class FrameworkProfile:
     attention_speed: float
     # Host seconds per step that a sharded optimizer adds.
     zero_host: float
+    # Bytes/s between nodes that the all-gathers and reduce-scatters of ZeRO-3 reach at most, and the share of them that
+    # may overlap compute.
+    zero_3_most: float = math.inf
+    zero_3_overlap: float = 0.9
+    # Host seconds per micro-batch that the schedule of a pipeline adds on every stage.
+    pipeline_host: float = 0.0
+    # Host seconds per block and pass in which ZeRO-3 gathers and frees the weights of its modules.
+    gather_host: float = 0.0
     # Whether a token that several experts of one node need crosses the network only once.
     sends_once_per_node: bool = False
     # Host seconds per block and tensor rank that sends and receives add in the steady state of a pipeline across nodes.

@@ -117,8 +117,8 @@ def data_traffic(
         return DataTraffic(0.0, reduce, 0.0, gather, int((m * reduced + weights) * part))
     # ZeRO-3 gathers weights and scatters gradients block by block; each message has its own latency.
     pieces = blocks + 1
-    gather = pieces * link.gather(weights / pieces, ranks, stride)
-    reduce = pieces * link.gather(gradients / pieces, ranks, stride)
+    gather = pieces * link.gather(weights / pieces, ranks, stride, profile.zero_3_most)
+    reduce = pieces * link.gather(gradients / pieces, ranks, stride, profile.zero_3_most)
     return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,14 +14,8 @@ from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import attends_by_document, fuses_attention, has_documents, loss_chunks
-from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import stage_tensors
-from scaletrain_cli.plan.memory.states import (
-    expert_tensor_parallel,
-    gradient_bytes,
-    optimizer_state_bytes_per_parameter,
-    weight_bytes,
-)
+from scaletrain_cli.plan.memory.states import expert_tensor_parallel
 from scaletrain_cli.plan.result import Layout, StageTime
 from scaletrain_cli.plan.speed.block_time import PartTime, RankWork, block_time, embedding_time, head_time
 from scaletrain_cli.plan.speed.communication import (
@@ -32,55 +26,11 @@ from scaletrain_cli.plan.speed.communication import (
     exposed,
 )
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
+from scaletrain_cli.plan.speed.offload import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
 from scaletrain_cli.plan.stages import Stage, local_tokens
 from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
-
-# Share of the host link's bandwidth that copies from pinned memory reach (PCIe 4.0 x16: 25 of 31.5 GB/s).
-_LINK_SHARE = 0.8
-# DeepSpeed's CPU Adam reads and writes 28 bytes per parameter. One socket moves about 150 GB/s, which 4 ranks share.
-_UPDATE_BYTES = 28
-_HOST_MEMORY_BANDWIDTH = 37e9
-# Bytes/s of a data-center NVMe drive on PCIe 4.0 x4, which reads 6 to 7 GB/s and writes about 4 (data sheets); all
-# ranks of a node share it.
-_NVME_BANDWIDTH = 5e9
-
-
-def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
-    """Return the seconds to copy the activations of an average block and one micro-batch between device and host.
-
-    The forward pass copies each saved tensor to the host, and the backward pass copies it back. Both copies are on the
-    stream that computes (``torch.autograd.graph.save_on_cpu``), so neither overlaps compute. 0 without offload.
-    """
-    if not spec.layout.activation_offload or device.is_cpu:
-        return 0.0
-    kept = kept_activation_bytes(spec, replace(layout, pipeline_parallel=1), device, 0)
-    return kept / spec.transformer.num_hidden_layers / (device.host_bandwidth * _LINK_SHARE)
-
-
-def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int, held: int) -> float:
-    """Return the seconds per step of an offloaded optimizer that updates ``updated`` of ``held`` parameters of a rank.
-
-    It copies gradients to the host, updates on the CPU and copies weights back. Offloaded weights are fetched once for
-    each forward and each backward pass (ZeRO-Infinity, arXiv:2104.07857); half of that is assumed to overlap compute.
-    With NVMe all of this passes through the node's drives too.
-    """
-    link = device.host_bandwidth * _LINK_SHARE
-    training = spec.training
-    weights = updated * weight_bytes(training.precision)
-    gradients = updated * gradient_bytes(training.precision, training.grad_dtype)
-    seconds = (weights + gradients) / link + updated * _UPDATE_BYTES / _HOST_MEMORY_BANDWIDTH
-    every = held * weight_bytes(training.precision)
-    fetched = 2 * layout.gradient_accumulation_steps * every if layout.offload == "optimizer+params" else 0
-    seconds += 0.5 * fetched / link
-    if spec.layout.offload_device == "nvme":
-        given = spec.cluster.nvme_bandwidth
-        drive = (_NVME_BANDWIDTH if given == "auto" else max(given, 1.0)) / spec.cluster.gpus_per_node
-        states = updated * optimizer_state_bytes_per_parameter(training.precision, layout.zero_stage)
-        seconds += (2 * states + fetched) / drive  # states are read and written; no overlap with the drives
-    return seconds
-
 
 # Rate of the memory-efficient kernel, which takes a mask, relative to FlashAttention-2, which takes none (torch,
 # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp ``check_for_attn_mask``). It is CUTLASS's implementation of the
@@ -107,6 +57,7 @@ class MicroBatchTime:
     communication: float  # exposed
     host: float  # to launch all kernels
     stall: float  # that sends and receives add to ``host`` in the steady state of the pipeline
+    blocking: bool = False  # the host waits for each kernel, so nothing overlaps
 
     @cached_property
     def seconds(self) -> float:
@@ -138,6 +89,8 @@ class MicroBatchTime:
     def _with(self, host: float) -> float:
         """Return the seconds of both passes if the host takes ``host`` seconds to launch the kernels."""
         device = self.forward + self.backward + self.recompute + self.communication
+        if self.blocking:
+            return device + host
         longer, p = max(device, host), _HOST_DEVICE_NORM
         return float(longer * (1 + (min(device, host) / longer) ** p) ** (1 / p)) if longer else 0.0
 
@@ -285,7 +238,7 @@ def _stage(
 ) -> MicroBatchTime:
     """Return the time of one micro-batch on one stage; ``runs``: its blocks, ``sizes``: its parameters on one rank."""
     count, first, last = stage.blocks, stage.first, stage.last
-    forwards, traffic = parts.forwards, parts.traffic
+    forwards, traffic, blocking = parts.forwards, parts.traffic, launches_block(spec)
     forward = backward = recompute = communication = host = 0.0
     for run in runs:
         part = parts.block(run.training, run.experts)
@@ -311,11 +264,17 @@ def _stage(
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
     if layout.zero_stage >= 2:
         data = data_traffic(spec, layout, link, profile, sizes.parameters, count, sizes.trained)
-        communication += exposed(data.forward, forward, profile.reduce_overlap)
-        communication += exposed(data.backward, backward + recompute, profile.reduce_overlap)
+        overlap = framework_of(spec).reduce_overlap(layout)
+        overlap = 0.0 if blocking else overlap
+        communication += exposed(data.forward, forward, overlap)
+        communication += exposed(data.backward, backward + recompute, overlap)
     if rate.is_cpu:
         return MicroBatchTime(forward, backward, recompute, communication, 0.0, 0.0)
     host += profile.micro_batch_host + profile.end_host * (first + last)
+    if layout.pipeline_parallel > 1:
+        host += profile.pipeline_host
+    if layout.zero_stage == 3:
+        host += count * profile.gather_host * (2 + forwards)
     stall = 0.0
     if layout.tensor_parallel > 1:
         host += count * profile.tensor_host
@@ -323,7 +282,12 @@ def _stage(
             host += count * profile.socket_host
         if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
             stall = count * layout.tensor_parallel * profile.stage_stall
-    return MicroBatchTime(forward, backward, recompute, communication, host, stall)
+    return MicroBatchTime(forward, backward, recompute, communication, host, stall, blocking)
+
+
+def launches_block(spec: RunSpec) -> bool:
+    """Return whether ``env`` sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel before it launches the next."""
+    return spec.env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:

@@ -17,12 +17,12 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
 from scaletrain_cli.plan.speed.kernels import Rates, rates
+from scaletrain_cli.plan.speed.offload import offload_seconds
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import (
     MicroBatchTime,
     StageSizes,
-    offload_seconds,
     stage_sizes,
     stage_times,
     time_stages,
@@ -167,8 +167,9 @@ def _once_per_step(
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
     forward, backward = stage.overlappable
-    reduce = exposed(data.reduce, windows * backward, profile.reduce_overlap)
-    gather = exposed(data.gather, windows * forward, profile.gather_overlap)
+    overlaps = 0.0 if stage.blocking else 1.0
+    reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout))
+    gather = exposed(data.gather, windows * forward, overlaps * profile.gather_overlap)
     optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained, sizes.parameters)
     return _OncePerStep(reduce + gather, optimizer, data.sent)
 

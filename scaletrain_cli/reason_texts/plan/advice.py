@@ -68,6 +68,10 @@ _WARNINGS = {
         "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} GPUs; its traffic then runs at "
         "network speed"
     ),
+    "launches-block": Text(
+        "env sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel, so that copies and communication do not overlap "
+        "compute"
+    ),
     "too-little-host-memory": Text(
         "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
         "written {copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job"

@@ -82,6 +82,17 @@ MEGATRON = [
     (2048, 20, 16, 1024, 8, 2, 4, 1, 4, 16, 0.222943),
 ]
 
+# DeepSpeed's ZeRO-3 without model parallelism on DGX A100 with full recomputation, arXiv:2104.04473, table 2. Hidden
+# size, layers, heads, GPUs, micro-batch, batch, TFLOP/s and GPU (equation 3).
+ZERO_3 = [
+    (12288, 96, 96, 384, 4, 1536, 144),
+    (12288, 96, 96, 768, 2, 1536, 88),
+    (12288, 96, 96, 1536, 1, 1536, 44),
+    (20480, 105, 128, 640, 4, 2560, 138),
+    (20480, 105, 128, 1120, 2, 2240, 98),
+    (20480, 105, 128, 2240, 1, 2240, 48),
+]
+
 
 def step_seconds(zero_stage: int, checkpointing: str, micro_batch: int, **run: Any) -> float:
     spec = spec_of("gpt2", **run)
@@ -122,6 +133,24 @@ def foundry_error(row: tuple[Any, ...]) -> float:
         **shape(*MPT[model], sequence, bias=False, norm_bias=False, position_embedding="alibi"),
     )
     return float(planned * tokens_per_second * gpus / (batch * sequence) - 1)
+
+
+def zero_3_error(row: tuple[Any, ...]) -> float:
+    hidden, layers, heads, gpus, micro_batch, batch, teraflops = row
+    planned = step_seconds(
+        3,
+        "full",
+        micro_batch,
+        training__global_batch_size=batch,
+        training__precision="fp16",
+        layout__data_parallel=gpus,
+        cluster__nodes=gpus // 8,
+        cluster__gpu="a100-sxm-80gb",
+        planner__attention="materialised",
+        **shape(hidden, layers, heads, 2048),
+    )
+    share = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+    return float(planned * gpus * teraflops * 1e12 / (96 * batch * 2048 * layers * hidden**2 * share) - 1)
 
 
 def nanotron_error(row: tuple[Any, ...]) -> float:
@@ -175,6 +204,7 @@ SOURCES: list[tuple[Any, list[Any]]] = [
     (foundry_error, FOUNDRY),
     (nanotron_error, NANOTRON),
     (megatron_error, MEGATRON),
+    (zero_3_error, ZERO_3),
 ]
 
 
