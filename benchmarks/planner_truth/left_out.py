@@ -1,4 +1,4 @@
-"""Leave one source out: fit the shared constants of DeepSpeed's time model on the other sources, score the one left out.
+"""Leave one source out: fit constants of DeepSpeed's time model on the other sources, and score the one left out.
 
 Each fit starts from the planner's constants, and changes one at a time by the factors of ``FACTORS`` while that lowers
 the mean over the other sources of the mean absolute logarithm of predicted over measured step time.
@@ -67,11 +67,16 @@ def leave_one_out(table: Table, directory: Path) -> tuple[LeftOut, ...]:
         best = start
         for index in [*range(len(CONSTANTS))] * _ROUNDS:
             tried = [(*best[:index], factor, *best[index + 1 :]) for factor in FACTORS]
-            best = min(tried, key=lambda scales: (_spread(runs(scales), source), scales != start))
+            best = min(tried, key=lambda scales: (_spread(runs(scales), source), _changes(scales)))
         changed = {name: scale for name, scale in zip(CONSTANTS, best, strict=True) if scale != 1.0}
-        errors = [_error(runs(scales), source) for scales in (start, best)]
-        found.append(LeftOut(source, sum(run.source == source for run in runs(start)), *errors, changed))
+        rows = sum(run.source == source for run in runs(start))
+        found.append(LeftOut(source, rows, _error(runs(start), source), _error(runs(best), source), changed))
     return tuple(found)
+
+
+def _changes(scales: Scales) -> float:
+    """Return how far the constants are from the planner's, which decides between fits that are equally good."""
+    return sum(abs(math.log(scale)) for scale in scales)
 
 
 def _spread(runs: Sequence[_Run], without: str) -> float:

@@ -9,7 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from planner_truth import bigscience, deepspeed_runs, fsdp_runs, left_out, megatron_ci, mlperf, nanotron, train_runs, vtrain
+from planner_truth import (
+    bigscience,
+    deepspeed_runs,
+    fsdp_runs,
+    left_out,
+    megatron_ci,
+    mlperf,
+    nanotron,
+    train_runs,
+    vtrain,
+)
 from planner_truth.evaluation import judge, score
 from planner_truth.mapping import Unmapped
 from planner_truth.sets import SETS

@@ -133,9 +133,9 @@ class Framework(ABC):
         """
         return 0
 
-    def reduce_overlap(self, layout: Layout) -> float:
+    def reduce_overlap(self, layout: Layout, profile: FrameworkProfile) -> float:
         """Return the share of the traffic of weights and gradients that may overlap compute."""
-        return self.profile.reduce_overlap
+        return profile.reduce_overlap
 
     def profile_on(self, device: Accelerator) -> FrameworkProfile:
         """Return the time profile on a device."""

@@ -46,9 +46,9 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
     """Return the seconds per step of an offloaded optimizer that updates ``updated`` of ``held`` parameters of a rank.
 
     Each micro-batch copies its gradients to the host and those that are there to the device, where they are added; the
-    last one also copies them in fp32 (stage3.py partition_grads). The CPU updates, and copies weights back. Offloaded weights are fetched once for each
-    forward and each backward pass (ZeRO-Infinity, arXiv:2104.07857); half of that is assumed to overlap compute. With
-    NVMe all of this passes through the node's drives too.
+    last one also copies them in fp32 (stage3.py partition_grads). The CPU updates, and copies weights back. Offloaded
+    weights are fetched once for each forward and each backward pass (ZeRO-Infinity, arXiv:2104.07857); half of that is
+    assumed to overlap compute. With NVMe all of this passes through the node's drives too.
     """
     link, m = device.host_bandwidth * _LINK_SHARE, layout.gradient_accumulation_steps
     training = spec.training

@@ -264,7 +264,7 @@ def _stage(
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
     if layout.zero_stage >= 2:
         data = data_traffic(spec, layout, link, profile, sizes.parameters, count, sizes.trained)
-        overlap = framework_of(spec).reduce_overlap(layout)
+        overlap = framework_of(spec).reduce_overlap(layout, profile)
         overlap = 0.0 if blocking else overlap
         communication += exposed(data.forward, forward, overlap)
         communication += exposed(data.backward, backward + recompute, overlap)

@@ -168,7 +168,7 @@ def _once_per_step(
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
     forward, backward = stage.overlappable
     overlaps = 0.0 if stage.blocking else 1.0
-    reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout))
+    reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout, profile))
     gather = exposed(data.gather, windows * forward, overlaps * profile.gather_overlap)
     optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained, sizes.parameters)
     return _OncePerStep(reduce + gather, optimizer, data.sent)

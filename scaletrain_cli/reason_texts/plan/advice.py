@@ -69,8 +69,7 @@ _WARNINGS = {
         "network speed"
     ),
     "launches-block": Text(
-        "env sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel, so that copies and communication do not overlap "
-        "compute"
+        "env sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel, so communication does not overlap compute"
     ),
     "too-little-host-memory": Text(
         "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "

@@ -134,6 +134,7 @@ def test_offloading_the_optimizer_costs_time_on_the_host_link() -> None:
 def test_an_optimizer_on_the_host_is_as_fast_as_its_threads() -> None:
     def update(**cluster: Any) -> float:
         offloaded = {f"cluster__{key}": value for key, value in cluster.items()}
+        offloaded["training__global_batch_size"] = 8
         return plan(layout={"zero_stage": 2}, layout__offload="optimizer", **offloaded)[0].optimizer
 
     assert update(cpus_per_gpu=1) > 4 * update(cpus_per_gpu=8)
@@ -158,7 +159,8 @@ def test_deepspeed_overlaps_reduction_where_the_engine_sets_overlap_comm(
 ) -> None:
     spec = spec_of("llama-7b", layout__pipeline_parallel=stages)
     layout = layout_of(spec, zero_stage)
-    assert (framework_of(spec).reduce_overlap(layout) > 0) is overlaps
+    framework = framework_of(spec)
+    assert (framework.reduce_overlap(layout, framework.profile) > 0) is overlaps
     assert zero_buffers(10**9, zero_stage, pipeline=stages > 1).overlap_comm is overlaps
 
 
