@@ -56,9 +56,13 @@ def _settings() -> Iterator[str]:
     """Yield ``key=`` for each key of the spec, and ``key=value`` for keys with a fixed set of values."""
     from scaletrain_cli.plan.catalogue.hardware import accelerator_names
     from scaletrain_cli.spec import presets, vision_presets
+    from scaletrain_cli.spec.presets import hub_presets
     from scaletrain_cli.spec.problems import spec_keys
 
-    named = {"model.preset": [*presets(), *vision_presets()], "cluster.gpu": ["cpu", *accelerator_names()]}
+    named = {
+        "model.preset": [*presets(), *hub_presets(), *vision_presets()],
+        "cluster.gpu": ["cpu", *accelerator_names()],
+    }
     for key, annotation in spec_keys():
         yield f"{key}="
         for value in named.get(key, _choices(annotation)):

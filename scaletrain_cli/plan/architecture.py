@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hybrid import BlockParts, parts_of
 
 
 @dataclass(frozen=True)
 class Block:
     """Parameters of one transformer block: weight matrices by part, and ``vectors`` (norms and biases)."""
 
-    attention: int
+    attention: int  # or of a state-space layer, which is in the place of attention
     dense_mlp: int  # the MLP of a dense block, or the shared experts of an MoE block
     router: int
     expert: int  # one routed expert, with its biases; 0 without experts
@@ -41,7 +42,8 @@ class Architecture:
 
     ``table``: the token embedding; ``embedding``: with positions and norm. ``head`` is 0 if it is tied to the table.
     Of the ``layers`` blocks ``dense_blocks(first, count)`` are ``dense_block``; the others are ``block``, which may
-    have experts.
+    have experts. With ``pattern``, of a hybrid model, its blocks are repeated over the layers instead; ``block`` is then
+    the first of them with experts, if any has.
     """
 
     embedding: int
@@ -52,6 +54,7 @@ class Architecture:
     dense_blocks: Callable[[int, int], int]
     final_norm: int
     head: int
+    pattern: tuple[Block, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -59,8 +62,16 @@ class Architecture:
 
     def blocks_parameters(self, first: int, count: int) -> int:
         """Return the parameters of ``count`` consecutive blocks that begin with block ``first``."""
+        return sum(times * block.parameters for block, times in self.kinds(first, count))
+
+    def kinds(self, first: int, count: int) -> tuple[tuple[Block, int], ...]:
+        """Return the ``count`` blocks from block ``first`` on, as (block, how many)."""
+        if self.pattern:
+            repeats, rest = divmod(count, len(self.pattern))
+            places = ((place - first) % len(self.pattern) for place in range(len(self.pattern)))
+            return tuple((block, repeats + (place < rest)) for block, place in zip(self.pattern, places, strict=True))
         dense = self.dense_blocks(first, count)
-        return dense * self.dense_block.parameters + (count - dense) * self.block.parameters
+        return (self.dense_block, dense), (self.block, count - dense)
 
 
 @lru_cache(maxsize=1024)
@@ -74,6 +85,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     t, hidden = tensor_parallel, model.hidden_size
     norm = hidden * (2 if model.has_norm_bias else 1)
     attention, vectors = _attention(model, t)
+    own = vectors
     vectors += model.norms_per_block * norm
     dense_matrix, dense_bias = _mlp(model, _share(model.intermediate_size, t))
     dense = Block(attention, dense_matrix, 0, 0, 0, vectors + dense_bias)
@@ -88,6 +100,12 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
             shared += hidden if model.shared_expert_gate else 0
         shared_bias += model.num_experts if model.router_bias else 0
         block = Block(attention, shared, hidden * model.num_experts, expert, held, vectors + shared_bias)
+    pattern = tuple(
+        _hybrid_block(parts_of(kind), (attention, own), _mamba(model, t) if model.mamba else (0, 0), dense, block, norm)
+        for kind in model.block_types
+    )
+    if pattern:
+        dense, block = pattern[0], next((each for each in pattern if each.experts), pattern[0])
     table = _share(model.vocab_size, t) * hidden
     positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0
     return Architecture(
@@ -99,7 +117,69 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
         dense_blocks=model.dense_blocks,
         final_norm=norm,
         head=0 if model.tie_word_embeddings else table,
+        pattern=pattern,
     )
+
+
+def _hybrid_block(
+    parts: BlockParts, attention: tuple[int, int], mamba: tuple[int, int], dense: Block, sparse: Block, norm: int
+) -> Block:
+    """Return a block of these parts, each with one norm.
+
+    ``attention`` and ``mamba``: their parameters, (in matrices, in vectors); ``dense`` and ``sparse``: whole blocks.
+    """
+    matrices, vectors = (sum(pair) for pair in zip(*_chosen(parts, attention, mamba), strict=True))
+    vectors += parts.sublayers * norm
+    if parts.mlp:
+        return Block(matrices, dense.dense_mlp, 0, 0, 0, vectors)
+    if parts.experts:
+        return Block(matrices, sparse.dense_mlp, sparse.router, sparse.expert, sparse.experts, vectors)
+    return Block(matrices, 0, 0, 0, 0, vectors)
+
+
+def _chosen(parts: BlockParts, attention: tuple[int, int], mamba: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(0, 0), *([attention] if parts.attention else []), *([mamba] if parts.mamba else [])]
+
+
+def _mamba(model: ModelSpec, t: int) -> tuple[int, int]:
+    """Return the parameters of a state-space layer on one of ``t`` tensor ranks: (in matrices, in vectors).
+
+    Mamba-2 (arXiv:2405.21060, section 7): one projection to gate, channels, B, C and time steps, a convolution, and per
+    head a decay, a skip weight and a bias of the time step; a norm before the output projection. Mamba
+    (arXiv:2312.00752, section 3) projects channels to a low-rank time step, B and C after the convolution, and has a
+    decay per channel and state. Tensor ranks shard channels and groups (Megatron-LM, ssm/mamba_mixer.py).
+    """
+    mamba, hidden = model.mamba, model.hidden_size
+    assert mamba is not None
+    inner, conv = _share(mamba.inner_size, t), _share(mamba.conv_size, t)
+    heads, bias = _share(mamba.num_heads, t), mamba.conv_bias
+    matrices = hidden * _share(mamba.projected_size, t) + inner * hidden + conv * mamba.conv_kernel
+    vectors = (conv if bias else 0) + (_share(mamba.projected_size, t) + hidden if mamba.proj_bias else 0)
+    if not mamba.dt_rank:
+        return matrices, vectors + 3 * heads + (inner if mamba.inner_norms else 0)
+    low, state = mamba.dt_rank, mamba.state_size
+    matrices += inner * (low + 2 * state) + low * inner + inner * state
+    return matrices, vectors + 2 * inner + (low + 2 * state if mamba.inner_norms else 0)
+
+
+def mamba_flops(model: ModelSpec) -> int:
+    """Return the forward FLOPs per token of one state-space layer; 0 without any.
+
+    2 per weight of the projections, and 7 d n for the scan of d channels with n states, as Megatron-LM counts it
+    (training/training.py mamba_layer_flops).
+    """
+    mamba = model.mamba
+    if mamba is None:
+        return 0
+    projected = model.hidden_size * (mamba.projected_size + mamba.inner_size)
+    if mamba.dt_rank:
+        projected += mamba.inner_size * (2 * mamba.dt_rank + 2 * mamba.state_size)
+    return 2 * projected + 7 * mamba.inner_size * mamba.state_size
+
+
+def mean_block_flops(model: ModelSpec) -> int:
+    """Return the forward FLOPs per token of a block of a hybrid model, the mean over its layers."""
+    return (training_flops_per_token(model) // 3 - head_flops(model)) // model.num_hidden_layers
 
 
 def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
@@ -113,22 +193,28 @@ def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
     vectors = queries + 2 * keys if model.has_qkv_bias else 0
     vectors += hidden if model.has_output_bias else 0
     vectors += heads if model.attention_sinks else 0
-    if model.qk_norm:  # over each head, with the same weight for all, or over all heads together
-        vectors += 2 * model.head_dim if model.qk_norm_scope == "head" else queries + keys
+    if model.qk_norm:  # over each head, with the same weight for all or none, or over all heads together
+        vectors += {"head": 2 * model.head_dim, "projection": queries + keys, "unweighted": 0}[model.qk_norm_scope]
     return hidden * (2 * queries + 2 * keys), vectors
 
 
 def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
     """Return the parameters of latent attention with ``heads`` heads on this rank: (in matrices, in vectors).
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. The down projections are replicated on every tensor rank.
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. The down projections are replicated on every tensor rank, and so is the
+    indexer of DeepSeek-V3.2: queries from the latent of the queries, one key with a LayerNorm, one weight per head.
     """
     hidden, query, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
     turned, value = model.qk_rope_head_dim, model.value_head_dim
     wide = heads * model.qk_head_dim
     matrices = hidden * query + query * wide if query else hidden * wide
     matrices += hidden * (latent + turned) + latent * heads * (model.head_dim + value) + heads * value * hidden
-    return matrices, query + latent  # one RMSNorm after each down projection
+    vectors = query + latent  # one RMSNorm after each down projection
+    if model.index_topk:
+        index_heads, size = model.index_n_heads, model.index_head_dim
+        matrices += (query or hidden) * index_heads * size + hidden * size + hidden * index_heads
+        vectors += 2 * size
+    return matrices, vectors
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
@@ -152,7 +238,7 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 def attention_matmul_flops(model: ModelSpec) -> int:
     """Return the forward FLOPs per token of one block's attention projections: 2 per weight."""
-    return 2 * architecture(model).block.attention
+    return 2 * _attention(model, 1)[0]
 
 
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
@@ -171,16 +257,35 @@ def attention_flops(model: ModelSpec) -> int:
     4 s a d per token and block, for sequence length s and a heads of size d: the convention of PaLM (arXiv:2204.02311,
     appendix B) and Megatron-LM (arXiv:2104.04473). It counts twice the scores within the causal mask; so does this for
     a window of w < s tokens, whose layers have s w - w^2 / 2 of them per sequence: 4 (2 w - w^2 / s) a d per token.
+    A chunk of c tokens has c^2 / 2 of them. An indexer of DeepSeek-V3.2 limits a token to the best w tokens, after it
+    has scored all of them, without a weighted sum.
     """
-    narrow, keys = model.windowed_layers, model.num_hidden_layers * model.seq_len
+    narrow, keys = model.windowed_layers, model.layers_with("attention") * model.seq_len
+    if model.index_topk:
+        narrow = model.num_hidden_layers
     if narrow:
         keys -= narrow * (model.seq_len - window_keys(model))
-    return 2 * keys * model.num_attention_heads * (model.qk_head_dim + model.value_head_dim)
+    scores = 2 * keys * model.num_attention_heads * (model.qk_head_dim + model.value_head_dim)
+    return scores + model.num_hidden_layers * indexer_flops(model)
+
+
+def indexer_flops(model: ModelSpec) -> int:
+    """Return the forward FLOPs per token of the scores of one block's indexer, without causal masking; 0 without one."""
+    return 2 * model.seq_len * model.index_n_heads * model.index_head_dim if model.index_topk else 0
 
 
 def window_keys(model: ModelSpec) -> int:
-    """Return twice the mean number of tokens that a token sees within the sliding window: 2 w - w^2 / s."""
-    window, length = min(model.sliding_window or model.seq_len, model.seq_len), model.seq_len
+    """Return twice the mean number of tokens that a token attends to, where that is not the whole sequence.
+
+    2 w - w^2 / s in a sliding window of w tokens, or with an indexer that chooses w of them; the mean of c^2 over the
+    chunks, the last of which may be shorter, for chunks of c tokens.
+    """
+    length = model.seq_len
+    if model.attention_chunk_size is not None:
+        chunk = min(model.attention_chunk_size, length)
+        whole, rest = divmod(length, chunk)
+        return (whole * chunk * chunk + rest * rest) // length
+    window = min(model.index_topk or model.sliding_window or length, length)
     return (2 * window * length - window * window) // length
 
 
@@ -201,9 +306,9 @@ def training_flops_per_token(model: ModelSpec) -> int:
     N: weights in matrices; l: layers; s: sequence length; a, d: number and size of heads (arXiv:2204.02311, appendix
     B).
     """
-    layers, sparse = model.num_hidden_layers, model.moe_layers
-    blocks = layers * attention_matmul_flops(model) + attention_flops(model)
-    blocks += (layers - sparse) * mlp_matmul_flops(model, experts=False)
+    dense, sparse = model.layers_with("mlp"), model.moe_layers
+    blocks = model.layers_with("attention") * attention_matmul_flops(model) + attention_flops(model)
+    blocks += dense * mlp_matmul_flops(model, experts=False) + model.layers_with("mamba") * mamba_flops(model)
     blocks += sparse * mlp_matmul_flops(model, experts=True) if sparse else 0
     return 3 * (blocks + head_flops(model))
 

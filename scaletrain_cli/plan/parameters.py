@@ -239,28 +239,63 @@ def _parameters(model: ModelSpec) -> Iterator[Parameter]:
 
 
 def _llama_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
+    parts = model.parts(block)
+    if parts.attention:
+        yield from _llama_attention(model, path, block)
+    if parts.mamba:
+        yield from _mamba(model, f"{path}.mamba", block)
+    if parts.experts:
+        yield from _experts(model, f"{path}.mlp", block)
+    elif parts.mlp:
+        yield from _mlp(model, path, "mlp", block, model.intermediate_size)
+    for name in model.block_norms[: parts.sublayers] if model.block_types else model.block_norms:
+        yield from _norm(model, f"{path}.{name}", model.hidden_size, "block", block)
+
+
+def _llama_attention(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     hidden = model.hidden_size
     if model.attention_sinks:
         yield _vector(f"{path}.self_attn.sinks", model.num_attention_heads, block, 0)
     if model.kv_lora_rank:
         yield from _latent_attention(model, f"{path}.self_attn", block)
+        return
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    separate = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    for name, outputs in (("qkv_proj", queries + 2 * keys),) if model.fused_projections else separate:
+        layer = _Linear(f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias)
+        yield from _linear(path, block, layer)
+    yield from _linear(path, block, _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias))
+    over_heads = model.qk_norm_scope == "head"
+    weighted = model.qk_norm and model.qk_norm_scope != "unweighted"
+    for name, size in (("q_norm", queries), ("k_norm", keys)) if weighted else ():
+        path_of_norm = f"{path}.self_attn.{name}.weight"
+        yield _vector(path_of_norm, model.head_dim if over_heads else size, block, None if over_heads else 0)
+
+
+def _mamba(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
+    """Yield the parameters of a state-space layer, under the names of Mamba's files."""
+    mamba = model.mamba
+    assert mamba is not None
+    inner, state = mamba.inner_size, mamba.state_size
+    yield from _linear(
+        path, block, _Linear("in_proj", mamba.projected_size, model.hidden_size, "outputs", mamba.proj_bias)
+    )
+    name = f"{path}.conv1d.weight"
+    yield Parameter(name, (mamba.conv_size, 1, mamba.conv_kernel), "block", block, 0, name)
+    if mamba.conv_bias:
+        yield _vector(f"{path}.conv1d.bias", mamba.conv_size, block, 0)
+    if mamba.dt_rank:
+        yield from _linear(path, block, _Linear("x_proj", mamba.dt_rank + 2 * state, inner, "inputs", False))
+        yield from _linear(path, block, _Linear("dt_proj", inner, mamba.dt_rank, "outputs", True))
+        yield Parameter(f"{path}.A_log", (inner, state), "block", block, 0, f"{path}.A_log")
+        yield _vector(f"{path}.D", inner, block, 0)
+        norms = (("dt", mamba.dt_rank), ("b", state), ("c", state)) if mamba.inner_norms else ()
+        yield from (_vector(f"{path}.{name}_layernorm.weight", size, block, None) for name, size in norms)
     else:
-        queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-        separate = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-        for name, outputs in (("qkv_proj", queries + 2 * keys),) if model.fused_projections else separate:
-            layer = _Linear(f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias)
-            yield from _linear(path, block, layer)
-        yield from _linear(path, block, _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias))
-        over_heads = model.qk_norm_scope == "head"
-        for name, size in (("q_norm", queries), ("k_norm", keys)) if model.qk_norm else ():
-            path_of_norm = f"{path}.self_attn.{name}.weight"
-            yield _vector(path_of_norm, model.head_dim if over_heads else size, block, None if over_heads else 0)
-    if model.has_experts(block):
-        yield from _experts(model, f"{path}.mlp", block)
-    else:
-        yield from _mlp(model, path, "mlp", block, model.intermediate_size)
-    for name in model.block_norms:
-        yield from _norm(model, f"{path}.{name}", hidden, "block", block)
+        yield from (_vector(f"{path}.{name}", mamba.num_heads, block, 0) for name in ("A_log", "D", "dt_bias"))
+        if mamba.inner_norms:
+            yield _vector(f"{path}.norm.weight", inner, block, 0)
+    yield from _linear(path, block, _Linear("out_proj", model.hidden_size, inner, "inputs", mamba.proj_bias))
 
 
 def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iterator[Parameter]:
@@ -277,7 +312,7 @@ def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     hidden, inner = model.hidden_size, model.expert_size
     yield from _linear(path, block, _Linear("gate", model.num_experts, hidden, None, model.router_bias))
     stacks = (
-        ("gate_up_proj", ("gate_proj", "up_proj"), (inner, hidden), 0),
+        ("gate_up_proj", ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",), (inner, hidden), 0),
         ("down_proj", ("down_proj",), (hidden, inner), 1),
     )
     for stack, names, shape, dim in stacks:
@@ -312,6 +347,13 @@ def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Param
     up = heads * (model.head_dim + value)
     yield from _linear(path, block, _Linear("kv_b_proj", up, latent, "outputs", False))
     yield from _linear(path, block, _Linear("o_proj", hidden, heads * value, "inputs", False))
+    if model.index_topk:
+        indexer, size = f"{path}.indexer", model.index_head_dim
+        yield from _linear(indexer, block, _Linear("wq_b", model.index_n_heads * size, query or hidden, None, False))
+        yield from _linear(indexer, block, _Linear("wk", size, hidden, None, False))
+        yield _vector(f"{indexer}.k_norm.weight", size, block, None)
+        yield _vector(f"{indexer}.k_norm.bias", size, block, None)
+        yield from _linear(indexer, block, _Linear("weights_proj", model.index_n_heads, hidden, None, False))
 
 
 def _gpt_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:

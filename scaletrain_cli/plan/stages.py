@@ -13,6 +13,7 @@ from scaletrain_cli.plan.architecture import (
     attention_matmul_flops,
     block_attention_flops,
     head_flops,
+    mean_block_flops,
     mlp_matmul_flops,
 )
 from scaletrain_cli.plan.result import Layout
@@ -38,6 +39,8 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
         return (layers,)
     block = attention_matmul_flops(model) + block_attention_flops(model)
     block += mlp_matmul_flops(model, experts=bool(model.num_experts))
+    if model.block_types:
+        block = mean_block_flops(model)
     head = head_flops(model)
     others, most = stages - 1, layers - (stages - 1)
     even = (layers * block - others * head) // (stages * block)  # blocks with which the last stage has average cost
@@ -129,7 +132,8 @@ def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0)
     ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
     ``expert_share``: factor on the routed experts, which are sharded over expert_tensor instead of tensor ranks.
     """
-    dense = stage.dense * per_rank.dense_block.shared + (stage.blocks - stage.dense) * per_rank.block.shared
+    kinds = per_rank.kinds(stage.start, stage.blocks)
+    dense = sum(times * block.shared for block, times in kinds)
     if stage.first:
         dense += per_rank.embedding
     if stage.last:
@@ -139,7 +143,8 @@ def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0)
     routed = per_rank.block.routed
     if expert_share != 1.0:
         routed = round(routed * expert_share)
-    return Shard(dense, (stage.blocks - stage.dense) * routed, per_rank.block.shared + routed)
+    largest = max((block.shared for block in per_rank.pattern if not block.experts), default=0)
+    return Shard(dense, (stage.blocks - stage.dense) * routed, max(largest, per_rank.block.shared + routed))
 
 
 def zero_shards(layout: Layout) -> int:

@@ -14,11 +14,13 @@ from typing import Any
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, Architecture
 from scaletrain_cli.spec.hugging_face_keys import KnownKeys, require_known
+from scaletrain_cli.spec.hugging_face_read_only import ABOUT_IMAGES, READ_ONLY, TEXT_PARTS, shortest
 from scaletrain_cli.spec.hugging_face_vision import vision_from_config
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.vision_model import VISION
 from scaletrain_cli.text import either
 
+_READ = ARCHITECTURES | READ_ONLY
 # Read where the architecture has sliding windows; see _windows for all others.
 _WINDOW = frozenset({"max_window_layers", "layer_types"})
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
@@ -26,7 +28,7 @@ _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_ma
 
 def known_keys(kind: str) -> KnownKeys:
     """Return the known keys of a transformer's ``model_type``."""
-    known = ARCHITECTURES[kind]
+    known = _READ[kind]
     used = (known.used | set(_SAME_NAME) | set(known.renamed.values())) - set(known.only)
     if known.family == "gpt":
         return KnownKeys(used, known.irrelevant, known.only)
@@ -89,17 +91,20 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in VISION:
         return vision_from_config(config, from_config)
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        names = ", ".join(sorted([*ARCHITECTURES, *VISION]))
+    if isinstance(kind, str) and kind in TEXT_PARTS:
+        return _text_part(config, kind)
+    if not isinstance(kind, str) or kind not in _READ:
+        names = ", ".join(sorted([*_READ, *TEXT_PARTS, *VISION]))
         raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {names}")
     require_known(config, known_keys(kind))
-    known = ARCHITECTURES[kind]
+    known = _READ[kind]
     keys = [key for key in (*_SAME_NAME, *known.used) if key not in _DERIVED and key not in known.irrelevant]
     found = {key: config[key] for key in keys if key in config}
     found |= {key: config[theirs] for key, theirs in known.renamed.items() if theirs in config}
     found |= _dropouts(config, known.family)
     if known.family == "llama":
-        found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
+        found |= {**_rope(config, kind), **_biases(config), **_activation(config, kind)}
+        found |= {} if known.derive else _windows(config, kind)
     if known.experts and "kv_lora_rank" not in known.varies and not _has_experts(config, known):
         key = known.renamed.get("num_experts", "num_experts")
         raise SourceError("hf_config", f"has {key} = null, but models of type {kind} have experts")
@@ -111,6 +116,10 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         found |= _shared_experts(config, known)
         if known.renamed["head_dim"] not in config:
             found.pop("head_dim", None)  # that of transformers is the number of rotated channels
+    if known.derive is not None:
+        derived = known.derive(config)
+        without = known.used | (frozenset() if known.experts or "num_experts" in derived else OF_EXPERTS)
+        found = {key: value for key, value in found.items() if key not in without} | derived
     given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}
     if "kv_lora_rank" in known.varies and (_is_dense(whole) or not _has_experts(config, known)):
@@ -118,10 +127,22 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if value is not None}
 
 
+def _text_part(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the model keys of the language model in a multimodal config.json. Raises SourceError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise SourceError("hf_config", f"has model_type {kind} and no text_config, which has the language model")
+    model_type, tied = TEXT_PARTS[kind]
+    require_known(config, KnownKeys(frozenset({"text_config"}), ABOUT_IMAGES, {"tie_word_embeddings": (tied,)}))
+    if text.get("model_type", model_type) != model_type:
+        raise SourceError("hf_config", f"has text_config.model_type other than {model_type}")
+    return {**from_config({"model_type": model_type, **text}), "text_of": kind}
+
+
 def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the settings of rotary positions. Raises SourceError for unsupported ones."""
     # transformers 5 keeps all rotary settings here; before, rope_scaling was next to rope_theta.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or ARCHITECTURES[kind].default_rope
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or _READ[kind].default_rope
     if not isinstance(rope, dict):
         raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
     found: dict[str, Any] = {}
@@ -134,7 +155,7 @@ def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if "rope_theta" in rope:
         found["rope_theta"] = rope["rope_theta"]
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in ARCHITECTURES[kind].varies:
+    if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in _READ[kind].varies:
         raise SourceError("hf_config", f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
     return {**found, "partial_rotary_factor": rotated, "rope_scaling": _rope_scaling(config, rope, kind)}
 
@@ -146,7 +167,7 @@ def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: st
         return None
     if kind == "su" or (architecture == "phi3" and kind == "yarn"):  # earlier names, as in transformers
         kind = "longrope"
-    known = ARCHITECTURES[architecture].ropes
+    known = _READ[architecture].ropes
     if kind not in known:
         raise SourceError(
             "hf_config", f"has rope_scaling of type {str(kind)[:80]}, but {architecture} has {either(known)} only"
@@ -164,7 +185,7 @@ def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: st
 
 def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the settings of sliding windows. Raises SourceError for unsupported kinds of layers."""
-    known = ARCHITECTURES[kind]
+    known = _READ[kind]
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
         shown = str(kinds)[:80]
@@ -208,10 +229,7 @@ def shortest_pattern(kinds: list[str]) -> list[str] | None:
     """Return the shortest list that gives ``kinds`` if it is repeated; None if every layer slides."""
     if set(kinds) == {"sliding_attention"}:
         return None
-    for length in range(1, len(kinds)):
-        if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
-            return kinds[:length]
-    return kinds
+    return shortest(kinds)
 
 
 def _biases(config: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +242,7 @@ def _biases(config: dict[str, Any]) -> dict[str, Any]:
 
 def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the activation of the MLP. Raises SourceError for an unsupported one."""
-    known = ARCHITECTURES[kind]
+    known = _READ[kind]
     key = "hidden_activation" if "hidden_activation" in known.used else "hidden_act"
     given = config.get(key)
     if given is None:
@@ -240,7 +258,7 @@ def _dropouts(config: dict[str, Any], family: str) -> dict[str, Any]:
     if family == "llama":
         return {"attention_dropout": config.get("attention_dropout")}
     # A key that is left out has the default of transformers.
-    missing = ARCHITECTURES["gpt2"].defaults["hidden_dropout"]
+    missing = _READ["gpt2"].defaults["hidden_dropout"]
     embedding, residual = (missing if config.get(key) is None else config[key] for key in ("embd_pdrop", "resid_pdrop"))
     if embedding != residual:
         shown = f"embd_pdrop = {str(embedding)[:80]} and resid_pdrop = {str(residual)[:80]}"

@@ -5,7 +5,7 @@ One entry of ``ARCHITECTURES`` is everything this package knows of a ``model_typ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,8 @@ class Architecture:
     ``layer_types``: the pattern of layers if config.json has none. ``experts``: its MLPs are mixtures of experts.
     ``shared_experts``: their number if config.json does not state it.
     ``default_rope``: the settings of rotary positions if config.json has none.
-    ``model_class`` is empty if models are planned but not exported.
+    ``derive``: returns further settings from config.json; these replace what the keys give.
+    ``model_class`` is empty if models are read but not written.
     """
 
     model_class: str
@@ -126,6 +127,7 @@ class Architecture:
     shared_experts: int = 0
     ropes: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
     default_rope: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
 _DENSE = frozenset({"hidden_activation"})
@@ -183,7 +185,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             "query_pre_attn_scalar final_logit_softcapping sliding_window layer_types attention_bias "
             "rope_local_base_freq".split()
         ),
-        defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={
+            **{**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262_208},
+            **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+            "max_position_embeddings": 131_072,
+        },
         used=_GEMMA_KEYS
         | {"rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types", "attention_bias"},
         irrelevant=frozenset({"hidden_act", "cache_implementation"}),

@@ -10,7 +10,7 @@ from scaletrain_cli.spec.backend_traits import backend_names
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, base_family
 from scaletrain_cli.spec.model import ModelSpec
-from scaletrain_cli.spec.presets import presets, vision_presets
+from scaletrain_cli.spec.presets import hub_presets, presets, vision_presets
 from scaletrain_cli.spec.run import FAMILIES, MODELS, SCHEMA, RunSpec, model_kind
 from scaletrain_cli.spec.section import OpenSection
 from scaletrain_cli.spec.training import OptimizerSpec
@@ -120,8 +120,9 @@ def _loosen_model(kind: str, model: dict[str, Any]) -> None:
     """Require dimensions only if nothing else gives them; ``kind`` is a key of MODELS."""
     properties = model["properties"]
     known = [name for name, given in (presets() | vision_presets()).items() if model_kind(given) == kind]
+    on_hub = [name for name, preset in hub_presets().items() if preset in known]
     properties["preset"] = {
-        "enum": [*known, None],
+        "enum": [*known, *on_hub, None],
         "description": "published dimensions; other keys of this section take precedence",
     }
     properties["hf_config"] = {

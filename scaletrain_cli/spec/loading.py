@@ -28,6 +28,7 @@ from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
     SourceError,
     derived_dimensions,
+    hub_presets,
     merged,
     presets,
     vision_presets,
@@ -212,7 +213,8 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
             section = given[outer[0]] if outer else given
             value = shown(section.get(last))
             known = [*presets()] if outer else [*presets(), *vision_presets()]
-            hint = f"{did_you_mean(value, known)}Known: {', '.join(known)}." if last == "preset" else error.hint
+            near = did_you_mean(value, [*known, *hub_presets()]) if last == "preset" else ""
+            hint = f"{near}Known: {', '.join(known)}." if last == "preset" else error.hint
             place = source.place(("model", *outer, last))
             problems.append(Problem(place, f"model.{error.key}", f"{error}.", value, hint or None))
             rest = {key: value for key, value in section.items() if key != last}
@@ -297,9 +299,10 @@ def complete(model: dict[str, Any], base_dir: Path, environment: Mapping[str, st
     preset = model.get("preset")
     if preset is not None:
         known = presets() | vision_presets()
-        if not isinstance(preset, str) or preset not in known:
+        name = hub_presets().get(preset, preset) if isinstance(preset, str) else None
+        if name not in known:
             raise SourceError("preset", "is not a known preset")
-        given = merged(known[preset], given)
+        given = merged(known[name], given)
     family = given.get("family")
     if family == "llava" and isinstance(text := given.get("text_config"), dict):
         try:

@@ -10,6 +10,7 @@ from scaletrain_cli.plugins import MODEL_FAMILIES
 from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
 from scaletrain_cli.spec.hub_files import ModelPath
+from scaletrain_cli.spec.hybrid import BlockParts, BlockType, MambaSpec, parts_of
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
@@ -17,10 +18,13 @@ from scaletrain_cli.spec.section import Section, used_when, where, where_not
 # A share of a whole, without zero.
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
-AttentionKind = Literal["full_attention", "sliding_attention"]
+AttentionKind = Literal["full_attention", "sliding_attention", "chunked_attention"]
+# ``model_type``s of Hugging Face whose blocks are planned, but not built by the engine.
+PlannedArchitecture = Literal["deepseek_v32", "jamba", "llama4_text", "nemotron", "nemotron_h"]
 _ROTARY = where("model.positions", "rotary", setting="model.position_embedding")
 _EXPERTS = used_when(where_not("model.num_experts", 0))
 _GROUPS = used_when(where_not("model.topk_method", "greedy"))
+_INDEXER = used_when(where_not("model.index_topk", 0))
 
 
 class ModelSpec(Section):
@@ -55,8 +59,12 @@ class ModelSpec(Section):
         default=False, description="one matrix qkv_proj for queries, keys and values, and one gate_up_proj, as in Phi-3"
     )
     qk_norm: bool = Field(default=False, description="RMSNorm of queries and keys")
-    qk_norm_scope: Annotated[Literal["head", "projection"], used_when(where("model.qk_norm", True))] = Field(
-        default="head", description="head: each head is normalized; projection: all heads together, as in OLMo 2"
+    qk_norm_scope: Annotated[Literal["head", "projection", "unweighted"], used_when(where("model.qk_norm", True))] = (
+        Field(
+            default="head",
+            description="head: each head is normalized; projection: all heads together, as in OLMo 2; unweighted: each "
+            "head, without a weight, as in Llama 4",
+        )
     )
     query_pre_attn_scalar: Positive | None = Field(
         default=None, description="attention scores are divided by its square root; null: head_dim"
@@ -72,6 +80,10 @@ class ModelSpec(Section):
     )
     sliding_window: Whole | None = Field(
         default=None, description="tokens that a token attends to, itself included; null: full attention"
+    )
+    attention_chunk_size: Whole | None = Field(
+        default=None,
+        description="tokens of the chunks within which layers with chunked_attention attend, as in Llama 4; null: none",
     )
     layer_types: tuple[AttentionKind, ...] = Field(
         default=(), description="kinds of attention, repeated over the layers; []: sliding_window in every layer"
@@ -151,8 +163,15 @@ class ModelSpec(Section):
     rope_interleave: Annotated[bool, used_when(where_not("model.kv_lora_rank", 0))] = Field(
         default=True, description="latent attention rotates neighboring channels together; false: both halves"
     )
+    index_topk: WholeOrZero = Field(
+        default=0,
+        description="above 0: a token attends to so many tokens, which an indexer chooses (DeepSeek-V3.2); latent "
+        "attention",
+    )
+    index_n_heads: Annotated[WholeOrZero, _INDEXER] = Field(default=0, description="query heads of the indexer")
+    index_head_dim: Annotated[WholeOrZero, _INDEXER] = Field(default=0, description="channels of an indexer's head")
     gated_mlp: bool | None = None
-    hidden_activation: Literal["silu", "gelu_pytorch_tanh"] | None = Field(
+    hidden_activation: Literal["silu", "gelu_pytorch_tanh", "relu2"] | None = Field(
         default=None, description="activation of the MLP; null: silu (llama), gelu_pytorch_tanh (gpt)"
     )
     norm: Literal["rmsnorm", "layernorm"] | None = None
@@ -169,6 +188,18 @@ class ModelSpec(Section):
     adapter: AdapterSpec | None = Field(default=None, description="null: no adapter, the model itself is trained")
     quantization: Literal["none", "int8", "nf4", "nf4_double"] = Field(
         default="none", description="format of the frozen linear layers (bitsandbytes, on GPUs only)"
+    )
+
+    block_types: Annotated[tuple[BlockType, ...], Field(max_length=MOST_LAYERS)] = Field(
+        default=(), description="parts of each block, repeated over the blocks; []: attention and an MLP, or experts"
+    )
+    mamba: MambaSpec | None = Field(default=None, description="state-space layers of block_types with mamba")
+    planned_architecture: PlannedArchitecture | None = Field(
+        default=None,
+        description="model_type of a config.json whose blocks only the planner knows; null: those of the family",
+    )
+    text_of: Literal["gemma3", "llama4"] | None = Field(
+        default=None, description="model_type of the multimodal config.json of which this is the language model"
     )
 
     @property
@@ -265,18 +296,61 @@ class ModelSpec(Section):
         return not self.layer_types or self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
 
     @property
+    def local_span(self) -> int | None:
+        """Return the tokens of a sliding window, or of a chunk of attention; None without either."""
+        return self.sliding_window or self.attention_chunk_size
+
+    def is_local(self, layer: int) -> bool:
+        """Return True if layer number ``layer`` attends within a window or chunk."""
+        if self.local_span is None:
+            return False
+        return not self.layer_types or self.layer_types[layer % len(self.layer_types)] != "full_attention"
+
+    @property
     def windowed_layers(self) -> int:
-        """Return the number of layers whose window is shorter than seq_len, so that it changes attention."""
-        if self.sliding_window is None or self.sliding_window >= self.seq_len:
+        """Return the number of layers whose window or chunk is shorter than seq_len, so that it changes attention."""
+        if self.local_span is None or self.local_span >= self.seq_len:
             return 0
         pattern = self.layer_types or ("sliding_attention",)
         repeats, rest = divmod(self.num_hidden_layers, len(pattern))
-        return repeats * pattern.count("sliding_attention") + pattern[:rest].count("sliding_attention")
+        local = [kind != "full_attention" for kind in pattern]
+        return repeats * sum(local) + sum(local[:rest])
 
     @property
     def positions(self) -> str:
         """Return ``rotary``, ``learned``, ``alibi`` or ``none``."""
         return self.position_embedding or ("rotary" if self.base_family == "llama" else "learned")
+
+    def parts(self, block: int) -> BlockParts:
+        """Return what block number ``block`` consists of."""
+        if self.block_types:
+            return parts_of(self.block_types[block % len(self.block_types)])
+        experts = self.has_experts(block)
+        return BlockParts(attention=True, mamba=False, mlp=not experts, experts=experts)
+
+    def parts_between(self, first: int, count: int) -> tuple[tuple[BlockParts, int], ...]:
+        """Return how many of ``count`` blocks from block ``first`` on consist of which parts."""
+        if not self.block_types:
+            dense = self.dense_blocks(first, count)
+            found = {BlockParts(True, False, True, False): dense, BlockParts(True, False, False, True): count - dense}
+        else:
+            found, pattern = {}, self.block_types
+            repeats, rest = divmod(count, len(pattern))
+            for place, kind in enumerate(pattern):
+                times = repeats + ((place - first) % len(pattern) < rest)
+                found[parts_of(kind)] = found.get(parts_of(kind), 0) + times
+        return tuple((parts, times) for parts, times in found.items() if times)
+
+    def layers_with(self, part: str) -> int:
+        """Return the number of blocks with a part: ``attention``, ``mamba``, ``mlp`` or ``experts``."""
+        return sum(times for parts, times in self.parts_between(0, self.num_hidden_layers) if getattr(parts, part))
+
+    @property
+    def sublayers_per_block(self) -> float:
+        """Return the mean number of modules per block that have a norm and a residual sum: 2 without block_types."""
+        if not self.block_types:
+            return 2.0
+        return sum(parts_of(kind).sublayers for kind in self.block_types) / len(self.block_types)
 
     @property
     def moe_layers(self) -> int:
@@ -285,6 +359,8 @@ class ModelSpec(Section):
 
     def has_experts(self, block: int) -> bool:
         """Return True if the MLP of block number ``block`` is a mixture of experts."""
+        if self.block_types:
+            return parts_of(self.block_types[block % len(self.block_types)]).experts
         sparse = self.num_experts > 0 and (block + 1) % self.decoder_sparse_step == 0
         return sparse and block >= self.first_k_dense_replace and block not in self.mlp_only_layers
 
@@ -310,7 +386,7 @@ class ModelSpec(Section):
     @property
     def has_pattern(self) -> bool:
         """Return True if there are dense blocks between blocks with experts."""
-        return self.decoder_sparse_step > 1 or bool(self.mlp_only_layers)
+        return self.decoder_sparse_step > 1 or bool(self.mlp_only_layers) or bool(self.block_types)
 
     @property
     def expert_size(self) -> int:
@@ -328,6 +404,7 @@ class ModelSpec(Section):
         if heads % kv_heads:
             yield "num_key_value_heads", f"must divide num_attention_heads = {heads}; use {divisors(heads)}."
         yield from self._rotary_inconsistencies()
+        yield from self._block_inconsistencies()
         yield from self._attention_inconsistencies()
         if self.positions == "learned" and self.seq_len > self.max_position_embeddings:
             yield "seq_len", f"must not exceed max_position_embeddings = {self.max_position_embeddings}."
@@ -381,6 +458,28 @@ class ModelSpec(Section):
         if self.topk_method == "noaux_tc" and groups > 1 and members == 1:
             yield "n_group", "must leave at least 2 experts in a group, whose scores are added."
 
+    def _block_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        if not self.block_types:
+            if self.mamba is not None:
+                yield "mamba", "has no effect without block_types."
+            return
+        parts = [parts_of(kind) for kind in self.block_types]
+        if any(each.mamba for each in parts) != (self.mamba is not None):
+            yield "mamba", f"must be {'null' if self.mamba else 'set'} with these block_types."
+        if any(each.experts for each in parts) != (self.num_experts > 0):
+            yield "num_experts", f"must be {'0' if self.num_experts else 'at least 1'} with these block_types."
+        for key in ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "kv_lora_rank", "adapter"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield key, "must be left out with block_types."
+        if self.local_span is not None:
+            yield "block_types", "must be empty with sliding_window or attention_chunk_size."
+        if self.quantization != "none":
+            yield "quantization", "must be none with block_types."
+        if self.base_family != "llama":
+            yield "block_types", "must be empty with family gpt."
+        if self.mamba is not None and self.mamba.num_heads % self.mamba.groups:
+            yield "mamba.groups", f"must divide num_heads = {self.mamba.num_heads}."
+
     def _rotary_inconsistencies(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
         if scaling is not None:
@@ -397,7 +496,21 @@ class ModelSpec(Section):
 
     def _attention_inconsistencies(self) -> Iterator[tuple[str, str]]:
         kinds = set(self.layer_types)
-        if self.sliding_window is None:
+        if self.index_topk and not self.kv_lora_rank:
+            yield "index_topk", "must be 0 without latent attention (kv_lora_rank)."
+        elif self.index_topk and not (self.index_n_heads and self.index_head_dim):
+            yield "index_topk", "must be 0 without index_n_heads and index_head_dim."
+        if self.attention_chunk_size is not None:
+            if self.sliding_window is not None:
+                yield "attention_chunk_size", "must be null with sliding_window."
+            elif "chunked_attention" not in kinds:
+                yield "attention_chunk_size", "has no effect without chunked_attention in layer_types."
+            if "sliding_attention" in kinds:
+                yield "layer_types", "must be chunked_attention and full_attention with attention_chunk_size."
+            return
+        if "chunked_attention" in kinds:
+            yield "layer_types", "has chunked_attention, for which attention_chunk_size must be set."
+        elif self.sliding_window is None:
             if self.layer_types:
                 yield "layer_types", "has no effect without sliding_window. Remove it, or set sliding_window."
             if self.rope_local_base_freq is not None:

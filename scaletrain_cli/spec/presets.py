@@ -60,6 +60,12 @@ def presets() -> dict[str, dict[str, Any]]:
     return dict(json.loads(text))
 
 
+@cache
+def hub_presets() -> dict[str, str]:
+    """Return the names of presets by the names of models on the Hugging Face Hub that have these dimensions."""
+    return dict(json.loads(files("scaletrain_cli.spec").joinpath("hub_presets.json").read_text(encoding="utf-8")))
+
+
 def derived_dimensions(given: dict[str, Any]) -> dict[str, Any]:
     """Return ``given`` with dimensions that follow from others, as the architectures define them."""
 

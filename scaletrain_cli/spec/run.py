@@ -501,6 +501,9 @@ class RunSpec(Section):
                     yield f"model.{key}", "must be 0 with training.objective: dpo, whose reference has no dropout."
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
+        if model.block_types and (self.training.trainable or self.training.optimizer.layer_decay != 1):
+            key = "trainable" if self.training.trainable else "optimizer.layer_decay"
+            yield f"training.{key}", "must be left out with model.block_types, whose blocks are planned as a whole."
         trains_tokenizer = self.data.source != NO_DATA and not self.data.may_be_prepared  # else checked with the files
         if trains_tokenizer and self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
             yield "data.tokenizer.vocab_size", f"must not exceed model.vocab_size = {model.vocab_size}."

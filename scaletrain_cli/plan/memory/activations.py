@@ -17,8 +17,10 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.frozen_activations import (
     BlockKernels,
     frozen_activation_bytes,
+    indexer_bytes,
     latent_core_bytes,
     latent_view_bytes,
+    mamba_bytes,
     materializes_scores,
     normalized_bytes,
     score_bytes,
@@ -122,8 +124,12 @@ def token_activations(
     Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
     ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
-    ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``.
+    ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``. Of a hybrid model the
+    bytes of a block with experts, or without, are the mean over those of its layers.
     """
+    if model.block_types:
+        kernels = BlockKernels(element_bytes, tensor_parallel, sequence_parallel, fused_attention, repeats=repeats)
+        return _hybrid_activations(model, kernels, bool(experts), compiled)
     t, hidden = tensor_parallel, model.hidden_size
     fused = fused_attention and not materializes_scores(model)
     attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled, repeats)
@@ -134,15 +140,7 @@ def token_activations(
     routing = 0
     mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
     if model.num_experts and experts is not False:
-        routed = model.num_experts_per_tok  # for each, the dispatched input and the output are saved too
-        inner = -(-model.expert_size // t)
-        mlp, mlp_gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, compiled)
-        copies = 3 if compiled else 2  # compiled: also the output before it is returned to the token's position
-        mlp, mlp_gradients = routed * (mlp + copies * hidden), routed * mlp_gradients
-        mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
-        mlp += hidden + 1 if model.shared_expert_gate else 0  # both factors
-        routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
-        routing += _FP32 * hidden if element_bytes < _FP32 else 0
+        mlp, mlp_gradients, routing = _experts(model, element_bytes, t, compiled)
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
             norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
     saved = norms + attention + element_bytes * mlp + routing
@@ -204,6 +202,7 @@ def _attention(
             normed = rms_norm_bytes(size, element_bytes, normalized=element_bytes)
             attention += (2 * element_bytes * size + _FP32 if compiled else normed) if size else 0
         attention += 0 if compiled else latent_view_bytes(model, element_bytes)
+        attention += indexer_bytes(model, element_bytes)
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
@@ -235,6 +234,48 @@ def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
     if model.has_gated_mlp:
         return (3 if compiled else 4) * inner, 3 * inner  # gate, up, product; the activated gate too if not compiled
     return 2 * inner, inner  # before and after GELU
+
+
+def _experts(model: ModelSpec, element_bytes: int, t: int, compiled: bool) -> tuple[int, int, int]:
+    """Return the elements per token of routed and shared experts, (saved, gradients alive at once), and router bytes."""
+    routed, hidden = model.num_experts_per_tok, model.hidden_size
+    inner = -(-model.expert_size // t)
+    mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, compiled)
+    copies = 3 if compiled else 2  # dispatched input and output; compiled: also the output before its return
+    mlp, gradients = routed * (mlp + copies * hidden), routed * gradients
+    mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
+    mlp += hidden + 1 if model.shared_expert_gate else 0  # both factors
+    routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
+    return mlp, gradients, routing + (_FP32 * hidden if element_bytes < _FP32 else 0)
+
+
+def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool, compiled: bool) -> TokenActivations:
+    """Return the mean activations per token of the blocks of a hybrid model with experts, or without.
+
+    Each part of a block has a norm before it, whose output is its input. The gradients alive at once are those of the
+    block that needs most.
+    """
+    t, hidden, element = kernels.tensor, model.hidden_size, kernels.element
+    kinds = [kind for kind in model.parts_between(0, model.num_hidden_layers) if kind[0].experts == experts]
+    fused = kernels.fused and not materializes_scores(model)
+    mixing = _attention(model, element, t, fused, kernels.sequence, compiled, kernels.repeats)
+    scan = mamba_bytes(model, element, t)
+    mlp, of_mlp = _mlp(model, -(-model.intermediate_size // t), compiled)
+    sparse, of_sparse, routing = _experts(model, element, t, compiled) if model.num_experts else (0, 0, 0)
+    saved = attention = working = blocks = 0
+    for parts, times in kinds:
+        own = parts.sublayers * _norm(model, element, compiled) + (mixing if parts.attention else 0)
+        own += (scan[0] if parts.mamba else 0) + (element * mlp if parts.mlp else 0)
+        own += element * sparse + routing if parts.experts else 0
+        saved, blocks = saved + times * own, blocks + times
+        attention += times * mixing if parts.attention else 0
+        inner = element * max(of_mlp if parts.mlp else 0, of_sparse if parts.experts else 0)
+        gradients = max(inner, scan[1] if parts.mamba else 0)
+        if parts.attention and not fused:
+            gradients = max(gradients, _attention_gradients(model, element, t))
+        working = max(working, 2 * element * hidden + gradients)
+    count = max(blocks, 1)
+    return TokenActivations(-(-saved // count), -(-attention // count), element * hidden, working)
 
 
 def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:

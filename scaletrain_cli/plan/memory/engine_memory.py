@@ -230,7 +230,8 @@ def _size_of_stage(
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
-        alike = stage._replace(position=0) if trained.runs else stage._replace(position=0, start=0)
+        placed = bool(trained.runs) or bool(model.block_types)
+        alike = stage._replace(position=0) if placed else stage._replace(position=0, start=0)
         found = cache.get(alike)
         if found is None:
             found = cache[alike] = fixed_bytes(stage)
@@ -276,8 +277,7 @@ def _saved_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator, start:
         return 0
     places = range(min(blocks, MOST_BLOCKS))
     whole = [start + place for place in places if not again.blocks(1, place)]
-    kinds = model.layer_types or ("sliding_attention",)
-    windowed = sum(kinds[block % len(kinds)] == "sliding_attention" for block in whole) if model.windowed_layers else 0
+    windowed = sum(map(model.is_local, whole)) if model.windowed_layers else 0
     return _mask_bytes(spec, layout, (has_documents(spec) and windowed < len(whole)) + (windowed > 0))
 
 

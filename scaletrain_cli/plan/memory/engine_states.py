@@ -21,7 +21,7 @@ Gradients are counted at their maximum: after the last backward pass and, in sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -135,6 +135,8 @@ def stage_tensors(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedS
     """Return the tensors of one rank of a pipeline stage while it trains what ``trained`` states."""
     model, tensor, expert = spec.transformer, layout.tensor_parallel, layout.expert_parallel
     if not trained.runs:
+        if model.block_types:
+            return StageTensors(_hybrid_groups(model, tensor, expert, stage.start, stage.blocks, ends_of(stage)).shared)
         kinds = model.block_runs(stage.start, stage.blocks)
         return StageTensors(stage_groups(model, tensor, expert, kinds, ends_of(stage)).shared)
     return _named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained)
@@ -187,6 +189,27 @@ def stage_groups(
         *((_block(model, tensor, expert, experts=experts), blocks) for experts, blocks in kinds),
         (closing, 1),
     )
+    return _grouped(parts)
+
+
+def _hybrid_groups(model: ModelSpec, tensor: int, expert: int, first: int, count: int, ends: str) -> StageGroups:
+    """Return the parameter groups of a hybrid model, with one matrix and one vector for each block.
+
+    The engine builds no such blocks, so its tensors are not counted one by one.
+    """
+    per_rank = architecture(model, tensor, expert)
+    opening, closing = _ends(model, per_rank, ends)
+    parts = [(opening, 1)]
+    for block, times in per_rank.kinds(first, count):
+        stacked = (block.routed,) if block.routed else ()
+        matrices = (block.shared - block.vectors, *(() if expert > 1 else stacked))
+        parts.append((Tensors(matrices, (block.vectors,), stacked if expert > 1 else ()), times))
+    parts.append((closing, 1))
+    return _grouped(parts)
+
+
+def _grouped(parts: Sequence[tuple[Tensors, int]]) -> StageGroups:
+    """Return the parameter groups of parts, each repeated some times."""
     return StageGroups(
         *(
             Group(tuple((part[kind], times) for part, times in parts if times and part[kind]))
@@ -235,7 +258,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         attention = [*qkv_bias, *bias]
     sinks = [local_heads] if model.attention_sinks else []
     if model.qk_norm:
-        attention += [model.head_dim] * 2 if model.qk_norm_scope == "head" else [heads, keys]
+        attention += {"head": [model.head_dim] * 2, "projection": [heads, keys], "unweighted": []}[model.qk_norm_scope]
     offloaded: tuple[int, ...] = ()
     biases: list[int] = []
     if experts and model.num_experts:
@@ -269,7 +292,12 @@ def _latent_attention(model: ModelSpec, heads: int) -> tuple[list[int], list[int
     queries = heads * model.qk_head_dim
     matrices = [hidden * query, query * queries] if query else [hidden * queries]
     matrices += [hidden * (latent + model.qk_rope_head_dim), latent * heads * (model.head_dim + model.value_head_dim)]
-    return [*matrices, heads * model.value_head_dim * hidden], [query, latent] if query else [latent]
+    vectors = [query, latent] if query else [latent]
+    if model.index_topk:
+        index_heads, size = model.index_n_heads, model.index_head_dim
+        matrices += [(query or hidden) * index_heads * size, hidden * size, hidden * index_heads]
+        vectors += [size, size]
+    return [*matrices, heads * model.value_head_dim * hidden], vectors
 
 
 def _norm(model: ModelSpec) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flop
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.activations import fuses_attention
+from scaletrain_cli.plan.memory.frozen_activations import indexer_bytes, mamba_bytes
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
@@ -149,7 +150,12 @@ class BlockActivations:
 def block_activations(
     model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding, experts: bool
 ) -> BlockActivations:
-    """Return the activation bytes per token of one block; ``experts``: the block's MLP is a mixture of experts."""
+    """Return the activation bytes per token of one block; ``experts``: the block's MLP is a mixture of experts.
+
+    Of a hybrid model the mean over its blocks with experts, or without; gradients are those of the block with most.
+    """
+    if model.block_types:
+        return _hybrid_activations(model, profile, sharding, experts)
     hidden, element = model.hidden_size, sharding.element
     attention, scores, attention_gradients = _attention(model, profile, sharding)
     statistics = _FP32 * (1 if model.norm_kind == "rmsnorm" else 2)
@@ -170,6 +176,29 @@ def block_activations(
         products=_products(model, sharding, experts),
         attention_gradients=attention_gradients + residual,
         mlp_gradients=mlp_gradients + residual,
+    )
+
+
+def _hybrid_activations(
+    model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding, experts: bool
+) -> BlockActivations:
+    """Return the mean bytes per token of the blocks of a hybrid model with experts, or without."""
+    kinds = [kind for kind in model.parts_between(0, model.num_hidden_layers) if kind[0].experts == experts]
+    blocks = max(1, sum(times for _, times in kinds))
+    mixing, scan = sum(n for p, n in kinds if p.attention), sum(n for p, n in kinds if p.mamba)
+    whole = block_activations(model.model_copy(update={"block_types": (), "mamba": None}), profile, sharding, experts)
+    saved, gradients = mamba_bytes(model, sharding.element, sharding.tensor)
+    has_mlp = sum(n for p, n in kinds if p.mlp or p.experts)
+    norms = sum(parts.sublayers * times for parts, times in kinds)
+    return BlockActivations(
+        attention=(mixing * whole.attention + scan * saved) // blocks,
+        scores=mixing * whole.scores // blocks,
+        norms=norms * whole.norms // (2 * blocks),
+        mlp=has_mlp * whole.mlp // blocks,
+        block_input=whole.block_input,
+        products=whole.products * (mixing + scan + has_mlp) // (2 * blocks),
+        attention_gradients=max(whole.attention_gradients if mixing else 0, gradients if scan else 0),
+        mlp_gradients=whole.mlp_gradients if has_mlp else 0,
     )
 
 
@@ -222,7 +251,7 @@ def _latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, 
     turned, wide, value = model.qk_rope_head_dim, model.qk_head_dim, model.value_head_dim
     latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
     channels = heads * (3 * wide + (model.head_dim + value) + value)
-    return element * (latents + channels), element * heads * value
+    return element * (latents + channels) + indexer_bytes(model, element), element * heads * value
 
 
 def _dense(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding, inner: int) -> tuple[int, int]:
@@ -327,7 +356,7 @@ def framework_stage_memory(
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
-        alike = stage._replace(position=0, start=0)
+        alike = stage._replace(position=0, start=stage.start if model.block_types else 0)
         fixed = cache.get(alike)
         if fixed is None:
             fixed = cache[alike] = fixed_bytes(stage)

@@ -95,6 +95,39 @@ def latent_core_bytes(model: ModelSpec, element: int, heads: int, sequence: int,
     return element * heads * (4 * wide + (value if copied else 0)) + _FP32 * heads
 
 
+def indexer_bytes(model: ModelSpec, element: int) -> int:
+    """Return the bytes per token that the indexer of DeepSeek-V3.2 saves, whose scores its fused kernel does not keep.
+
+    Its queries, its key before and after the LayerNorm, the weights of its heads, and the 4-byte numbers of the tokens
+    that it chooses (arXiv:2512.02556, section 2.1). Not measured.
+    """
+    if not model.index_topk:
+        return 0
+    heads, size = model.index_n_heads, model.index_head_dim
+    return element * (heads * size + 2 * size + heads) + 2 * _FP32 + 4 * min(model.index_topk, model.seq_len)
+
+
+def mamba_bytes(model: ModelSpec, element: int, tensor: int) -> tuple[int, int]:
+    """Return the bytes per token of a state-space layer on one tensor rank: (saved, gradients alive at once).
+
+    As the fused kernels of the mamba_ssm package: the output of the input projection, the channels after the scan and
+    after the gated norm, and one fp32 inverse root per group; the backward pass computes convolution and scan again,
+    with one fp32 state per chunk of tokens (ops/triton/ssd_combined.py MambaSplitConv1dScanCombinedFn). Mamba has no
+    norm of its output, but keeps the convolved channels, time steps and their projection
+    (ops/selective_scan_interface.py MambaInnerFn). Without its input, which the norm before it saves. Not measured.
+    """
+    mamba = model.mamba
+    if mamba is None:
+        return 0, 0
+    inner, projected = -(-mamba.inner_size // tensor), -(-mamba.projected_size // tensor)
+    states = _FP32 * inner * -(-mamba.state_size // mamba.chunk_size)
+    if mamba.dt_rank:
+        low = mamba.dt_rank + 2 * mamba.state_size
+        return element * (projected + 3 * inner + low), element * (projected + 2 * inner + low) + states
+    groups = -(-mamba.groups // tensor)
+    return element * (projected + 2 * inner) + _FP32 * groups, element * (projected + 2 * inner) + states
+
+
 def latent_view_bytes(model: ModelSpec, element: int) -> int:
     """Return the bytes per token of the rotated key that are kept with the latent beside it.
 

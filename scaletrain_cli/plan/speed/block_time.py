@@ -71,8 +71,11 @@ def block_time(
 ) -> PartTime:
     """Return the seconds of one block; ``experts``: its MLP is a mixture of experts; ``training``: what trains in it.
 
-    Without a gradient of some inputs or weights, the products for the others take their share of the FLOPs.
+    Without a gradient of some inputs or weights, the products for the others take their share of the FLOPs. Of a hybrid
+    model the mean over its blocks with experts, or without.
     """
+    if model.block_types:
+        return _hybrid_block_time(model, work, profile, rate, experts)
     t = work.tensor
     heads = -(-model.num_attention_heads // t)
     projections = _products_seconds(_attention_products(model, work.tokens, heads, t), work, rate)
@@ -100,6 +103,75 @@ def block_time(
     backward = of_inputs * back.inputs / every + of_weights * back.weights / every
     backward += (core[1] if back.attention else 0.0) + elementwise + adapted[1] + unpacked
     return PartTime(forward, backward, core[0], projections.forward)
+
+
+def _hybrid_block_time(
+    model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, experts: bool
+) -> PartTime:
+    """Return the mean seconds of the blocks of a hybrid model with experts, or without.
+
+    Attention and an MLP take the kernels of a whole block, of which each has half the norms; see ``_scan_seconds`` for
+    state-space layers.
+    """
+    whole = model.model_copy(update={"block_types": (), "mamba": None, "planned_architecture": None})
+    t, tokens = work.tensor, work.tokens
+    heads = -(-model.num_attention_heads // t)
+    core = _attention_core(whole, work, profile, heads, rate)
+    mixing = _products_seconds(_attention_products(whole, tokens, heads, t), work, rate)
+    mlp = _products_seconds(
+        _expert_products(whole, work) if experts else _mlp_products(whole, tokens, whole.intermediate_size, t),
+        work,
+        rate,
+    )
+    scan = _scan_seconds(model, work, rate)
+    moved = _moved(whole, work, profile, heads, experts)
+    scale, every = rate.element_bytes / 2, 0
+    forward = backward = cores = products = 0.0
+    for parts, times in model.parts_between(0, model.num_hidden_layers):
+        if parts.experts != experts:
+            continue
+        every += times
+        if parts.attention:
+            cores, products = cores + times * core[0], products + times * mixing.forward
+            forward += times * (core[0] + mixing.forward)
+            backward += times * (core[1] + mixing.of_input + mixing.of_weight)
+        if parts.mlp or parts.experts:
+            forward, backward = forward + times * mlp.forward, backward + times * (mlp.of_input + mlp.of_weight)
+        if parts.mamba:
+            forward, backward = forward + times * scan[0], backward + times * scan[1]
+        share = times * parts.sublayers / 2
+        forward += memory_seconds(share * scale * moved[0], share * profile.small_kernels[0], rate)
+        backward += memory_seconds(share * scale * moved[1], share * profile.small_kernels[1], rate)
+    count = max(1, every)
+    return PartTime(forward / count, backward / count, cores / count, products / count)
+
+
+def _scan_seconds(model: ModelSpec, work: RankWork, rate: Rates) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of a state-space layer: projections, convolution, scan and gated norm.
+
+    Mamba-2 computes chunks of c tokens as products (arXiv:2405.21060, section 6): c (n g + d) + 4 d n FLOPs per token
+    for d channels, n states and g groups with causal halves, at the rate of fused attention; the backward pass computes
+    them again, and twice as many for gradients. Mamba's scan is bound by memory. An estimate: no published runs.
+    """
+    mamba = model.mamba
+    if mamba is None:
+        return 0.0, 0.0
+    t, tokens, hidden = work.tensor, work.tokens, model.hidden_size
+    inner, projected, conv = (-(-n // t) for n in (mamba.inner_size, mamba.projected_size, mamba.conv_size))
+    products: list[_Product] = [(1, tokens, hidden, projected), (1, tokens, inner, hidden)]
+    flops = 0.0
+    if mamba.dt_rank:
+        low = mamba.dt_rank + 2 * mamba.state_size
+        products += [(1, tokens, inner, low), (1, tokens, mamba.dt_rank, inner)]
+    else:
+        chunk, state = mamba.chunk_size, mamba.state_size
+        flops = 1.0 * tokens * (chunk * (state * -(-mamba.groups // t) + inner) + 4 * inner * state)
+    linear = _products_seconds(products, work, rate)
+    # Read and written: channels of the convolution, gate, channels before and after the scan and after the norm.
+    moved = 1.0 * tokens * rate.element_bytes * (2 * conv + 6 * inner)
+    kernels = memory_seconds(moved, 8, rate)
+    forward = linear.forward + kernels + flops / rate.attention_forward
+    return forward, linear.of_input + linear.of_weight + 2.5 * kernels + 3 * flops / rate.attention_backward
 
 
 def _adapter_seconds(
@@ -240,7 +312,13 @@ def _attention_core(
     if work.flash:
         biased = model.positions == "alibi"
         forward, backward = flash_attention_seconds(queries, work.keys, local, scores, values, biased, rate)
-        factor = _mask_factor(model, work, profile) / profile.attention_speed
+        factor = _mask_factor(model, work, profile)
+        if model.index_topk:  # all scores of the indexer, as one key head of the same size
+            size = model.index_head_dim
+            scored = flash_attention_seconds(queries, work.keys, model.index_n_heads, size, 0, False, rate)
+            forward, backward = forward * factor + scored[0], backward * factor + scored[1]
+            factor = 1.0
+        factor /= profile.attention_speed
         return forward * factor, backward * factor
     dropout = model.attention_dropout > 0
     return materialized_attention_seconds(queries, work.keys, local, scores, values, profile.scores, dropout, rate)
@@ -251,8 +329,11 @@ def _mask_factor(model: ModelSpec, work: RankWork, profile: FrameworkProfile) ->
 
     A kernel with windows skips the scores outside; one that takes them as a mask computes all scores, also those that
     full causal attention skips, and may have another rate. Documents that are skipped count as full causal attention,
-    because their lengths are unknown: an upper bound.
+    because their lengths are unknown: an upper bound. The kernel of sparse attention is assumed to compute only the
+    tokens that the indexer chooses.
     """
+    if model.index_topk:
+        return window_keys(model) / model.seq_len
     share, masked = model.windowed_layers / model.num_hidden_layers, 2.0 / work.masked_share
     windowed = window_keys(model) / model.seq_len if profile.skips_windows or work.by_document else masked
     return (1 - share) * (masked if work.masks_documents else 1.0) + share * windowed

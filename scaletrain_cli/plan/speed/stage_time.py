@@ -240,6 +240,7 @@ def _stage(
     count, first, last = stage.blocks, stage.first, stage.last
     forwards, traffic, blocking = parts.forwards, parts.traffic, launches_block(spec)
     forward = backward = recompute = communication = host = 0.0
+    modules = spec.transformer.sublayers_per_block / 2  # of a whole block, for which traffic and host work are
     for run in runs:
         part = parts.block(run.training, run.experts)
         reached = backward_products(spec.transformer, run.training, run.experts).reached
@@ -247,11 +248,12 @@ def _stage(
         forward += run.blocks * part.forward
         backward += run.blocks * part.backward
         recompute += run.blocks * recompute_seconds(spec, layout, part) if reached else 0.0
-        communication += run.blocks * (traffic.forward * (1 + again) + (traffic.backward if reached else 0.0))
+        passes = traffic.forward * (1 + again) + (traffic.backward if reached else 0.0)
+        communication += run.blocks * modules * passes
         communication += run.blocks * traffic.experts * ((2 if reached else 1) + again) if run.experts else 0.0
         adapters = 1 + _ADAPTER_HOST * len(run.training.adapters)
-        host += run.blocks * adapters * profile.forward_host * (1 + again)
-        host += run.blocks * (adapters * profile.backward_host if reached else 0.0)
+        host += run.blocks * modules * adapters * profile.forward_host * (1 + again)
+        host += run.blocks * (modules * adapters * profile.backward_host if reached else 0.0)
         host += run.blocks * profile.experts_host if run.experts else 0.0
     if first:
         forward, backward = forward + parts.embedding.forward, backward + parts.embedding.backward

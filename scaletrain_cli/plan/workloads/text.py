@@ -61,6 +61,8 @@ _LLAMA_ONLY = (
     *("final_logit_softcapping", "sliding_window", "scale_embedding", "norm_position", "zero_centered_norm"),
     *("attention_sinks", "kv_lora_rank"),
 )
+# Settings of blocks that the planner knows, and the engine does not build.
+_PLANNED_ONLY = ("block_types", "mamba", "attention_chunk_size", "index_topk")
 _NOT_LATENT = (
     *("qkv_bias", "attention_bias", "fused_projections", "qk_norm", "query_pre_attn_scalar", "attention_sinks"),
     *("attn_logit_softcapping", "sliding_window", "partial_rotary_factor", "zero_centered_norm"),
@@ -258,6 +260,16 @@ class TextWorkload(Workload):
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         """Yield the settings in which the architecture differs from the engine's two model families."""
         model = spec.transformer
+        if model.planned_architecture is not None:
+            yield Rule("model.planned_architecture", model.planned_architecture, "engine-planned-architecture")
+            return
+        for key in _PLANNED_ONLY:
+            if getattr(model, key) != ModelSpec.model_fields[key].default:
+                yield Rule(f"model.{key}", _shown_short(getattr(model, key)), "engine-planned-only")
+        if model.qk_norm_scope == "unweighted":
+            yield Rule("model.qk_norm_scope", "unweighted", "engine-planned-only")
+        if model.activation == "relu2":
+            yield Rule("model.hidden_activation", "relu2", "engine-planned-only")
         family, built = {"family": model.family}, _ENGINE_FAMILIES[model.base_family]
         if model.num_experts and not built.experts:
             yield Rule("model.num_experts", model.num_experts, "engine-family-no-experts", family)
@@ -299,6 +311,8 @@ class TextWorkload(Workload):
         model = spec.transformer
         if (channels := max(model.qk_head_dim, model.value_head_dim)) > _LARGEST_FUSED_HEAD:
             yield Reason("plan.large-heads", {"head_dim": channels, "largest": _LARGEST_FUSED_HEAD})
+        if model.text_of is not None:
+            yield Reason("plan.text-part", {"model_type": model.text_of})
         if framework.drops_scores(spec):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
@@ -308,6 +322,8 @@ class TextWorkload(Workload):
         yield Reason("plan.assumes-text-activations", {"element_bytes": element})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})
         yield Reason("plan.assumes-text-flops")
+        if spec.transformer.block_types:
+            yield Reason("plan.assumes-hybrid-blocks")
         tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
         yield Reason("plan.assumes-text-data", {"tokens": tokens, "per_parameter": tokens / max(1, parameters)})
         if spec.training.objective == "dpo":
@@ -350,6 +366,11 @@ def _text(model: AnyModel) -> ModelSpec:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown_short(value: Any) -> str:
+    """Return a value for a message: numbers as they are, a list or section by its name only."""
+    return str(value) if isinstance(value, int) else "set"
 
 
 def _near(number: int, wanted: int) -> dict[str, Any]:

@@ -160,6 +160,9 @@ _ASSUMPTIONS = {
     "assumes-text-flops": Text(
         "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B"
     ),
+    "assumes-hybrid-blocks": Text(
+        "hybrid model: parameters by block; time and activations of a block are the mean over the model's blocks"
+    ),
     "assumes-text-data": Text("data: {tokens:.3g} tokens, {per_parameter:.3g} per parameter, read while training"),
     "assumes-counted-pairs": Text("reference: the pairs of both splits, as the prepared data have them"),
     "assumes-estimated-pairs": Text("reference: as many pairs as the size of the files and their first rows suggest"),

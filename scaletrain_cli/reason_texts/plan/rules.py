@@ -157,6 +157,11 @@ _ENGINE = {
     ),
     "engine-family-no-experts": Text("this engine's {family} models have no experts", ("Use 0, or family: llama.",)),
     "engine-family-differs": Text("this engine's {family} models have {built}", ("Remove the key.",)),
+    "engine-planned-architecture": Text(
+        "has blocks that this engine does not build; it is planned only",
+        ("Use code.command with a program that trains it, or another model.",),
+    ),
+    "engine-planned-only": Text("is planned, but this engine's blocks do not have it", ("Remove the key.",)),
     "engine-no-grouped-queries": Text(
         "this engine's {family} models have one key-value head per attention head", ("Use {heads}, or family: llama.",)
     ),

@@ -1,0 +1,262 @@
+"""Architectures of Hugging Face whose config.json is read and not written.
+
+Most have blocks that the engine does not build: ``planned_architecture`` names them, and such a run is planned, but
+cannot be submitted. What only the unbuilt blocks compute, and what changes neither parameters nor FLOPs nor memory, is
+then known as irrelevant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, Architecture
+from scaletrain_cli.spec.presets import SourceError
+
+# The language model in a multimodal config.json: its default model_type, and the value of tie_word_embeddings.
+TEXT_PARTS: dict[str, tuple[str, bool]] = {"gemma3": ("gemma3_text", True), "llama4": ("llama4_text", False)}
+# Keys of a multimodal config.json about images, of which the language model has none.
+ABOUT_IMAGES = frozenset(
+    (
+        "vision_config boi_token_index eoi_token_index image_token_index image_token_id boi_token_id eoi_token_id "
+        "mm_tokens_per_image initializer_range"
+    ).split()
+)
+
+_LLAMA4_LAYERS = frozenset("attention_chunk_size interleave_moe_layer_step moe_layers no_rope_layers".split())
+_LLAMA4_USED = _LLAMA4_LAYERS | {"intermediate_size_mlp", "num_local_experts", "use_qk_norm", "no_rope_layer_interval"}
+_MAMBA_TRAINING = frozenset(
+    (
+        "use_mamba_kernels use_mambapy use_associative_scan rescale_prenorm_residual time_step_min time_step_max "
+        "time_step_floor time_step_limit time_step_rank mamba_ssm_cache_dtype num_logits_to_keep residual_in_fp32 "
+        "mamba_dt_init_floor mamba_dt_max mamba_dt_min mamba_dt_limit num_nextn_predict_layers "
+        "mtp_layers_block_type mtp_hybrid_override_pattern expand mamba_expand moe_shared_expert_overlap rms_norm_eps "
+        "layer_norm_epsilon norm_eps rope_theta sliding_window max_window_layers router_z_loss_coef mamba_ssm_dtype"
+    ).split()
+)
+_PATTERN = {"M": "mamba", "E": "experts", "*": "attention", "-": "mlp"}
+_BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention", "moe": "experts"}
+_BLOCK_NAMES |= {name: name for name in ("mamba", "attention", "mlp", "experts")}
+
+
+def _llama4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return chunks, dense blocks and widths of a Llama 4. Raises SourceError for other patterns of layers."""
+    layers = _whole(config, "num_hidden_layers", 48)
+    every = _whole(config, "no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or set(rotated) - {0, 1}:
+        raise SourceError("hf_config", f"has no_rope_layers = {str(rotated)[:80]}, which is no 0 or 1 for each layer")
+    kinds = ["chunked_attention" if turned else "full_attention" for turned in rotated[:layers]]
+    if config.get("layer_types") not in (None, kinds):
+        raise SourceError("hf_config", "has layer_types that differ from chunked_attention where no_rope_layers is 1")
+    step = _whole(config, "interleave_moe_layer_step", 1)
+    sparse = config.get("moe_layers")
+    if sparse is None:
+        sparse = list(range(step - 1, layers, step))
+    if not isinstance(sparse, list) or not sparse or not all(isinstance(layer, int) for layer in sparse):
+        raise SourceError("hf_config", f"has moe_layers = {str(sparse)[:80]}, which are no numbers of layers")
+    width = _whole(config, "intermediate_size", 8192)
+    chunk = config.get("attention_chunk_size", 8192)
+    found: dict[str, Any] = {
+        "intermediate_size": _whole(config, "intermediate_size_mlp", 16384),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+        "attention_chunk_size": chunk if 1 in rotated[:layers] else None,
+        "rope_scaling": None,
+    }
+    if found["attention_chunk_size"] is not None:
+        found["layer_types"] = shortest(kinds)
+    if sparse == list(range(step - 1, layers, step)):
+        found["decoder_sparse_step"] = step
+    else:
+        found["mlp_only_layers"] = [layer for layer in range(layers) if layer not in sparse]
+    if config.get("use_qk_norm", True):
+        found |= {"qk_norm": True, "qk_norm_scope": "unweighted"}
+    return found
+
+
+def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
+    """Return blocks and state-space layers of a Nemotron-H. Raises SourceError for unknown kinds of blocks."""
+    pattern, named = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    if isinstance(named, list):
+        kinds = [_BLOCK_NAMES.get(str(name)) for name in named]
+    elif isinstance(pattern, str):
+        kinds = [_PATTERN.get(letter) for letter in pattern]
+    else:
+        raise SourceError("hf_config", "has neither hybrid_override_pattern nor layers_block_type")
+    if not kinds or None in kinds:
+        raise SourceError("hf_config", f"has unknown blocks in {str(named or pattern)[:80]}")
+    biases = {key for key in ("use_bias", "mlp_bias", "mamba_proj_bias", "attention_bias") if config.get(key)}
+    if biases:
+        raise SourceError("hf_config", f"has {min(biases)} = true, but only false is supported")
+    if config.get("mlp_hidden_act", "relu2") != "relu2":
+        raise SourceError("hf_config", f"has mlp_hidden_act = {str(config['mlp_hidden_act'])[:80]}, but not relu2")
+    found: dict[str, Any] = {
+        "block_types": shortest([str(kind) for kind in kinds]),
+        "num_hidden_layers": len(kinds),
+        "head_dim": config.get("attention_head_dim", config.get("head_dim", 128)),
+        "norm_eps": config.get("layer_norm_epsilon", config.get("rms_norm_eps", 1e-5)),
+        "mamba": {
+            "num_heads": _whole(config, "mamba_num_heads", 128),
+            "head_dim": _whole(config, "mamba_head_dim", 64),
+            "state_size": _whole(config, "ssm_state_size", 128),
+            "groups": _whole(config, "mamba_n_groups" if "mamba_n_groups" in config else "n_groups", 8),
+            "conv_kernel": _whole(config, "mamba_d_conv" if "mamba_d_conv" in config else "conv_kernel", 4),
+            "conv_bias": config.get("use_conv_bias", True),
+            "chunk_size": _whole(config, "chunk_size", 128),
+        },
+    }
+    if "mamba" not in kinds:
+        del found["mamba"]
+    if "experts" in kinds:
+        found |= {
+            "num_experts": _whole(config, "n_routed_experts", 8),
+            "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2),
+            "moe_intermediate_size": _whole(config, "moe_intermediate_size", 7688),
+            "shared_expert_intermediate_size": _whole(config, "moe_shared_expert_intermediate_size", 7688),
+            **{key: config[key] for key in ("n_group", "topk_group", "routed_scaling_factor") if key in config},
+            **{"norm_topk_prob": config.get("norm_topk_prob", True), "scoring_func": "sigmoid"},
+            "topk_method": "noaux_tc",
+        }
+    return found
+
+
+def _jamba(config: dict[str, Any]) -> dict[str, Any]:
+    """Return blocks and state-space layers of a Jamba (arXiv:2403.19887)."""
+    layers, hidden = _whole(config, "num_hidden_layers", 32), _whole(config, "hidden_size", 4096)
+    experts = _whole(config, "num_experts", 16)
+    attends = (_whole(config, "attn_layer_period", 8), config.get("attn_layer_offset", 4))
+    routes = (_whole(config, "expert_layer_period", 2), config.get("expert_layer_offset", 1))
+
+    def kind(layer: int) -> str:
+        mixer = "attention" if layer % attends[0] == attends[1] else "mamba"
+        return f"{mixer}+{'experts' if experts > 1 and layer % routes[0] == routes[1] else 'mlp'}"
+
+    rank = config.get("mamba_dt_rank", "auto")
+    found: dict[str, Any] = {
+        "block_types": shortest([kind(layer) for layer in range(layers)]),
+        "mamba": {
+            "num_heads": _whole(config, "mamba_expand", 2) * hidden,
+            "state_size": _whole(config, "mamba_d_state", 16),
+            "conv_kernel": _whole(config, "mamba_d_conv", 4),
+            "conv_bias": config.get("mamba_conv_bias", True),
+            "proj_bias": config.get("mamba_proj_bias", False),
+            "dt_rank": -(-hidden // 16) if rank == "auto" else rank,
+        },
+    }
+    if experts > 1:
+        found |= {"num_experts": experts, "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2)}
+    return found
+
+
+def _whole(config: dict[str, Any], key: str, default: int) -> int:
+    """Return a number of config.json; null counts as missing. Raises SourceError if it is no whole number above 0."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SourceError("hf_config", f"has {key} = {str(value)[:80]}, which is not a whole number above 0")
+    return value
+
+
+def shortest(kinds: list[str]) -> list[str]:
+    """Return the shortest list that gives ``kinds`` if it is repeated."""
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
+            return kinds[:length]
+    return kinds
+
+
+_DEEPSEEK_V3 = ARCHITECTURES["deepseek_v3"]
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+
+READ_ONLY: dict[str, Architecture] = {
+    "kimi_k2": replace(_DEEPSEEK_V3, model_class=""),  # DeepSeek-V3's blocks under another name
+    "deepseek_v32": replace(
+        _DEEPSEEK_V3,
+        model_class="",
+        fixed={**_DEEPSEEK_V3.fixed, "planned_architecture": "deepseek_v32"},
+        defaults={**_DEEPSEEK_V3.defaults, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+        used=_DEEPSEEK_V3.used | {"index_topk", "index_n_heads", "index_head_dim"},
+    ),
+    "llama4_text": Architecture(
+        "",
+        fixed={"planned_architecture": "llama4_text", "scoring_func": "sigmoid"},
+        renamed={"norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"},
+        defaults={
+            **{"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8},
+            **{"head_dim": 128, "vocab_size": 202_048, "max_position_embeddings": 131_072, "rope_theta": 500_000.0},
+            **{"num_experts": 16, "num_experts_per_tok": 1},
+        },
+        used=_LLAMA4_USED,
+        # scores by position; of an early revision
+        irrelevant=frozenset(
+            "attn_temperature_tuning floor_scale attn_scale for_llm_compressor cache_implementation".split()
+        ),
+        only={**_NO_BIAS, "router_jitter_noise": (0, 0.0)},
+        experts=True,
+        derive=_llama4,
+    ),
+    "nemotron": Architecture(
+        "",
+        fixed={"planned_architecture": "nemotron", "norm": "layernorm", "gated_mlp": False},
+        renamed={"norm_eps": "norm_eps"},
+        varies=frozenset({"partial_rotary_factor", "hidden_activation"}),
+        defaults={
+            **{"hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 32, "num_attention_heads": 48},
+            **{"vocab_size": 256_000, "max_position_embeddings": 4096, "hidden_activation": "relu2"},
+            **{"partial_rotary_factor": 0.5, "initializer_range": 0.0134},
+        },
+        used=frozenset({"partial_rotary_factor"}),
+        irrelevant=frozenset({"rope_percent", "rope_percentage", "kv_channels", "normalization"}),
+        only=_NO_BIAS,
+        activations={"relu2": "relu2"},
+    ),
+    "nemotron_h": Architecture(
+        "",
+        fixed={
+            **{"planned_architecture": "nemotron_h", "gated_mlp": False, "hidden_activation": "relu2"},
+            "position_embedding": "none",
+        },
+        renamed={},
+        defaults={
+            **{"hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32, "num_key_value_heads": 8},
+            **{"vocab_size": 131_072, "max_position_embeddings": 4096},
+        },
+        used=frozenset(
+            (
+                "hybrid_override_pattern layers_block_type attention_head_dim mamba_num_heads mamba_head_dim "
+                "ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv use_conv_bias mamba_conv_bias "
+                "chunk_size mamba_chunk_size n_routed_experts moe_shared_expert_intermediate_size n_group topk_group "
+                "routed_scaling_factor use_bias mlp_bias mamba_proj_bias mlp_hidden_act attention_bias"
+            ).split()
+        ),
+        irrelevant=_MAMBA_TRAINING,
+        only={
+            **{"mamba_hidden_act": ("silu",), "hidden_dropout": (0, 0.0), "n_shared_experts": (1,)},
+            **{"moe_latent_size": (), "moe_layer_freq": (1,)},
+        },
+        activations={},
+        derive=_nemotron_h,
+    ),
+    "jamba": Architecture(
+        "",
+        fixed={"planned_architecture": "jamba", "position_embedding": "none"},
+        renamed={"norm_eps": "rms_norm_eps"},
+        varies=frozenset({"hidden_activation"}),
+        defaults={
+            **{"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "vocab_size": 65_536},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 262_144},
+            "norm_eps": 1e-6,
+        },
+        used=frozenset(
+            (
+                "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset mamba_d_state "
+                "mamba_d_conv mamba_dt_rank mamba_conv_bias mamba_proj_bias mamba_expand"
+            ).split()
+        ),
+        irrelevant=_MAMBA_TRAINING - {"mamba_expand"},
+        only={"mamba_inner_layernorms": (True,), "calc_logits_for_entire_prompt": (False, True)},
+        derive=_jamba,
+    ),
+}
