@@ -205,7 +205,7 @@ def compose(
         assert isinstance(model, CausalLM)
         needed, anchors = True, 0
         if trained is not None:
-            needed = trains_before(spec.transformer, mesh.pipeline, trained.since)
+            needed = trains_before(spec.transformer, mesh.pipeline, trained.since, spec.layout.pipeline_split)
             anchors = missing_groups(len(groups), mesh.pipeline, device)
         stage = PipelineStage(model, mesh.pipeline, objective, trains_before=needed, anchors=anchors)
         groups += [{"params": [anchor], "weight_decay": 0.0} for anchor in stage.anchors]
@@ -236,7 +236,7 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
 
 def _sharded_transformer(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
     model = outline(spec.transformer)
-    keep_stage(model, mesh.pipeline)
+    keep_stage(model, mesh.pipeline, spec.layout.pipeline_split)
     assign_dropout_keys(model, spec.training.seed)
     place_dropout(model, mesh.tensor, mesh.sequence)
     shard_over_tensor_ranks(model, mesh.tensor)

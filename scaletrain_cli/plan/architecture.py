@@ -42,8 +42,8 @@ class Architecture:
 
     ``table``: the token embedding; ``embedding``: with positions and norm. ``head`` is 0 if it is tied to the table.
     Of the ``layers`` blocks ``dense_blocks(first, count)`` are ``dense_block``; the others are ``block``, which may
-    have experts. With ``pattern``, of a hybrid model, its blocks are repeated over the layers instead; ``block`` is then
-    the first of them with experts, if any has.
+    have experts. With ``pattern``, of a hybrid model, its blocks are repeated over the layers instead; ``block`` is
+    then the first of them with experts, if any has.
     """
 
     embedding: int
@@ -270,7 +270,7 @@ def attention_flops(model: ModelSpec) -> int:
 
 
 def indexer_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs per token of the scores of one block's indexer, without causal masking; 0 without one."""
+    """Return the forward FLOPs per token of the scores of one block's indexer, 0 without one; no causal masking."""
     return 2 * model.seq_len * model.index_n_heads * model.index_head_dim if model.index_topk else 0
 
 

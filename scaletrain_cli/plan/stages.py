@@ -94,19 +94,33 @@ class Stage(NamedTuple):
     start: int = 0
 
 
-def engine_stages(model: ModelSpec, stages: int) -> tuple[Stage, ...]:
-    """Return the pipeline stages of this project's engine; only the first, second and last of a very long pipeline."""
-    return stages_of(model, stages, blocks_per_stage)
+def engine_stages(model: ModelSpec, stages: int, split: tuple[int, ...] = ()) -> tuple[Stage, ...]:
+    """Return the pipeline stages of this project's engine; only the first, second and last of a very long pipeline.
+
+    ``split``: ``layout.pipeline_split``.
+    """
+    return stages_of(model, stages, blocks_per_stage, split)
+
+
+def stages_in(spec: RunSpec, layout: Layout) -> tuple[Stage, ...]:
+    """Return the pipeline stages of a run of this project's engine under a layout."""
+    return engine_stages(spec.transformer, layout.pipeline_parallel, spec.layout.pipeline_split)
 
 
 @lru_cache(maxsize=1024)
 def stages_of(
-    model: ModelSpec, stages: int, blocks_by_stage: Callable[[ModelSpec, int], tuple[int, ...]]
+    model: ModelSpec,
+    stages: int,
+    blocks_by_stage: Callable[[ModelSpec, int], tuple[int, ...]],
+    split: tuple[int, ...] = (),
 ) -> tuple[Stage, ...]:
-    """Return the pipeline stages; ``blocks_by_stage(model, stages)`` returns the number of blocks on each."""
+    """Return the pipeline stages; ``blocks_by_stage(model, stages)`` returns the number of blocks on each.
+
+    ``split``: these numbers, if the user has set them.
+    """
     layers, last = model.num_hidden_layers, stages - 1
-    if layers <= MOST_BLOCKS:
-        counts = dict(enumerate(blocks_by_stage(model, stages)))
+    if layers <= MOST_BLOCKS or len(split) == stages:
+        counts = dict(enumerate(split if len(split) == stages else blocks_by_stage(model, stages)))
         starts = dict(enumerate(accumulate(counts.values(), initial=0)))
     else:
         indices = range(stages) if stages <= MOST_STAGES else (0, 1, last)

@@ -54,6 +54,9 @@ class LayoutSpec(Section):
     data_parallel: AutoWhole = "auto"
     tensor_parallel: AutoWhole = "auto"
     pipeline_parallel: AutoWhole = "auto"
+    pipeline_split: tuple[Whole, ...] = Field(
+        default=(), description="number of blocks on each pipeline stage; []: balanced by time"
+    )
     virtual_pipeline: AutoWhole = 1
     sequence_parallel: AutoWhole = "auto"
     context_parallel: AutoWhole = 1

@@ -21,7 +21,7 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import engine_stages
+from scaletrain_cli.plan.stages import stages_in
 from scaletrain_cli.plan.trained_stages import stage_of_step, trained_stages
 from scaletrain_cli.plan.vision.llava import saved_llava_bytes
 from scaletrain_cli.plan.vision.memory import saved_vision_bytes
@@ -122,7 +122,7 @@ def _planned(spec: RunSpec, layout: Layout, step: int, stage: int, memory: Stage
         saved_bytes = saved_llava_bytes if isinstance(spec.model, LlavaSpec) else saved_vision_bytes
         saved = saved_bytes(spec, layout, find_accelerator(spec.cluster), step)
         return vars(memory) | changing | {"activations": saved, "host": 0}
-    held = next(each for each in engine_stages(spec.model, layout.pipeline_parallel) if each.position == stage)
+    held = next(each for each in stages_in(spec, layout) if each.position == stage)
     states, host = engine_states(spec, layout, held, trained=stage_of_step(spec, step))
     changing = states._asdict() if len(trained_stages(spec)) > 1 else {}
     return (

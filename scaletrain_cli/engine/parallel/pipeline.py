@@ -27,14 +27,14 @@ from scaletrain_cli.plan.stages import blocks_per_stage
 from scaletrain_cli.spec import ModelSpec
 
 
-def keep_stage(model: CausalLM, axis: Axis) -> None:
-    """Remove the parts of other stages from a model on the meta device.
+def keep_stage(model: CausalLM, axis: Axis, split: tuple[int, ...] = ()) -> None:
+    """Remove the parts of other stages from a model on the meta device. ``split``: ``layout.pipeline_split``.
 
     The last stage of a tied model keeps the embedding as the weight of its head.
     """
     if axis.size == 1:
         return
-    ends = list(accumulate(blocks_per_stage(model.spec, axis.size), initial=0))
+    ends = list(accumulate(split or blocks_per_stage(model.spec, axis.size), initial=0))
     mine = range(ends[axis.rank], ends[axis.rank + 1])
     for number in list(model.blocks):
         if int(number) not in mine:
@@ -121,9 +121,9 @@ def missing_groups(own: int, axis: Axis, device: torch.device) -> int:
     return int(most) - own
 
 
-def trains_before(model: ModelSpec, axis: Axis, trained: Collection[str]) -> bool:
-    """Return True if a parameter of a pipeline stage before this one trains."""
-    first_block = list(accumulate(blocks_per_stage(model, axis.size), initial=0))[axis.rank]
+def trains_before(model: ModelSpec, axis: Axis, trained: Collection[str], split: tuple[int, ...] = ()) -> bool:
+    """Return True if a parameter of a pipeline stage before this one trains. ``split``: ``layout.pipeline_split``."""
+    first_block = list(accumulate(split or blocks_per_stage(model, axis.size), initial=0))[axis.rank]
     return axis.rank > 0 and any(
         parameter.name in trained
         for parameter in model_parameters(model)

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.engine_states import stage_tensors, trained_bytes
 from scaletrain_cli.plan.parameters import model_parameters, training_stages, trains_everything
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.stages import engine_stages, zero_shards
+from scaletrain_cli.plan.stages import stages_in, zero_shards
 from scaletrain_cli.plan.trained_stages import TrainedStage, trained_count, trained_stages
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -44,7 +44,7 @@ def _memory_rows(spec: RunSpec, plan: RunPlan, trained: TrainedStage) -> Iterato
     """Yield the bytes on the fullest rank: of frozen and of trained weights, of gradients and of optimizer states."""
     layout, memory = plan.layout, plan.memory
     fullest = max(range(len(memory.by_stage)), key=lambda index: memory.by_stage[index].peak)
-    stage = engine_stages(spec.transformer, layout.pipeline_parallel)[fullest]
+    stage = stages_in(spec, layout)[fullest]
     elements = sum(group.elements for group, _ in stage_tensors(spec, layout, stage, trained).trained)
     learned = elements * trained_bytes(spec)[0] // (zero_shards(layout) if layout.zero_stage == 3 else 1)
     adapter = spec.transformer.adapter is not None

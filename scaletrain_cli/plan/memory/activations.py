@@ -124,8 +124,8 @@ def token_activations(
     Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
     ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
-    ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``. Of a hybrid model the
-    bytes of a block with experts, or without, are the mean over those of its layers.
+    ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``. Of a hybrid model
+    the bytes of a block with experts, or without, are the mean over those of its layers.
     """
     if model.block_types:
         kernels = BlockKernels(element_bytes, tensor_parallel, sequence_parallel, fused_attention, repeats=repeats)
@@ -237,7 +237,7 @@ def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
 
 
 def _experts(model: ModelSpec, element_bytes: int, t: int, compiled: bool) -> tuple[int, int, int]:
-    """Return the elements per token of routed and shared experts, (saved, gradients alive at once), and router bytes."""
+    """Return elements per token of routed and shared experts, (saved, gradients alive at once), and router bytes."""
     routed, hidden = model.num_experts_per_tok, model.hidden_size
     inner = -(-model.expert_size // t)
     mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, compiled)

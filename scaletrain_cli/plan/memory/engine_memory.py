@@ -45,6 +45,7 @@ from scaletrain_cli.plan.stages import (
     local_tokens,
     rows_per_sample,
     stage_shard,
+    stages_in,
     zero_shards,
 )
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_of_step, trained_stages
@@ -80,7 +81,7 @@ def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, s
 
 def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
     """Return the same bytes on whichever side they are kept: with activation offload in host memory."""
-    held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
+    held = next(each for each in stages_in(spec, layout) if each.position == stage)
     model, trained = spec.transformer, stage_of_step(spec, step)
     saved = _Activations(spec, layout, device).saved(held, trained, 1)
     runs = trained.blocks_of(model, held)
@@ -179,7 +180,7 @@ def trained_stage_memory(
     """Return the bytes on one rank of each pipeline stage while the run trains what ``trained`` states."""
     per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     size = _size_of_stage(spec, layout, device, per_rank, trained)
-    return tuple(map(size, engine_stages(spec.transformer, layout.pipeline_parallel)))
+    return tuple(map(size, stages_in(spec, layout)))
 
 
 def _size_of_stage(

@@ -43,7 +43,7 @@ from scaletrain_cli.plan.memory.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.stages import Stage, engine_stages, zero_shards
+from scaletrain_cli.plan.stages import Stage, stages_in, zero_shards
 from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage, stage_of_step
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -331,7 +331,7 @@ def rank_model_states(
     ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them. ``step``:
     at which they are counted, because what trains may change.
     """
-    found = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
+    found = next(each for each in stages_in(spec, layout) if each.position == stage)
     return engine_states(spec, layout, found, replica, stage_of_step(spec, step))[0]
 
 

@@ -102,7 +102,7 @@ def trained_stage_time(
         profile = compiled_profile(profile)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     per_rank = architecture(model, layout.tensor_parallel, layout.expert_parallel)
-    blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
+    blocks = framework.pipeline_split(spec, layout.pipeline_parallel)
     stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks, trained)
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
