@@ -556,8 +556,13 @@ class RunSpec(Section):
         if self.training.samples is not None and self.training.schedule.warmup_steps > self.total_steps:
             message = f"must not exceed {self.total_steps} steps, derived from training.samples."
             yield "training.schedule.warmup_steps", message
-        if self.training.precision == "fp8":
-            yield "training.precision", f"must be bf16, fp16, tf32 or fp32: {family} has no layers in fp8."
+        if self.training.precision in ("fp8", "fp4"):
+            precision = self.training.precision
+            yield "training.precision", f"must be bf16, fp16, tf32 or fp32: {family} has no layers in {precision}."
+        if self.training.weight_dtype != "auto":
+            yield "training.weight_dtype", f"must be auto with family: {family}."
+        if self.layout.pipeline_split:
+            yield "layout.pipeline_split", f"must be [] with family: {family}."
         if self.training.cross_entropy != "auto":
             why = "" if isinstance(self.model, LlavaSpec) else ", which has no logits of tokens"
             yield "training.cross_entropy", f"must be auto with family: {family}{why}."

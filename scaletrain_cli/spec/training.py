@@ -111,6 +111,12 @@ class OptimizerSpec(Section):
     momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
         default=0.9, description="momentum coefficient of momentum and muon"
     )
+    state_dtype: Annotated[
+        Literal["fp32", "bf16", "fp8"], used_when(where_not("training.optimizer.name", "sgd", "adamw_8bit"))
+    ] = Field(default="fp32", description="dtype of the moments; the engine has fp32, others are planned")
+    master_weights: Annotated[bool, used_when(where("training.precision", "bf16", "fp16", "fp8", "fp4"))] = Field(
+        default=True, description="fp32 copy of 16-bit weights, which is updated; the engine has it, false is planned"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -241,7 +247,10 @@ class TrainingSpec(Section):
     samples: Count | None = Field(
         default=None, description="images, pairs, or sequences of llava, of the whole run, in place of steps"
     )
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"] = "bf16"
+    weight_dtype: Literal["auto", "fp8", "mxfp8", "mxfp4", "nvfp4"] = Field(
+        default="auto", description="stored matrices of the blocks; auto: by precision; the engine has auto"
+    )
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT
     trainable: tuple[TrainableGroup, ...] = Field(

@@ -32,6 +32,7 @@ from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
     communication_buffer_bytes,
+    saved_weight_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
     weight_bytes,
@@ -225,6 +226,7 @@ def _size_of_stage(
             step = offload_step_bytes(spec, layout, stage, trained)
         backward = activations.backward(stage, trained, copied=offloaded)
         states, host = engine_states(spec, layout, stage, trained=trained)
+        states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
         return _FixedBytes(states, host, backward, buffers, step)
 
     cache: dict[Stage, _FixedBytes] = {}

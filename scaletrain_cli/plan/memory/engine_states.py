@@ -34,9 +34,12 @@ from scaletrain_cli.plan.memory.states import (
     NVME_WEIGHTS_IN_MEMORY,
     PERSISTENT_ELEMENTS,
     SUB_GROUP_ELEMENTS,
+    MasterWeights,
     ModelStates,
+    chosen_master,
     expert_shards,
     gradient_bytes,
+    master_bytes,
     moment_bytes,
     optimizer_constant_bytes,
     quantized_bytes,
@@ -381,9 +384,11 @@ def states_of_tensors(
         gradients = gradient * _gradient_elements(spec, layout, shared_groups, replica, sum(padded), held)
     weights += frozen
     optimizer = training.optimizer.name
-    states = sum(moment_bytes(optimizer, size) * times for size, times in parts)
+    dtype = training.optimizer.state_dtype
+    states = sum(moment_bytes(optimizer, size, dtype) * times for size, times in parts)
     states += optimizer_constant_bytes(optimizer, max(size for size, _ in parts))
-    states += (MASTER_BYTES if zero else 0) * held
+    master = chosen_master(spec, MasterWeights.OF_EACH_PARTITION, engine=True)
+    states += (master_bytes(training.precision, zero, master) if zero else 0) * held
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # the averaged weights, in fp32
     if layout.offload == "none":
         return ModelStates(weights, gradients, states), 0
@@ -485,7 +490,7 @@ def _gradient_elements(
         if not same_type:
             return partition
         return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
-    flat = spec.training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
+    flat = spec.training.precision in ("bf16", "fp8", "fp4") and not same_type and layout.offload == "none"
     return padded if flat else sum(group.elements for group, _ in groups)
 
 

@@ -30,6 +30,7 @@ from scaletrain_cli.plan.memory.states import (
     device_and_host_states,
     expert_tensor_parallel,
     gradient_bytes,
+    saved_weight_bytes,
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
@@ -341,6 +342,7 @@ def framework_stage_memory(
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
         states, host = device_and_host_states(spec, layout, shard, framework.master_weights)
+        states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
         return _FixedBytes(
             states=states,
             host=host,

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.stages import Shard, zero_shards
+from scaletrain_cli.plan.stages import Shard, Stage, zero_shards
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
@@ -143,7 +144,12 @@ _SCALED_VALUES = 256
 _SMALLEST_SCALED = 4096
 _SCALE_TABLES = 2 * 4 * 256
 
-_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8 is for products; weights have 16 bits
+# fp8 and fp4 are for products; weights have 16 bits.
+_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
+_STATE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+# Bytes per element of stored matrices, with their scales: fp32 per 128 x 128 weights (DeepSeek-V3, arXiv:2412.19437,
+# section 3.3), a byte per 32 (OCP Microscaling Formats, version 1.0), a byte per 16 (NVFP4, arXiv:2509.25149).
+_STORED_BYTES = {"fp8": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 _FP32_BYTES = 4
 
 
@@ -174,6 +180,8 @@ class MasterWeights(Enum):
     OF_EACH_PARTITION = "a copy for 16-bit weights; with ZeRO a copy of each rank's partition at every precision"
     BESIDE_16_BIT = "a copy for 16-bit weights"
     THE_WEIGHTS = "none: the weights are fp32 themselves"
+    OF_16_BITS = "a 16-bit copy of each rank's partition"  # DeepSpeed's bf16_master_weights_and_grads
+    NONE = "none: the 16-bit weights are updated"
 
 
 class ModelStates(NamedTuple):
@@ -194,17 +202,67 @@ def gradient_bytes(precision: str, grad_dtype: str) -> int:
     return _DTYPE_BYTES[grad_dtype] if weight_bytes(precision) == 2 else 4
 
 
-def moment_bytes_per_parameter(optimizer: str) -> int:
+def chosen_master(spec: RunSpec, usual: MasterWeights, *, engine: bool) -> MasterWeights:
+    """Return the master weights of a run: the ``usual`` ones of its framework, or what the spec has instead.
+
+    ``engine``: the framework is DeepSpeed, which keeps a copy of each partition in 16 bits then (zero/stage_1_and_2.py
+    ``master_weights_and_grads_dtype``).
+    """
+    training = spec.training
+    if training.optimizer.master_weights or weight_bytes(training.precision) != 2:
+        return usual
+    return MasterWeights.OF_16_BITS if engine else MasterWeights.NONE
+
+
+def master_bytes(precision: str, zero_stage: int, master: MasterWeights) -> int:
+    """Return the bytes per parameter of the copy of the weights that the optimizer updates; 0 if there is none."""
+    if master is MasterWeights.OF_16_BITS:
+        return 2 if zero_stage else 0
+    if master in (MasterWeights.THE_WEIGHTS, MasterWeights.NONE):
+        return 0
+    copied = weight_bytes(precision) == 2 or (master is MasterWeights.OF_EACH_PARTITION and zero_stage > 0)
+    return MASTER_BYTES if copied else 0
+
+
+def saved_weight_bytes(spec: RunSpec, layout: Layout, per_rank: Architecture, stage: Stage) -> int:
+    """Return by how many bytes the weights of a stage are smaller on a rank in ``training.weight_dtype``.
+
+    The matrices of the blocks have it, not routers, norms, embedding and head. ``per_rank``: the parameters that one
+    rank holds under tensor and expert parallelism, of all stages.
+    """
+    stored = _STORED_BYTES.get(spec.training.weight_dtype)
+    if stored is None:
+        return 0
+    shards = (zero_shards(layout), expert_shards(spec, layout)) if layout.zero_stage == 3 else (1, 1)
+    kinds = per_rank.kinds(stage.start, stage.blocks)
+    matrices = sum(times * (block.attention + block.dense_mlp) for block, times in kinds) // shards[0]
+    matrices += sum(times * block.routed for block, times in kinds) // shards[1]
+    return int(matrices * (weight_bytes(spec.training.precision) - stored))
+
+
+def lighter_update_bytes(spec: RunSpec) -> int:
+    """Return by how many bytes per parameter an update reads and writes less than with fp32 moments and weights."""
+    name, optimizer = spec.training.optimizer.name, spec.training.optimizer
+    moments = moment_bytes_per_parameter(name) - moment_bytes_per_parameter(name, optimizer.state_dtype)
+    return 2 * moments + (0 if optimizer.master_weights else 2 * MASTER_BYTES)
+
+
+def gathered_weight_bytes(spec: RunSpec) -> float:
+    """Return the bytes per weight that ZeRO gathers: those of ``training.weight_dtype``, or of the precision."""
+    return _STORED_BYTES.get(spec.training.weight_dtype, weight_bytes(spec.training.precision))
+
+
+def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int:
     """Return the bytes of an optimizer's states per parameter, without the fp32 master weight.
 
-    Raises LookupError for an unknown optimizer.
+    ``state_dtype``: ``training.optimizer.state_dtype``. Raises LookupError for an unknown optimizer.
     """
     if optimizer in _MOMENT_BYTES:
-        return _MOMENT_BYTES[optimizer]
+        return _MOMENT_BYTES[optimizer] * _STATE_BYTES[state_dtype] // _FP32_BYTES
     found = optimizer_extension(optimizer)
     if found is None:
         raise LookupError(f"unknown optimizer: {optimizer}")
-    return found.moment_bytes
+    return found.moment_bytes * _STATE_BYTES[state_dtype] // _FP32_BYTES
 
 
 def optimizer_state_bytes_per_parameter(
@@ -212,23 +270,20 @@ def optimizer_state_bytes_per_parameter(
     zero_stage: int,
     optimizer: str = "adamw",
     master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
+    state_dtype: str = "fp32",
 ) -> int:
-    """Return the bytes of moments and fp32 master weights per parameter.
+    """Return the bytes of moments and master weights per parameter.
 
     DeepSpeed keeps master weights except in stage 0 of fp32; Megatron-LM and nanotron keep them for 16-bit weights; the
     weights of FSDP are fp32 themselves (torch, MixedPrecisionPolicy).
     """
-    moments = moment_bytes_per_parameter(optimizer)
-    if master is MasterWeights.THE_WEIGHTS:
-        return moments
-    copied = weight_bytes(precision) == 2 or (master is MasterWeights.OF_EACH_PARTITION and zero_stage > 0)
-    return moments + (MASTER_BYTES if copied else 0)
+    return moment_bytes_per_parameter(optimizer, state_dtype) + master_bytes(precision, zero_stage, master)
 
 
-def moment_bytes(optimizer: str, elements: int) -> int:
+def moment_bytes(optimizer: str, elements: int, state_dtype: str = "fp32") -> int:
     """Return the bytes of the moments of one flat tensor with ``elements`` parameters."""
     if optimizer != "adamw_8bit":
-        return elements * moment_bytes_per_parameter(optimizer)
+        return elements * moment_bytes_per_parameter(optimizer, state_dtype)
     if elements < _SMALLEST_SCALED:
         return elements * MOMENT_BYTES
     return 2 * elements + 2 * _FP32_BYTES * -(-elements // _SCALED_VALUES)
@@ -239,13 +294,20 @@ def optimizer_constant_bytes(optimizer: str, largest: int) -> int:
     return _SCALE_TABLES if optimizer == "adamw_8bit" and largest >= _SMALLEST_SCALED else 0
 
 
-def checkpoint_bytes_per_parameter(precision: str, zero_stage: int, optimizer: str = "adamw") -> int:
-    """Return the bytes that a checkpoint has per parameter: weights, moments and fp32 master weights.
+def checkpoint_bytes_per_parameter(
+    precision: str,
+    zero_stage: int,
+    optimizer: str = "adamw",
+    master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
+    state_dtype: str = "fp32",
+) -> int:
+    """Return the bytes that a checkpoint has per parameter: weights, moments and master weights.
 
     In stage 3 the master weights are the only weights in the checkpoint.
     """
-    states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer)
-    return states if zero_stage == 3 else weight_bytes(precision) + states
+    states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, master, state_dtype)
+    alone = zero_stage == 3 and master is not MasterWeights.NONE
+    return states if alone else weight_bytes(precision) + states
 
 
 def model_state_bytes(
@@ -256,6 +318,7 @@ def model_state_bytes(
     data_parallel: int,
     optimizer: str = "adamw",
     master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
+    state_dtype: str = "fp32",
 ) -> ModelStates:
     """Return the bytes that one rank holds of ``parameters`` parameters that ``data_parallel`` ranks share (ZeRO).
 
@@ -268,7 +331,7 @@ def model_state_bytes(
     held_weights = partition if zero_stage >= 3 else parameters
     held_gradients = partition if zero_stage >= 2 else parameters
     held_states = partition if zero_stage >= 1 else parameters
-    states = held_states * optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, master)
+    states = held_states * optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, master, state_dtype)
     if optimizer == "adamw_8bit":
         states += 2 * _FP32_BYTES * -(-held_states // _SCALED_VALUES)
     if master is MasterWeights.THE_WEIGHTS:
@@ -338,10 +401,11 @@ def device_and_host_states(
     spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights
 ) -> tuple[ModelStates, int]:
     """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory."""
-    training, optimizer = spec.training, spec.training.optimizer.name
-    zero = layout.zero_stage
+    training, optimizer = spec.training, spec.training.optimizer
+    zero, master = layout.zero_stage, chosen_master(spec, master, engine=False)
+    precisions = training.precision, training.grad_dtype
     groups = [
-        model_state_bytes(count, training.precision, training.grad_dtype, zero, ranks, optimizer, master)
+        model_state_bytes(count, *precisions, zero, ranks, optimizer.name, master, optimizer.state_dtype)
         for count, ranks in ((shard.dense, zero_shards(layout)), (shard.experts, expert_shards(spec, layout)))
         if count
     ]

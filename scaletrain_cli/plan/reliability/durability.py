@@ -11,7 +11,12 @@ import math
 
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.states import checkpoint_bytes_per_parameter, weight_bytes
+from scaletrain_cli.plan.memory.states import (
+    MasterWeights,
+    checkpoint_bytes_per_parameter,
+    chosen_master,
+    weight_bytes,
+)
 from scaletrain_cli.plan.result import Durability, Layout, Time
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
@@ -45,7 +50,9 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
     """
     stage = framework_of(spec).checkpoint_zero_stage(layout)
     training = spec.training
-    each = checkpoint_bytes_per_parameter(training.precision, stage, training.optimizer.name)
+    master = chosen_master(spec, MasterWeights.OF_EACH_PARTITION, engine=framework_of(spec).is_engine)
+    optimizer = training.optimizer
+    each = checkpoint_bytes_per_parameter(training.precision, stage, optimizer.name, master, optimizer.state_dtype)
     stored = workload_of(spec.model).stored_parameters(spec)
     return max(trained * each + frozen * weight_bytes(training.precision) for trained, frozen in stored)
 

@@ -96,9 +96,21 @@ def _about_precision(spec: RunSpec) -> Iterator[Rule]:
         yield Rule("training.precision", "tf32", "tf32-gpu")
     if precision == "fp8":
         yield from _about_fp8(spec)
+    elif precision == "fp4":
+        device = find_accelerator(spec.cluster)
+        if precision in device.flops:
+            yield Rule("training.precision", precision, "engine-no-fp4")
+        else:
+            yield Rule("training.precision", precision, "fp4-device", {"device": device.name})
+    if training.weight_dtype != "auto":
+        yield Rule("training.weight_dtype", training.weight_dtype, "engine-weight-dtype")
+    if training.optimizer.state_dtype != "fp32":
+        yield Rule("training.optimizer.state_dtype", training.optimizer.state_dtype, "engine-state-dtype")
+    if not training.optimizer.master_weights:
+        yield Rule("training.optimizer.master_weights", "false", "engine-no-master")
     own = "fp16" if precision == "fp16" else "bf16"
     if gradients not in ("fp32", own):
-        kind = "bf16" if precision == "fp8" else precision
+        kind = "bf16" if precision in ("fp8", "fp4") else precision
         yield Rule("training.grad_dtype", gradients, "grad-dtype", {"precision": kind, "own": own})
 
 

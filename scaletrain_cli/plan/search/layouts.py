@@ -118,7 +118,7 @@ def chosen_compile(spec: RunSpec) -> bool:
     return (
         workload_of(spec.model).compiled_by_default(spec)
         and framework_of(spec).compiles_blocks
-        and spec.training.precision != "fp8"
+        and spec.training.precision not in ("fp8", "fp4")
         and spec.total_steps >= _STEPS_WORTH_COMPILING
         and cuda_capability(spec.cluster) >= _TRITON_CAPABILITY
     )

@@ -12,7 +12,7 @@ from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
+from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens, zero_shards
@@ -97,7 +97,7 @@ def data_traffic(
     stride = layout.tensor_parallel
     learned = parameters if trained is None else trained
     element = weight_bytes(training.precision)
-    own = 4 if trains_in_fp32(spec) else element
+    own = 4 if trains_in_fp32(spec) else gathered_weight_bytes(spec)
     weights = learned * own + ((parameters - learned) * element if stage == 3 else 0)
     gradients = learned * _gradient_bytes(spec, profile)
     part = (ranks - 1) / ranks

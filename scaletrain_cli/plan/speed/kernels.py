@@ -67,10 +67,11 @@ class Rates:
 
 
 def rates(device: Accelerator, precision: str) -> Rates:
-    """Return the device's rates at a precision. With fp8, attention still computes in 16 bits."""
+    """Return the device's rates at a precision. With fp8 and fp4, attention still computes in 16 bits."""
     row = _generation(device.name)
     peak = device.peak_flops(precision)
-    attention_peak = device.peak_flops("bf16" if precision == "fp8" and "fp8" in device.flops else precision)
+    narrow = precision in ("fp8", "fp4")
+    attention_peak = device.peak_flops("bf16" if narrow and precision in device.flops else precision)
     if device.is_cpu:
         share = _CPU_SHARES
     else:
@@ -86,7 +87,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
         memory=device.memory_bandwidth * row["memory"],
         kernel_seconds=0.0 if device.is_cpu else row["kernel_seconds"],
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
-        cast_bytes=_CAST_BYTES if precision == "fp8" else 0,
+        cast_bytes=_CAST_BYTES if narrow else 0,
         is_cpu=device.is_cpu,
     )
 

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.states import lighter_update_bytes
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
 from scaletrain_cli.plan.speed.kernels import Rates, rates
@@ -188,7 +189,7 @@ def _optimizer_seconds(
     host = 0.0 if rate.is_cpu else profile.step_host + (profile.zero_host if layout.zero_stage else 0.0)
     if layout.offload != "none":
         return host + offload_seconds(spec, layout, device, updated, held)
-    return host + updated * profile.optimizer / rate.memory
+    return host + updated * max(0.0, profile.optimizer - lighter_update_bytes(spec)) / rate.memory
 
 
 def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:

@@ -174,6 +174,20 @@ _ENGINE = {
     "engine-latent-key-heads": Text("latent attention has one key-value head per attention head", ("Use {heads}.",)),
     "tf32-gpu": Text("needs an NVIDIA GPU", ("Use fp32 or bf16 with cluster.gpu: cpu.",)),
     "fp8-device": Text("needs an NVIDIA GPU of compute capability 8.9 or higher, and this is {device}", ("Use bf16.",)),
+    "fp4-device": Text(
+        "needs tensor cores for fp4, which {device} does not have; its products are planned at the rate of fp32",
+        ("Use bf16 or fp8.",),
+    ),
+    "engine-no-fp4": Text("is planned, but this engine has no products in fp4", ("Use fp8 or bf16 to submit.",)),
+    "engine-weight-dtype": Text(
+        "is planned, but this engine stores weights in the dtype of the precision", ("Use auto to submit.",)
+    ),
+    "engine-state-dtype": Text(
+        "is planned, but this engine has fp32 moments", ("Use fp32, or name: adamw_8bit, to submit.",)
+    ),
+    "engine-no-master": Text(
+        "is planned, but this engine updates fp32 master weights, which its checkpoints hold", ("Use true to submit.",)
+    ),
     "fp8-capability": Text(
         "needs an NVIDIA GPU of compute capability 8.9 or higher, and {device} has {compute_capability}", ("Use bf16.",)
     ),
