@@ -53,6 +53,7 @@ class AcceleratorSpec(Section):
     name: Text
     memory: PositiveBytes
     fp8_flops: FlopsPerSecond | None = None
+    fp4_flops: FlopsPerSecond | None = None
     fp16_flops: FlopsPerSecond | None = None
     bf16_flops: FlopsPerSecond | None = None
     fp32_flops: FlopsPerSecond

@@ -61,6 +61,19 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     # The hub's 671,026,419,200 without 256 score corrections in each of 58 routers, which no gradient trains.
     "deepseek-v3": 671_026_419_200 - 58 * 256,
+    "qwen3-235b-a22b": 235_093_634_560,
+    # The sums of transformers' modules (test_current_models.py); of multimodal models the language model.
+    "kimi-k2": 1_026_408_209_408,
+    "deepseek-v3.2": 671_877_929_216,
+    "llama-4-scout": 107_769_861_120,
+    "llama-4-maverick": 400_711_848_960,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "nemotron-4-340b": 341_029_195_776,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
+    "jamba-v0.1": 51_570_323_328,
 }
 
 

@@ -19,6 +19,7 @@ from scaletrain_cli.plan.architecture import (
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.frameworks.nanotron import loss_stage
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS, framework_of
+from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.search.layouts import build_layout, division_problems
 from scaletrain_cli.plan.stages import Stage, blocks_per_stage, chunks_in_flight, stage_shard
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -52,6 +53,35 @@ def test_stages_share_the_blocks_by_number_by_weight_or_by_time() -> None:
     assert blocks(spec_of("llama-7b", planner__framework="megatron", **sizes), 8) == [4, 4, 4, 4, 3, 3, 3, 3]
     assert blocks(spec_of("llama-7b", planner__framework="nanotron", **sizes), 8) == [4, 4, 4, 4, 4, 4, 4, 0]
     assert blocks(spec_of("llama-7b", **sizes), 8) == [3, 4, 4, 4, 4, 4, 4, 1]
+
+
+def test_the_user_sets_the_blocks_of_each_stage() -> None:
+    sizes = {"layout__pipeline_parallel": 4, "layout__tensor_parallel": 1, "layout__zero_stage": 1}
+    for framework in ("deepspeed", "megatron", "nanotron"):
+        usual = spec_of("llama-7b", planner__framework=framework, **sizes)
+        chosen = spec_of("llama-7b", planner__framework=framework, layout__pipeline_split=[5, 9, 9, 9], **sizes)
+        assert blocks(chosen, 4) == [5, 9, 9, 9]
+        first, second = make_plan(usual), make_plan(chosen)
+        held = [sum(s.parameters for s in plan.memory.by_stage) for plan in (first, second)]
+        assert held[0] == held[1], "the same parameters, divided otherwise"
+        assert second.time.step >= first.time.step if framework == "deepspeed" else second.time.step > 0
+        alike = spec_of("llama-7b", planner__framework=framework, layout__pipeline_split=blocks(usual, 4), **sizes)
+        if framework != "nanotron":
+            assert make_plan(alike).time == first.time
+            assert make_plan(alike).memory == first.memory
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"pipeline_split": [16, 16]}, "layout.pipeline_parallel"),
+        ({"pipeline_split": [16, 15], "pipeline_parallel": 2}, "layout.pipeline_split"),
+        ({"pipeline_split": [16, 16], "pipeline_parallel": 2, "virtual_pipeline": 2}, "layout.virtual_pipeline"),
+    ],
+)
+def test_a_split_that_contradicts_layers_or_stages_is_refused(settings: dict[str, Any], key: str) -> None:
+    spec = spec_of("llama-7b", **{f"layout__{name}": value for name, value in settings.items()})
+    assert [found for found, _ in spec.inconsistencies()] == [key]
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-8b", "qwen2.5-0.5b"])

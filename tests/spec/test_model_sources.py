@@ -32,6 +32,10 @@ PUBLISHED = {
     "phi3": 3_836_021_760,
     "olmo2": 7_298_617_344,
     "gpt_oss": 20_914_757_184,
+    "llama4_scout": 107_769_861_120,
+    "nemotron4_340b": 341_029_195_776,
+    "nemotron3_nano_30b": 31_577_937_344,
+    "jamba": 51_570_323_328,
 }
 PRESETS = {
     "gpt2": 124_439_808,
@@ -79,6 +83,19 @@ PRESETS = {
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
+    "qwen3-235b-a22b": 235_093_634_560,
+    # The sums of transformers' modules (test_current_models.py); of multimodal models the language model.
+    "kimi-k2": 1_026_408_209_408,
+    "deepseek-v3.2": 671_877_929_216,
+    "llama-4-scout": 107_769_861_120,
+    "llama-4-maverick": 400_711_848_960,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "nemotron-4-340b": 341_029_195_776,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
+    "jamba-v0.1": 51_570_323_328,
 }
 
 
@@ -117,10 +134,30 @@ def test_settings_of_each_architecture_are_read() -> None:
 
 FAMILIES = (
     "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 "
-    "deepseek_v3 gpt2 resnet convnext vit clip llava"
+    "deepseek_v3 gpt2 resnet convnext vit clip llava deepseek_v32 llama4_text nemotron nemotron_h jamba gemma3 llama4"
 ).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {
+    "deepseek_v32": {"scoring_func": "softmax", "moe_layer_freq": 2},
+    "llama4_text": {
+        "router_jitter_noise": 0.1,
+        "attention_bias": True,
+        "no_rope_layers": [2] * 48,
+        "moe_layers": ["3"],
+        "interleave_moe_layer_step": "x",
+    },
+    "nemotron": {"mlp_bias": True, "hidden_act": "silu"},
+    "nemotron_h": {
+        "moe_latent_size": 64,
+        "n_shared_experts": 2,
+        "mlp_hidden_act": "silu",
+        "mamba_hidden_act": "relu",
+        "use_bias": True,
+        "ssm_state_size": 0,
+    },
+    "jamba": {"attn_layer_period": "x", "mamba_d_state": 0},
+    "gemma3": {"tie_word_embeddings": False},
+    "llama4": {"tie_word_embeddings": True},
     "qwen3": {"layer_types": ["chunked_attention"]},
     "llama": {"hidden_act": "gelu", "mlp_bias": True, "sliding_window": 4096},
     "gemma2": {"hidden_activation": "gelu", "use_bidirectional_attention": True},

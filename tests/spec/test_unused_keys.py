@@ -28,6 +28,7 @@ TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermed
 CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}", "data.source=pictures")
 LLAVA = ("model={preset: llava-tiny}", "data.source=chats.jsonl")
 VIEWS = (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent", "evaluation.every=0")
+LATENT = ("model.kv_lora_rank=8", "model.qk_rope_head_dim=4")
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
@@ -36,6 +37,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
     "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
     "model.attention_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
+    "model.index_n_heads": ("4", (), (*LATENT, "model.index_topk=4", "model.index_head_dim=4")),
+    "model.index_head_dim": ("4", (), (*LATENT, "model.index_topk=4", "model.index_n_heads=4")),
     "model.qk_norm_scope": ("projection", (), ("model.qk_norm=true",)),
     "model.rope_interleave": ("false", (), ("model.kv_lora_rank=8", "model.qk_rope_head_dim=4")),
     "model.partial_rotary_factor": ("0.5", ("model.family=gpt",), ("model.family=llama",)),
@@ -112,6 +115,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "training.loss_scale": ("{initial: 8}", (), ("training.precision=fp16",)),
     "training.optimizer.betas": ("[0.8, 0.9]", ("training.optimizer.name=sgd",), ("training.optimizer.name=lion",)),
     "training.optimizer.eps": ("1e-7", ("training.optimizer.name=lion",), ("training.optimizer.name=adam",)),
+    "training.optimizer.state_dtype": ("bf16", ("training.optimizer.name=sgd",), ()),
+    "training.optimizer.master_weights": ("false", ("training.precision=fp32",), ("training.precision=bf16",)),
     "training.optimizer.momentum": ("0.5", (), ("training.optimizer.name=momentum",)),
     "training.optimizer.decay_embeddings": ("false", ("training.optimizer.name=sgd",), ()),
     "training.schedule.min_lr": ("1e-5", ("training.schedule.name=constant",), ()),

@@ -79,7 +79,7 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
         name = full_name(wanted)
         found = _from_row(name, _catalogue()[name])
     else:
-        given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8")}
+        given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8", "fp4")}
         flops = {"fp32": wanted.fp32_flops, "tf32": wanted.fp32_flops} | {k: v for k, v in given.items() if v}
         found = Accelerator(
             name=wanted.name,

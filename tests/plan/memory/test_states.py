@@ -16,7 +16,11 @@ from scaletrain_cli.plan.memory.states import (
     MasterWeights,
     checkpoint_bytes_per_parameter,
     model_state_bytes,
+    optimizer_state_bytes_per_parameter,
 )
+from scaletrain_cli.plan.planning import make_plan
+from scaletrain_cli.plan.search.engine_support import submittable
+from tests.plan.specs import spec_of
 
 SEVEN_BILLION = 7_000_000_000
 GB = 10**9
@@ -137,3 +141,45 @@ def test_deepspeed_holds_and_saves_what_the_planner_says(
     held = sum(model_state_bytes(10**6, precision, grad_dtype, stage, data_parallel=1)) / 10**6
     assert counted["held"] == pytest.approx(held, rel=0.01)
     assert counted["saved"] == pytest.approx(checkpoint_bytes_per_parameter(precision, stage), rel=0.05)
+
+
+def test_moments_of_fewer_bits_and_no_master_weights_take_the_bytes_of_their_dtypes() -> None:
+    def held(dtype: str, master: MasterWeights) -> int:
+        return optimizer_state_bytes_per_parameter("bf16", 1, "adamw", master, dtype)
+
+    usual = MasterWeights.OF_EACH_PARTITION
+    assert [held(dtype, usual) for dtype in ("fp32", "bf16", "fp8")] == [12, 8, 6]
+    assert [held("bf16", master) for master in (MasterWeights.OF_16_BITS, MasterWeights.NONE)] == [6, 4]
+    assert checkpoint_bytes_per_parameter("bf16", 3, "adamw", MasterWeights.NONE, "bf16") == 2 + 4
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
+def test_a_plan_counts_moments_master_weights_and_stored_weights_of_fewer_bits(framework: str) -> None:
+    def states(**training: object) -> tuple[float, float]:
+        settings = {f"training__{key}": value for key, value in training.items()}
+        fixed = {f"layout__{axis}_parallel": 1 for axis in ("tensor", "pipeline", "sequence")}
+        spec = spec_of("llama-7b", planner__framework=framework, layout__zero_stage=1, **fixed, **settings)
+        plan = make_plan(spec)
+        count = plan.model.parameters
+        refused = {rule.code for rule in submittable(spec, plan)} - {"framework-for-comparison", "layout-does-not-fit"}
+        assert bool(refused) == bool(training)
+        return plan.memory.parameters / count, plan.memory.optimizer_states * 8 / count
+
+    copied = 2 if framework == "deepspeed" else 0
+    assert states() == pytest.approx((2, 12), abs=0.01)
+    assert states(optimizer={"state_dtype": "bf16"}) == pytest.approx((2, 8), abs=0.01)
+    both = states(optimizer={"state_dtype": "bf16", "master_weights": False})
+    assert both == pytest.approx((2, 4 + copied), abs=0.01)
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008) / 6_738_415_616
+    assert states(weight_dtype="fp8")[0] == pytest.approx(2 - blocks, abs=0.01)
+    assert states(weight_dtype="nvfp4")[0] == pytest.approx(2 - blocks * (2 - 0.5625), abs=0.01)
+
+
+def test_fp4_products_are_as_much_faster_as_the_device_has_them() -> None:
+    def compute(precision: str, gpu: str) -> float:
+        spec = spec_of("llama-7b", training__precision=precision, cluster__gpu=gpu, planner__framework="megatron")
+        return make_plan(spec).time.compute
+
+    assert compute("fp4", "gb300-279gb") < compute("fp8", "gb300-279gb") < compute("bf16", "gb300-279gb")
+    spec = spec_of("llama-7b", training__precision="fp4")
+    assert "fp4-device" in {rule.code for rule in submittable(spec, make_plan(spec))}
