@@ -11,13 +11,13 @@ from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
 from scaletrain_cli.spec.hub_files import ModelPath
 from scaletrain_cli.spec.hybrid import BlockParts, BlockType, MambaSpec, parts_of
+from scaletrain_cli.spec.model_consistency import MOST_LAYERS, model_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
 # A share of a whole, without zero.
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
-MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
 AttentionKind = Literal["full_attention", "sliding_attention", "chunked_attention"]
 # ``model_type``s of Hugging Face whose blocks are planned, but not built by the engine.
 PlannedArchitecture = Literal["deepseek_v32", "jamba", "llama4_text", "nemotron", "nemotron_h"]
@@ -343,6 +343,8 @@ class ModelSpec(Section):
 
     def layers_with(self, part: str) -> int:
         """Return the number of blocks with a part: ``attention``, ``mamba``, ``mlp`` or ``experts``."""
+        if not self.block_types and part in ("attention", "mamba"):
+            return self.num_hidden_layers if part == "attention" else 0
         return sum(times for parts, times in self.parts_between(0, self.num_hidden_layers) if getattr(parts, part))
 
     @property
@@ -400,126 +402,4 @@ class ModelSpec(Section):
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            yield "num_key_value_heads", f"must divide num_attention_heads = {heads}; use {divisors(heads)}."
-        yield from self._rotary_inconsistencies()
-        yield from self._block_inconsistencies()
-        yield from self._attention_inconsistencies()
-        if self.positions == "learned" and self.seq_len > self.max_position_embeddings:
-            yield "seq_len", f"must not exceed max_position_embeddings = {self.max_position_embeddings}."
-        if not self.kv_lora_rank and (self.q_lora_rank or self.qk_rope_head_dim or self.v_head_dim):
-            yield "kv_lora_rank", "must be at least 1 when q_lora_rank, qk_rope_head_dim or v_head_dim is set."
-        if self.norm_bias and self.norm_kind == "rmsnorm":
-            yield "norm_bias", "must be false with rmsnorm, which has no bias."
-        if self.zero_centered_norm and self.norm_kind != "rmsnorm":
-            yield "zero_centered_norm", "must be false with layernorm."
-        if self.first_k_dense_replace > self.num_hidden_layers:
-            yield "first_k_dense_replace", f"must not exceed num_hidden_layers = {self.num_hidden_layers}."
-        if not self.num_experts and (self.shared_expert_intermediate_size or self.first_k_dense_replace):
-            yield (
-                "num_experts",
-                "must be at least 1 when shared_expert_intermediate_size or first_k_dense_replace is set.",
-            )
-        if self.num_experts == 0 and self.swiglu_limit is not None:
-            yield "num_experts", "must be at least 1 when swiglu_limit is set."
-        if self.has_pattern and self.num_hidden_layers > MOST_LAYERS:
-            yield "num_hidden_layers", f"must not exceed {MOST_LAYERS} with decoder_sparse_step or mlp_only_layers."
-        elif (self.adapter is not None or self.quantization != "none") and self.num_hidden_layers > MOST_LAYERS:
-            yield "num_hidden_layers", f"must not exceed {MOST_LAYERS} with adapter or quantization."
-        if any(block >= self.num_hidden_layers for block in self.mlp_only_layers):
-            yield "mlp_only_layers", f"must be numbers below num_hidden_layers = {self.num_hidden_layers}."
-        if self.bias_update_speed and self.adapter is not None:
-            yield "bias_update_speed", "must be 0 with an adapter, which leaves the router as it is."
-        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
-            yield "shared_expert_gate", "must be false without shared_expert_intermediate_size."
-        if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):
-            yield "num_experts", "must be at least 1 when num_experts_per_tok or moe_intermediate_size is set."
-        if self.num_experts == 0 and (self.capacity_factor or self.router_z_loss_coef or self.norm_topk_prob):
-            yield "num_experts", "must be at least 1 when capacity_factor, router_z_loss_coef or norm_topk_prob is set."
-        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
-            yield "num_experts_per_tok", f"must be between 1 and num_experts = {self.num_experts}."
-        if self.num_experts:
-            yield from self._group_inconsistencies()
-
-    def _group_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        groups = self.n_group
-        if self.num_experts % groups:
-            yield "n_group", f"must divide num_experts = {self.num_experts}; use {divisors(self.num_experts)}."
-            return
-        members = self.num_experts // groups
-        if self.topk_group > groups:
-            yield "topk_group", f"must not exceed n_group = {groups}."
-        elif self.num_experts_per_tok > self.topk_group * members:
-            yield (
-                "num_experts_per_tok",
-                f"must not exceed the {self.topk_group * members} experts in topk_group groups.",
-            )
-        if self.topk_method == "noaux_tc" and groups > 1 and members == 1:
-            yield "n_group", "must leave at least 2 experts in a group, whose scores are added."
-
-    def _block_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        if not self.block_types:
-            if self.mamba is not None:
-                yield "mamba", "has no effect without block_types."
-            return
-        parts = [parts_of(kind) for kind in self.block_types]
-        if any(each.mamba for each in parts) != (self.mamba is not None):
-            yield "mamba", f"must be {'null' if self.mamba else 'set'} with these block_types."
-        if any(each.experts for each in parts) != (self.num_experts > 0):
-            yield "num_experts", f"must be {'0' if self.num_experts else 'at least 1'} with these block_types."
-        for key in ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "kv_lora_rank", "adapter"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                yield key, "must be left out with block_types."
-        if self.local_span is not None:
-            yield "block_types", "must be empty with sliding_window or attention_chunk_size."
-        if self.quantization != "none":
-            yield "quantization", "must be none with block_types."
-        if self.base_family != "llama":
-            yield "block_types", "must be empty with family gpt."
-        if self.mamba is not None and self.mamba.num_heads % self.mamba.groups:
-            yield "mamba.groups", f"must divide num_heads = {self.mamba.num_heads}."
-
-    def _rotary_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        scaling = self.rope_scaling
-        if scaling is not None:
-            if self.positions != "rotary":
-                yield "rope_scaling", f"has no effect on {self.positions} positions. Remove it."
-            found = scaling.inconsistencies(self.rotary_dim // 2, self.rope_theta, self.max_position_embeddings)
-            yield from ((f"rope_scaling.{key}", message) for key, message in found)
-        if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
-            key = "qk_rope_head_dim" if self.kv_lora_rank else "head_dim"
-            if self.partial_rotary_factor < 1 and not self.kv_lora_rank:
-                yield "partial_rotary_factor", f"must leave an even number of the {self.head_dim} channels of a head."
-            else:
-                yield key, "must be even, because rotary positions rotate pairs of channels."
-
-    def _attention_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        kinds = set(self.layer_types)
-        if self.index_topk and not self.kv_lora_rank:
-            yield "index_topk", "must be 0 without latent attention (kv_lora_rank)."
-        elif self.index_topk and not (self.index_n_heads and self.index_head_dim):
-            yield "index_topk", "must be 0 without index_n_heads and index_head_dim."
-        if self.attention_chunk_size is not None:
-            if self.sliding_window is not None:
-                yield "attention_chunk_size", "must be null with sliding_window."
-            elif "chunked_attention" not in kinds:
-                yield "attention_chunk_size", "has no effect without chunked_attention in layer_types."
-            if "sliding_attention" in kinds:
-                yield "layer_types", "must be chunked_attention and full_attention with attention_chunk_size."
-            return
-        if "chunked_attention" in kinds:
-            yield "layer_types", "has chunked_attention, for which attention_chunk_size must be set."
-        elif self.sliding_window is None:
-            if self.layer_types:
-                yield "layer_types", "has no effect without sliding_window. Remove it, or set sliding_window."
-            if self.rope_local_base_freq is not None:
-                yield "rope_local_base_freq", "has no effect without sliding_window. Remove it, or set sliding_window."
-        elif kinds == {"full_attention"}:
-            yield "sliding_window", "has no effect if every layer has full_attention. Remove it, or change layer_types."
-
-
-def divisors(number: int) -> str:
-    """Return the divisors of ``number`` as text: ``1, 2, 4 or 8``."""
-    found = [str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + f" or {found[-1]}"
+        yield from model_inconsistencies(self)

@@ -16,7 +16,8 @@ from scaletrain_cli.spec.evaluation import ZERO_SHOT, EvaluationSpec, cluster_pr
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.image_files import IMAGE_FORMATS, SKLEARN_DIGITS
 from scaletrain_cli.spec.losses import LOSSES_OF
-from scaletrain_cli.spec.model import ModelSpec, divisors
+from scaletrain_cli.spec.model import ModelSpec
+from scaletrain_cli.spec.model_consistency import divisors
 from scaletrain_cli.spec.notify import NotifySpec, notify_inconsistencies
 from scaletrain_cli.spec.quantities import (
     LARGEST_WHOLE,

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from scaletrain_cli.spec.hub_files import ModelPath
-from scaletrain_cli.spec.model import MOST_LAYERS, ModelSpec
+from scaletrain_cli.spec.model import ModelSpec
+from scaletrain_cli.spec.model_consistency import MOST_LAYERS
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import Section, used_when, where_not
 

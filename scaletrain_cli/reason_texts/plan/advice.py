@@ -90,6 +90,10 @@ _WARNINGS = {
         "with sequences of {seq_len} tokens a step takes {times:.2f} times as long as without the cap, and a rank "
         "needs {bytes:bytes} more"
     ),
+    "text-part": Text(
+        "the plan is that of the language model of a {model_type} config.json; its image tower is neither planned nor "
+        "trained"
+    ),
     "attention-dropout": Text(
         "model.attention_dropout = {attention_dropout:g}: no fused attention kernel draws the same dropout masks in "
         "every layout, so the scores are stored and memory grows with seq_len squared. Current models have no "

@@ -41,6 +41,10 @@ TIED = [
     with_features(Row(1, pipeline=2, accumulation=4), "tied", "model.tie_word_embeddings=true", *AVERAGE),
     with_features(Row(2, data=2), "tied", "model.tie_word_embeddings=true", *AVERAGE),
 ]
+SPLIT = [
+    with_features(Row(1, pipeline=2, accumulation=4), "split", "layout.pipeline_split=[1, 2]"),
+    with_features(Row(1, pipeline=2, accumulation=4), "split", "layout.pipeline_split=[2, 1]"),
+]
 # One set of parameters ends where a layout does, the next one within a layout.
 STAGES = (
     "training.trainable=[{match: '*mlp.down_proj.weight', end_step: 5},"
@@ -59,6 +63,7 @@ STAGED = [
         pytest.param(ROUNDABOUT, id="every axis"),
         pytest.param(STAGED, id="stages", marks=pytest.mark.long),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
+        pytest.param(SPLIT, id="blocks of stages", marks=pytest.mark.long),
         pytest.param(TIED, id="tied and averaged", marks=pytest.mark.long),
     ],
 )

@@ -215,6 +215,7 @@ def features() -> list[Row]:
         with_features(cubed, "gpt", *_GPT),
         with_features(Row(1, data=2, checkpointing="selective"), "of attention", "layout.selective_scope=attention"),
         with_features(replace(cubed, checkpointing="selective"), "of attention", "layout.selective_scope=attention"),
+        with_features(Row(1, data=2, pipeline=2, accumulation=4), "split", "layout.pipeline_split=[1, 2]"),
         with_features(Row(2, data=2, tensor=2), "activation offload", "layout.activation_offload=true"),
         with_features(Row(3, data=2, tensor=2), "chunked loss", "training.cross_entropy=chunked"),
         with_features(Row(3, data=2), "compiled", "training.compile=true"),

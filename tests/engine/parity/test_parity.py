@@ -42,6 +42,7 @@ FEATURES = [
 RESUMED = [CUT[4], CUT[6], pytest.param(NAMED["zero2 dp2 sp2 groups of experts"], marks=pytest.mark.long)]
 ROWS = [*CUT, *FEATURES]
 LONG = [
+    NAMED["zero1 dp2 pp2 ga4 split"],
     NAMED["zero3 dp2 sp2 document mask"],
     *(row for row in NAMED.values() if "documents" in row.name and row.name != "zero3 dp2 sp2 documents"),
     NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"],
