@@ -129,7 +129,7 @@ def token_activations(
     """
     if model.block_types:
         kernels = BlockKernels(element_bytes, tensor_parallel, sequence_parallel, fused_attention, repeats=repeats)
-        return _hybrid_activations(model, kernels, bool(experts), compiled)
+        return _hybrid_activations(model, kernels, experts if experts is not None else model.num_experts > 0, compiled)
     t, hidden = tensor_parallel, model.hidden_size
     fused = fused_attention and not materializes_scores(model)
     attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled, repeats)
