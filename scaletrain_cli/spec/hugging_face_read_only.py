@@ -39,6 +39,24 @@ _BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention", "moe
 _BLOCK_NAMES |= {name: name for name in ("mamba", "attention", "mlp", "experts")}
 
 
+_V32_KEYS = frozenset("index_topk index_n_heads index_head_dim n_group topk_group routed_scaling_factor".split())
+
+
+def _deepseek_v32(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the indexer and the router of a DeepSeek-V3.2. Raises SourceError for other kinds of layers."""
+    layers, dense = _whole(config, "num_hidden_layers", 61), config.get("first_k_dense_replace", 3)
+    usual = {"layer_types": ["indexed_attention"] * layers}
+    if isinstance(dense, int):
+        usual["mlp_layer_types"] = ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
+    for key, kinds in usual.items():
+        if config.get(key) not in (None, kinds):
+            raise SourceError(
+                "hf_config",
+                f"has {key} = {str(config[key])[:80]}, but only {kinds[0]} and its usual order is supported",
+            )
+    return {key: config[key] for key in sorted(_V32_KEYS & config.keys())}
+
+
 def _llama4(config: dict[str, Any]) -> dict[str, Any]:
     """Return chunks, dense blocks and widths of a Llama 4. Raises SourceError for other patterns of layers."""
     layers = _whole(config, "num_hidden_layers", 48)
@@ -114,10 +132,11 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
             "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2),
             "moe_intermediate_size": _whole(config, "moe_intermediate_size", 7688),
             "shared_expert_intermediate_size": _whole(config, "moe_shared_expert_intermediate_size", 7688),
-            **{key: config[key] for key in ("n_group", "topk_group", "routed_scaling_factor") if key in config},
             **{"norm_topk_prob": config.get("norm_topk_prob", True), "scoring_func": "sigmoid"},
             "topk_method": "noaux_tc",
         }
+        groups = ("n_group", "topk_group", "routed_scaling_factor")
+        found |= {key: config[key] for key in groups if key in config}
     return found
 
 
@@ -177,7 +196,8 @@ READ_ONLY: dict[str, Architecture] = {
         model_class="",
         fixed={**_DEEPSEEK_V3.fixed, "planned_architecture": "deepseek_v32"},
         defaults={**_DEEPSEEK_V3.defaults, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
-        used=_DEEPSEEK_V3.used | {"index_topk", "index_n_heads", "index_head_dim"},
+        used=_DEEPSEEK_V3.used | _V32_KEYS | {"mlp_layer_types"},
+        derive=_deepseek_v32,
     ),
     "llama4_text": Architecture(
         "",

@@ -1,6 +1,6 @@
 """The sections of hybrid models: what each block consists of (model.block_types), and its state-space layers."""
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -18,7 +18,6 @@ BlockType = Literal[
     "mamba+mlp",
     "mamba+experts",
 ]
-MambaSize = Annotated[Whole, Field(le=1_000_000)]
 
 
 class BlockParts(NamedTuple):
@@ -44,14 +43,14 @@ def parts_of(block_type: str) -> BlockParts:
 class MambaSpec(Section):
     """Dimensions of a state-space layer: Mamba-2 (arXiv:2405.21060), or Mamba (arXiv:2312.00752) with ``dt_rank``."""
 
-    num_heads: MambaSize = Field(description="Mamba: channels of the layer, each of which is a head of size 1")
-    head_dim: MambaSize = 1
-    state_size: MambaSize
-    groups: MambaSize = Field(default=1, description="groups of heads that share B and C, Mamba-2")
-    conv_kernel: MambaSize = 4
+    num_heads: Whole = Field(description="Mamba: channels of the layer, each of which is a head of size 1")
+    head_dim: Whole = 1
+    state_size: Whole
+    groups: Whole = Field(default=1, description="groups of heads that share B and C, Mamba-2")
+    conv_kernel: Whole = 4
     conv_bias: bool = True
     proj_bias: bool = Field(default=False, description="biases of the input and output projections")
-    chunk_size: MambaSize = Field(default=128, description="tokens that the scan of Mamba-2 computes as one product")
+    chunk_size: Whole = Field(default=128, description="tokens that the scan of Mamba-2 computes as one product")
     dt_rank: WholeOrZero = Field(default=0, description="rank of the time steps' projection, Mamba; 0: Mamba-2")
     inner_norms: bool = Field(
         default=True, description="norm of the output (Mamba-2), or of time step, B and C (Mamba)"

@@ -138,9 +138,9 @@ def test_every_current_model_is_planned_and_only_what_the_engine_builds_may_be_s
     [("attention_chunk_size", 1024), ("qk_norm_scope", "unweighted"), ("hidden_activation", "relu2")],
 )
 def test_a_setting_that_only_the_planner_knows_is_refused_by_name(setting: str, value: object) -> None:
-    given = {setting: value, "qk_norm": True, "preset": "llama-3.2-1b"}
+    given: dict[str, object] = {setting: value, "qk_norm": True}
     given |= {"layer_types": ["chunked_attention"]} if setting == "attention_chunk_size" else {}
-    spec = spec_of(model__preset="llama-3.2-1b", **{f"model__{key}": each for key, each in given.items()})
+    spec = spec_of("llama-3.2-1b", **{f"model__{key}": each for key, each in given.items()})
     codes = {rule.key: rule.code for rule in submittable(spec, make_plan(spec))}
     assert codes == {f"model.{setting}": "engine-planned-only"}
 

@@ -41,7 +41,10 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("training.precision=bf61", "= bf61: must be 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. Did you mean bf16?"),
+        (
+            "training.precision=bf61",
+            "= bf61: must be 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or 'fp4'. Did you mean bf16?",
+        ),
         ("training.precision=BF16", "Did you mean bf16?"),
         ("training.precision=Fp16", "Did you mean fp16?"),
         ("training.optimizer.name=AdamW", "Did you mean adamw?"),

@@ -138,7 +138,7 @@ FAMILIES = (
 ).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {
-    "deepseek_v32": {"scoring_func": "softmax", "moe_layer_freq": 2},
+    "deepseek_v32": {"scoring_func": "softmax", "moe_layer_freq": 2, "mlp_layer_types": ["sparse"] * 61},
     "llama4_text": {
         "router_jitter_noise": 0.1,
         "attention_bias": True,
