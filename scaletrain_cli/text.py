@@ -99,6 +99,13 @@ def measures_text(measures: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
+def number_text(value: float | str | None) -> str:
+    """Return a number with four significant figures; None, as NaN and infinity are recorded, as ``NaN or infinite``."""
+    if value is None:
+        return "NaN or infinite"
+    return f"{value:.4g}" if isinstance(value, int | float) else value  # text, by an earlier version
+
+
 def ratio_text(ratio: float) -> str:
     """Return a ratio, as in ``x1.05``; two significant figures below 0.1, as in ``x0.0043``."""
     return f"x{ratio:,.2f}" if ratio >= 0.095 else f"x{ratio:.2g}"

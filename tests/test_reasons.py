@@ -33,6 +33,14 @@ def test_the_text_of_a_reason_has_formatted_parameters() -> None:
     assert reason_from(reason.to_json()) == reason
 
 
+def test_a_number_that_json_lacks_is_null_and_shown_in_words() -> None:
+    params = {"step": 3, "loss": None, "grad_norm": 1.23456, "batch": 3}
+    shown = str(Reason("engine.gradient-not-finite", params))
+    assert shown.startswith("step 3: loss NaN or infinite, gradient norm 1.235;")
+    earlier = str(Reason("engine.gradient-not-finite", params | {"loss": "nan"}))
+    assert earlier.startswith("step 3: loss nan, gradient norm 1.235;"), "as earlier versions recorded it"
+
+
 def test_an_unknown_code_is_shown_and_not_an_error() -> None:
     assert str(Reason("launch.from-the-future", {"nodes": 3})) == "launch.from-the-future nodes=3"
     assert str(Reason("nothing.of-ours")) == "nothing.of-ours"

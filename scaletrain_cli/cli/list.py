@@ -90,7 +90,7 @@ def command(
     if not found:
         say(f"none of the {counted(len(runs), 'run')} under {runs_root()} is {' or '.join(state or ())}.")
         return
-    show_runs(found)
+    show_runs([(run, status, _eta_seconds(run, status)) for run, status in found])
     if left:
         say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
 
@@ -120,4 +120,10 @@ def _state(status: RunStatus | UsageError) -> str:
 def _row(run: RunDir, status: RunStatus | UsageError) -> dict[str, Any]:
     if isinstance(status, UsageError):
         return {"run_id": run.run_id, "state": _DAMAGED, "error": status.to_json()}
-    return status.to_json()
+    return status.to_json() | {"eta_seconds": _eta_seconds(run, status)}
+
+
+def _eta_seconds(run: RunDir, status: RunStatus | UsageError) -> float | None:
+    from scaletrain_cli.launch.status import eta_seconds
+
+    return None if isinstance(status, UsageError) else eta_seconds(run, status)

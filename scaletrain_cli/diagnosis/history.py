@@ -49,7 +49,8 @@ class History:
     """Measured steps in order; each column has a value for each of ``steps``, NaN where it was not measured.
 
     ``columns``: those of COLUMNS, and the losses of sources under ``loss/NAME``. ``validations`` are in order, too.
-    ``is_whole``: every line of the file was read. ``size_bytes``: of the file.
+    ``is_whole``: every line of the file was read. ``size_bytes``: of the file. ``not_finite``: steps whose loss is
+    null, as NaN and infinity are recorded; they are not among ``steps``.
     """
 
     steps: Sequence[int]
@@ -57,6 +58,7 @@ class History:
     validations: Sequence[Validation]
     is_whole: bool
     size_bytes: int
+    not_finite: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -192,7 +194,8 @@ def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -
     names = {name for step in trained for name in by_step[step] if name in COLUMNS or name.startswith(SOURCE_LOSS)}
     columns = {name: array("d", [_or_nan(by_step[step].get(name)) for step in trained]) for name in names}
     found = [_validation(step, by_step[step]) for step in sorted(by_step)]
-    return History(trained, columns, [each for each in found if each is not None], is_whole, size)
+    lost = [step for step in sorted(by_step) if by_step[step].get("loss", 0.0) is None]
+    return History(trained, columns, [each for each in found if each is not None], is_whole, size, lost)
 
 
 def _validation(step: int, row: Mapping[str, Any]) -> Validation | None:

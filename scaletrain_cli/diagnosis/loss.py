@@ -226,7 +226,7 @@ def spiking(case: Case) -> Iterator[Finding]:
 
 
 def not_finite(case: Case) -> Iterator[Finding]:
-    """Yield an error if a loss or a gradient was NaN or infinite, as the guard recorded it.
+    """Yield an error if a loss or a gradient was NaN or infinite, as the guard or the program of the user recorded it.
 
     A warning once steps have followed it.
     Ranked by what came before: a gradient norm that rose tenfold speaks for the learning rate, fp16 for overflow, and a
@@ -234,14 +234,17 @@ def not_finite(case: Case) -> Iterator[Finding]:
     """
     events = [event for event in case.events_named("rolled-back") if event.get("cause") == "nan"]
     events += [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
-    if not events:
+    last, logged = case.history.last_step, case.history.not_finite
+    found = [last + 1 if (step := _step_of(event)) is None else step for event in events]
+    if not found and not logged:
         return
-    last = case.history.last_step
-    step = max(found if (found := _step_of(event)) is not None else last + 1 for event in events)
+    # The newest one; of a loss that has been so ever since, the first.
+    since = next((step for step in logged if step > last), None)
+    step = max(found) if found else logged[-1] if since is None else since
     steps, norms = case.history.known("grad_norm")
     earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
     usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
-    evidence = {"step": step, "count": len(events), "norm": before, "usual_norm": usual}
+    evidence = {"step": step, "count": len(found) or len(logged), "norm": before, "usual_norm": usual}
     high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
     batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": step}), case.change("data"))
     half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))

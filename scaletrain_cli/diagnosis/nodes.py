@@ -37,14 +37,15 @@ def gpu_errors(case: Case) -> Iterator[Finding]:
 def cpu_throttled(case: Case) -> Iterator[Finding]:
     """Yield a finding if the limit of its cgroup stops the processes of a node for over 5 % of the time.
 
-    A warning from 20 % on: counted by the kernel, as the share of periods in which the quota was used up.
+    A warning from 20 % on: counted by the kernel, as the share of periods in which the quota was used up. The use of
+    its cores is not known where the control groups of version 1 do not count the CPU time of the same processes.
     """
     found = worst({node: share(case, series, "cpu_throttled") for node, series in case.telemetry.nodes.items()})
     if found is None or found[1] <= _THROTTLED:
         return
     node, part = found
     busy = share(case, case.telemetry.nodes[node], "cpu_utilization")
-    evidence = {"node": node, "share": part, "utilization": 0.0 if busy is None else busy}
+    evidence = {"node": node, "share": part, "utilization": busy}
     causes = (
         Cause(Reason("diagnosis.cause-cpu-quota"), case.change("cluster")),
         Cause(Reason("diagnosis.cause-many-workers"), case.change("data.loader.workers")),

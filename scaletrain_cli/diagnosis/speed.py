@@ -51,7 +51,9 @@ def data_wait(case: Case) -> Iterator[Finding]:
         few = Cause(Reason("diagnosis.cause-few-workers", {"workers": workers}), more)
     evidence = {"share": share, "rank": rank, "wait": wait}
     slow = Reason("diagnosis.cause-slow-storage", {"prefetch": loader.prefetch})
-    causes = (few, Cause(slow, case.change("data.loader.prefetch")))
+    causes: tuple[Cause, ...] = (few, Cause(slow, case.change("data.loader.prefetch")))
+    if case.spec.code.own_program:
+        causes = (Cause(Reason("diagnosis.cause-own-loader")),)
     yield Finding(Reason("diagnosis.data-wait", evidence), severity, "high", causes)
 
 

@@ -54,6 +54,8 @@ class StepSync:
             measured._replace(values=from_slots(measured.values, agreed[start:]))
             for measured, start in zip(measures, accumulate(map(len, slots), initial=0), strict=False)
         ]
+        if decision is StepDecision.PREEMPT:
+            self.profiler.end_soon()
         if profile_requested:
             self.profiler.accept(step, self.consensus)
         with self.ledger.during("save"):

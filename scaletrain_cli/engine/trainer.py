@@ -23,7 +23,6 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.data_waits import DataWaits
-from scaletrain_cli.engine.metrics.device_memory import resident_bytes
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
@@ -47,6 +46,7 @@ from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.telemetry import resident_bytes
 
 _STEPS_BETWEEN_COLLECTIONS = 50
 # Growth of the resident memory after which free blocks are returned to the system.

@@ -23,6 +23,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plugins import DRILLS, plugins
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.documents import json_number
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec, override_spec
@@ -273,7 +274,9 @@ def _compare(
     params = {"step": at, "loss_difference": apart, "steps": len(ours), "expected": len(theirs)}
     match = Reason("launch.drill-match-number-of-steps" if at is None else "launch.drill-match-until-step", params)
     if not math.isfinite(apart):  # which is no JSON number
-        match = Reason("launch.drill-match-not-finite", {"loss": str(final), "expected": str(reference)})
+        match = Reason(
+            "launch.drill-match-not-finite", {"loss": json_number(final), "expected": json_number(reference)}
+        )
     if kind.ending == "rolled-back":
         return match, not final <= reference * (1 + ROLLED_BACK_TOLERANCE)
     return match, exact or not apart <= LOSS_TOLERANCE or faulted[-1]["step"] != undisturbed[-1]["step"]

@@ -159,7 +159,7 @@ def run_rehearsal(
     began, folder = time.monotonic(), make_folder("rehearsals")
     data = prepare_data(small, root=folder)
     made = create_run(small, plan, f"rehearsal-{_name(spec)}", root=folder)
-    write_spec_lines(made.run, spec)  # those of the overridden spec name no lines of the user's file
+    write_spec_lines(made.run, spec)  # what the rehearsal sets is not from --set
     data.record(made.run)
     submit_run(made.run, made.record, scheduler, preparation_tasks=data.tasks)
     status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)

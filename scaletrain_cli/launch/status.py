@@ -24,6 +24,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import why_not_prepared
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
+from scaletrain_cli.rundir.times_and_costs import newest_steps, remaining_seconds, typical_seconds, without_first_steps
 from scaletrain_cli.rundir.validations import measures_in
 from scaletrain_cli.spec.backend_traits import display_name
 
@@ -242,6 +243,17 @@ def is_over(run: RunDir, status: RunStatus) -> bool:
     return not status.job.may_be_active
 
 
+def eta_seconds(run: RunDir, status: RunStatus) -> float | None:
+    """Return the seconds until the last step at the present rate, as `status` shows them, by the newest steps alone.
+
+    0 after the last step; None if the run does not train, or has measured fewer than five steps.
+    """
+    left = status.total_steps - status.step
+    if left > 0 and is_over(run, status):
+        return None
+    return remaining_seconds(run, left, typical_seconds(without_first_steps(newest_steps(run))) if left > 0 else None)
+
+
 def exit_code_of(run: RunDir, status: RunStatus) -> int:
     """Return the exit code of a run that has ended: that of its last decision, or else of its last attempt."""
     if status.state == "finished":
@@ -357,7 +369,8 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
     """Return the newest training line of metrics.jsonl, merged with the newest validation (on separate lines).
 
-    Only numbers are returned: another program may have written the file, or damaged it.
+    Only numbers are returned: another program may have written the file, or damaged it. A loss that is not finite is
+    null there, and absent here.
     """
     newest: dict[str, Any] = {}
     validation: dict[str, Any] = {}
@@ -365,7 +378,7 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
         line = {key: value for key, value in document.items() if type(value) in (int, float)}
         if type(document.get("step", 0)) is not int:
             continue
-        if "loss" in line:
+        if "loss" in line or ("loss" in document and document["loss"] is None):
             newest = newest or line
         if "validation_loss" in line:
             validation = validation or {key: value for key, value in line.items() if key.startswith("validation_")}

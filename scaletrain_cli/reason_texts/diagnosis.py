@@ -154,10 +154,7 @@ _FINDINGS = {
     ),
     "gpu-errors": Text("GPU {gpu} had {errors:of error} of memory that its ECC could not correct"),
     "pcie-replays": Text("GPU {gpu} sent {replays:of packet} again over PCIe in {seconds:seconds}"),
-    "cpu-throttled": Text(
-        "the CPU quota of its cgroup stops the processes of {node} in {share:percent} of the time; its cores are used "
-        "to {utilization:percent}"
-    ),
+    "cpu-throttled": Text("the CPU quota of its cgroup stops the processes of {node} in {share:percent} of the time"),
     "node-memory-short": Text("{node} is short of memory: {available:bytes} of {total:bytes} are available"),
     "memory-grows": Text(
         "the memory of rank {rank} grows by {per_step:bytes} per step, to {now:bytes} at step {step:whole}"
@@ -281,6 +278,9 @@ _CAUSES = {
     "cause-slow-node": Text("the node or device of rank {rank} is slow or shared; `scaletrain preflight` measures it"),
     "cause-slow-rank-holds": Text("a slow rank explains {share:percent} of the excess"),
     "cause-slow-second-moment": Text("Adam's beta2 of {beta:g} follows larger gradients slowly (arXiv:2304.13013)"),
+    "cause-own-loader": Text(
+        "the program takes its batches too slowly: more workers or read-ahead of its loader, or faster storage"
+    ),
     "cause-slow-storage": Text("the storage is slow; more batches read ahead (now {prefetch}) bridge its pauses"),
     "cause-slower-device": Text("the device is throttled, hot, or shared with another process"),
     "cause-small-vocabulary": Text("the data use a part of the vocabulary, or the weights are not new"),

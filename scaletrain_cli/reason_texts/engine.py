@@ -7,19 +7,24 @@ from scaletrain_cli.reasons import Text
 TEXTS: dict[str, Text] = {
     # Training: the loss and the gradient.
     "gradient-not-finite": Text(
-        "step {step}: loss {loss}, gradient norm {grad_norm}; the update was not applied and the latest checkpoint is "
-        "valid",
+        "step {step}: loss {loss:number}, gradient norm {grad_norm:number}; the update was not applied and the latest "
+        "checkpoint is valid",
         ("Lower the learning rate, lengthen the warm-up, or inspect batch {batch}.",),
     ),
     "gradient-not-finite-again": Text(
-        "step {step}: loss {evidence[loss]}, gradient norm {evidence[grad_norm]}, again after {rollbacks:of rollback} "
-        "to step {to_step} (guard.spike.retries) and without a newer clean checkpoint; skipping batches {skipped} did "
-        "not help, so the data is not the cause",
+        "step {step}: loss {evidence[loss]:number}, gradient norm {evidence[grad_norm]:number}, again after "
+        "{rollbacks:of rollback} to step {to_step} (guard.spike.retries) and without a newer clean checkpoint; "
+        "skipping batches {skipped} did not help, so the data is not the cause",
         ("Lower the learning rate, or resume with other settings.",),
     ),
     "loss-not-finite": Text(
-        "step {step}: loss {loss}, gradient norm {grad_norm}; nothing was saved since the values were last finite, and "
-        "the latest checkpoint is valid",
+        "step {step}: the loss is NaN or infinite; nothing was saved since it was last finite, and the latest "
+        "checkpoint is valid",
+        ("Lower the learning rate, lengthen the warm-up, or inspect the data of these steps.",),
+    ),
+    "norm-not-finite": Text(
+        "step {step}: the gradient norm is NaN or infinite; nothing was saved since it was last finite, and the latest "
+        "checkpoint is valid",
         ("Lower the learning rate, lengthen the warm-up, or inspect the data of these steps.",),
     ),
     "trainer-setting": Text("{key} = {value}: {problem}", ("{remedy}",)),

@@ -420,7 +420,7 @@ TEXTS: dict[str, Text] = {
     "drill-match-until-step": Text(
         "different from step {step} on; relative difference of the final loss: {loss_difference:.1e}"
     ),
-    "drill-match-not-finite": Text("the final loss is {loss} instead of {expected}"),
+    "drill-match-not-finite": Text("the final loss is {loss:number} instead of {expected:number}"),
     "drill-match-number-of-steps": Text(
         "{steps:of step} logged instead of {expected}; relative difference of the final loss: {loss_difference:.1e}"
     ),

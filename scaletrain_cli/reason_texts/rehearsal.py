@@ -24,7 +24,7 @@ _DATA = {
     "first-loss-usual": Text("{loss:.3f}; equal outputs have {expected:.3f}"),
     "first-loss-high": Text("{loss:.3f}, above the {expected:.3f} of equal outputs (at most {high:.2f} is usual)"),
     "first-loss-low": Text("{loss:.3f}, below the {expected:.3f} of equal outputs, which a new model cannot reach"),
-    "first-loss-not-finite": Text("the first loss is {loss}"),
+    "first-loss-not-finite": Text("the first loss is {loss:number}"),
     "first-loss-unknown": Text("the loss of equal outputs is not defined for this objective"),
     "loaded-weights": Text("the weights are loaded"),
     "causal": Text("a changed token changes no earlier one"),
@@ -72,7 +72,7 @@ _LEARNING = {
         "{start:.3f} to {end:.3f} in {steps:of step}, which took the budget; --budget allows more"
     ),
     "overfit-not-learned": Text("a few samples are not learned: loss {start:.3f} to {end:.3f} in {steps:of step}"),
-    "overfit-not-finite": Text("the loss of a few samples becomes {end} in {steps:of step}"),
+    "overfit-not-finite": Text("the loss of a few samples becomes {end:number} in {steps:of step}"),
     "overfit-of-pairs": Text("the loss of preference pairs has no such end"),
 }
 _DURABILITY = {

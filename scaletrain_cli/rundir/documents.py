@@ -34,6 +34,11 @@ def read_document(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+def json_number(value: float) -> float | None:
+    """Return the value, or None for NaN and infinity, for which JSON has no number."""
+    return value if math.isfinite(value) else None
+
+
 def parse_json(data: bytes) -> Any:
     """Return the JSON value. Raises ValueError for invalid JSON, other encodings, NaN, infinity, and excessive nesting.
 

@@ -131,10 +131,13 @@ def parse_spec(
 
 
 def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunSpec:
-    """Return a loaded spec with overrides; ``file`` is the name in errors. Raises SpecError."""
+    """Return a loaded spec with overrides; ``file`` is the name in errors. Raises SpecError.
+
+    Keys that the overrides leave keep the lines of the file that the spec was read from.
+    """
     source = Source(file)
     raw = spec.model_dump(mode="json", by_alias=True)
-    source.places = {(section,): file for section in raw}
+    source.places = {(section,): file for section in raw} | spec.places
     problems = _apply(raw, overrides, source)
     given: dict[str, Any] = {}
     _apply(given, overrides, Source(file))

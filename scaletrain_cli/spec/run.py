@@ -36,7 +36,7 @@ from scaletrain_cli.spec.quantities import (
     parse_whole,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
-from scaletrain_cli.spec.source import Source, key_of
+from scaletrain_cli.spec.source import Key, Source, key_of
 from scaletrain_cli.spec.sources import format_inconsistencies, stage_order_problems
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
@@ -334,10 +334,14 @@ class RunSpec(Section):
         return self._source.place(key_of(key)) if self._source else "run spec"
 
     @property
+    def places(self) -> dict[Key, str]:
+        """The location of each key that was read from a file: ``file:line`` or ``--set``; empty without a file."""
+        return dict(self._source.places) if self._source else {}
+
+    @property
     def lines(self) -> dict[str, str]:
         """Return ``file:line`` (or ``--set``) of each key that was read from a file, by its dotted name."""
-        places = self._source.places if self._source else {}
-        return {".".join(map(str, key)): str(place) for key, place in places.items()}
+        return {".".join(map(str, key)): str(place) for key, place in self.places.items()}
 
     @property
     def transformer(self) -> ModelSpec:

@@ -69,22 +69,27 @@ def _whole_minutes(seconds: float) -> float:
     return round(seconds / 60) * 60.0 if seconds >= 60 else round(seconds)
 
 
-_RUN_TITLES = ("run", "state", "step", "loss", "attempts", "submitted")
+_RUN_TITLES = ("run", "state", "step", "loss", "attempts")
 
 
-def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
-    """Print a table of runs in the given order; with a column for the point if one is part of a sweep."""
-    of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, status in rows)
-    titles = (*_RUN_TITLES, "of sweep") if of_sweeps else _RUN_TITLES
+def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError, float | None]]) -> None:
+    """Print a table of runs in the given order, each with the seconds that are left, as far as they are known.
+
+    With a column for the time that is left if a run trains, and one for the point if a run is part of a sweep.
+    """
+    of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, status, _ in rows)
+    trains = any(seconds for _, _, seconds in rows)
+    titles = (*_RUN_TITLES, *(["left"] if trains else []), "submitted", *(["of sweep"] if of_sweeps else []))
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in titles:
-        right = title in ("step", "loss", "attempts")
+        right = title in ("step", "loss", "attempts", "left")
         table.add_column(justify="right" if right else "left", no_wrap=title != "run", overflow="fold")
     table.add_row(*(Text(title, "dim") for title in titles))
-    for run, status in rows:
+    for run, status, seconds in rows:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.stat().st_mtime))
         if isinstance(status, UsageError):
-            table.add_row(escaped_text(run.run_id), Text("damaged", "red"), "", "", "", created)
+            empty = ("",) * (4 if trains else 3)
+            table.add_row(escaped_text(run.run_id), Text("damaged", "red"), *empty, created)
             continue
         table.add_row(
             escaped_text(status.run_id),
@@ -92,6 +97,7 @@ def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
             f"{status.step}/{status.total_steps}",
             "" if status.loss is None else f"{status.loss:.4f}",
             str(status.attempt),
+            *([seconds_text(seconds) if seconds else ""] if trains else []),
             created,
             *([] if status.sweep is None else [f"{status.sweep.number} of {status.sweep.points}"]),
         )

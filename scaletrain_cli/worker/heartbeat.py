@@ -74,7 +74,8 @@ def collective_seconds(hang_seconds: float | None) -> float:
 class Heartbeat:
     """The writer of a rank's heartbeat. ``hang_seconds``: the user's limit for a step (``guard.hang``), if any.
 
-    Without a descriptor (in a process without an agent) every call does nothing.
+    Without a descriptor (in a process without an agent) nothing is sent. ``observer`` is called with the step and the
+    phase of each beat; it must not raise.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Heartbeat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hang_seconds: float | None = None
+        self.observer: Callable[[int, str], None] | None = None
         self.set_up_seconds = self.first_step_seconds = LONG_SECONDS
         self._descriptor = descriptor
         self._several_nodes = several_nodes
@@ -122,6 +124,8 @@ class Heartbeat:
 
         All ranks must pass the same phases in the same order: the agent suspects the rank that is furthest behind.
         """
+        if self.observer is not None:
+            self.observer(step, phase)
         now, before = self._clock(), self._phase
         if phase == before and phase in self._times:
             self._times[phase].append(now - self._begun)

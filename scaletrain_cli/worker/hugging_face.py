@@ -103,13 +103,14 @@ class ScaletrainCallback:
         self._run.beat("first step")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Send a beat."""
-        self._run.rank.heartbeat.beat(state.global_step + 1, "step")
+        """Report that the batches of the step are here."""
+        self._run.begin_work(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Agree with the other ranks on a save or the end."""
         last = state.global_step >= state.max_steps
         request = self._run.request_after(state.global_step, last=last)
+        self._run.end_work()
         if request is not Request.CONTINUE:
             control.should_save = True
         if request is Request.PREEMPT:

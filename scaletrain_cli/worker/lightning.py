@@ -125,13 +125,14 @@ class ScaletrainLightning:
                 loop.beat("epoch")
 
             def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-                rank.heartbeat.beat(trainer.global_step + 1, "step")
+                loop.begin_work(trainer.global_step + 1)
 
             def on_train_batch_end(
                 self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
             ) -> None:
                 if trainer.global_step > loop.step:  # else gradients are accumulated
                     adapter._after_step(trainer, outputs)
+                loop.end_work()
 
             def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
                 loop.beat("evaluation")

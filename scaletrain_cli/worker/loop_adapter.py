@@ -57,6 +57,7 @@ class LoopAdapter:
         self._checked = self._logged_at = time.monotonic()
         self._tokens: float | None = None
         self._opened = False
+        self._waits_since: float | None = None  # for data; None: it does something else
 
     def resume_folder(self) -> Path | None:
         """Return the folder of the latest valid checkpoint; None if there is none. Collective.
@@ -102,6 +103,20 @@ class LoopAdapter:
         run = self.rank.environment.run
         self._trackers = start_trackers(run, read_record(run), self.rank.environment.attempt)
 
+    def begin_work(self, step: int) -> None:
+        """Report that the batch of ``step`` (1-based) is here and its work begins; of several, once for each."""
+        if self._waits_since is not None:
+            self.rank.add_telemetry(data_wait_seconds=time.perf_counter() - self._waits_since)
+            self._waits_since = None
+        self.rank.heartbeat.beat(step, "step")
+
+    def end_work(self) -> None:
+        """Report that the work on a batch has ended: what passes until the next begins is a wait for data.
+
+        Unless another phase begins before.
+        """
+        self._waits_since = time.perf_counter()
+
     def request_after(self, step: int, *, last: bool) -> Request:
         """Return what all ranks do after ``step`` steps; ``last``: training ends with this step. Collective."""
         self.step = step
@@ -128,6 +143,7 @@ class LoopAdapter:
 
     def beat(self, phase: str) -> None:
         """Report a phase whose duration the library decides, with a generous limit."""
+        self._waits_since = None
         self.rank.heartbeat.beat(self.step, phase, max(LONG_SECONDS, self.rank.heartbeat.hang_seconds or 0.0))
 
     def scratch(self) -> Path:
@@ -171,12 +187,16 @@ class LoopAdapter:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         if not numbers or self.rank.environment.rank != 0:
             return
+        if "loss" in numbers:
+            numbers = self.rank.step_times.means() | numbers
         self.rank.log_metrics(step, **numbers)
         if self._trackers is not None:
             attempt = self.rank.environment.attempt
             self._trackers.log({"step": step, **numbers, "attempt": attempt, "time": round(time.time(), 3)})
         if "loss" in numbers:
             print(progress_line(step, total_steps, numbers["loss"], numbers.get("tokens_per_second")), flush=True)
+        if self._waits_since is not None:
+            self.end_work()  # what was recorded here is no wait for data
 
     def tokens_per_second(self, tokens: float | None) -> dict[str, float]:
         """Return the throughput since the last call, from the number of tokens trained so far; empty if not known."""
@@ -188,12 +208,10 @@ class LoopAdapter:
 
     def check_finite(self, step: int, loss: float | None, grad_norm: float | None) -> None:
         """Raise NotFiniteError if one of the values is infinite or not a number."""
-        if all(value is None or math.isfinite(value) for value in (loss, grad_norm)):
-            return
-        # As text: the record of the failure is JSON, which has no such numbers.
-        raise NotFiniteError(
-            Reason("engine.loss-not-finite", {"step": step, "loss": str(loss), "grad_norm": str(grad_norm)})
-        )
+        if loss is not None and not math.isfinite(loss):
+            raise NotFiniteError(Reason("engine.loss-not-finite", {"step": step}))
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            raise NotFiniteError(Reason("engine.norm-not-finite", {"step": step, "loss": loss}))
 
     def end(self) -> ExitCode:
         """Record the end of training, finish the trackers, and return the exit code. Collective."""

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from scaletrain_cli.errors import PreemptedError
+from scaletrain_cli.rundir.documents import json_number
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.checkpoints import Checkpoints
@@ -18,6 +19,7 @@ from scaletrain_cli.worker.failures import report_exception
 from scaletrain_cli.worker.heartbeat import Heartbeat, install_stack_dump
 from scaletrain_cli.worker.run_environment import RUN_DIR_VARIABLE, ResolvedRun, RunEnvironment, read_resolved_run
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
+from scaletrain_cli.worker.telemetry import RankTelemetry, StepTimes
 
 
 class Rank:
@@ -30,6 +32,8 @@ class Rank:
         self.environment, self.resolved = environment, resolved
         self.preemption = PreemptionFlag()
         self.heartbeat = Heartbeat.from_environment(os.environ)
+        self.step_times = _step_times(resolved.spec.get("telemetry") or {})
+        self.heartbeat.observer = self.step_times.beat
         retention = resolved.spec["checkpoint"]
         self.checkpoints = Checkpoints(
             resolved.checkpoint_folder,
@@ -56,10 +60,22 @@ class Rank:
         return rank
 
     def log_metrics(self, step: int, **values: float | None) -> None:
-        """Append a line to metrics.jsonl on rank 0; ``loss`` and ``tokens_per_second`` are shown by ``status``."""
+        """Append a line to metrics.jsonl on rank 0; ``loss`` and ``tokens_per_second`` are shown by ``status``.
+
+        NaN and infinity become null, for which JSON has no number; `scaletrain diagnose` reports such a loss.
+        """
         if self.environment.rank == 0:
-            line = {"step": step, **values, "attempt": self.environment.attempt, "time": round(time.time(), 3)}
+            finite = {name: json_number(each) if isinstance(each, float) else each for name, each in values.items()}
+            line = {"step": step, **finite, "attempt": self.environment.attempt, "time": round(time.time(), 3)}
             append_line(self.environment.run.metrics, line)
+
+    def add_telemetry(self, **values: float) -> None:
+        """Add values of the present step of this rank, such as ``data_wait_seconds``, to those sent to the node agent.
+
+        On every rank. Its step times, from one beat of the phase ``step`` to the next, and its memory are sent anyway.
+        Names are those of the telemetry (docs/run-directory.md) or others, in SI units. Never waits and never fails.
+        """
+        self.step_times.add(values)
 
     def record_event(self, event: str, **details: Any) -> None:
         """Append an event to events.jsonl on rank 0.
@@ -83,6 +99,7 @@ class Rank:
             code = int(error.exit_code)
         except Exception as error:
             code = report_exception(self.environment.run, self.environment.attempt, self.environment.rank, error)
+        self.step_times.close()
         self.exit(code)
 
     def exit(self, code: int) -> NoReturn:
@@ -92,3 +109,11 @@ class Rank:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _step_times(settings: Mapping[str, Any]) -> StepTimes:
+    """Return the step times of this rank. ``settings``: the section ``telemetry`` of the resolved spec."""
+    interval = float(settings.get("interval", 1.0))
+    enabled = settings.get("enabled", True)
+    sender = RankTelemetry.from_environment(os.environ, interval_seconds=interval) if enabled else None
+    return StepTimes(sender, interval_seconds=interval)

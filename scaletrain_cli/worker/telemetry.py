@@ -14,10 +14,12 @@ import math
 import os
 import select
 import stat
+import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, private_descriptor
 
@@ -160,3 +162,96 @@ class RankTelemetry:
         except OSError:
             return 0
         return int.from_bytes(answer, "little")
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory now."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_columns() -> dict[str, float]:
+    """Return the bytes of a program's rank: on its GPU, once it uses one through torch, else those that are resident.
+
+    ``memory_bytes`` of a GPU is the most that was allocated since the start, or since the program has reset the peak
+    statistics of torch; this does not reset them. Raises OSError, and RuntimeError of an allocator without statistics.
+    """
+    torch: Any = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not getattr(cuda, "is_initialized", bool)():
+        return {"memory_bytes": float(resident_bytes())}
+    found = cuda.memory_stats()
+    names = {
+        "memory_bytes": "allocated_bytes.all.peak",
+        "memory_reserved_bytes": "reserved_bytes.all.current",
+        "allocation_retries": "num_alloc_retries",
+    }
+    return {column: float(found[name]) for column, name in names.items() if name in found}
+
+
+class StepTimes:
+    """Times the steps of a loop that is not the engine's by its heartbeats, and sends them with the rank's memory.
+
+    A step takes from its beat ``step`` to that of the next step. Not measured is a step with another phase in between,
+    such as a save. ``sender`` is None with ``telemetry.enabled: false``; then steps are only timed. Never raises.
+    """
+
+    def __init__(
+        self,
+        sender: RankTelemetry | None,
+        *,
+        interval_seconds: float = 1.0,
+        memory: Callable[[], Mapping[str, float]] = memory_columns,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._sender, self._memory, self._clock = sender, memory, clock
+        self._memory_seconds, self._memory_read = interval_seconds / 2, -math.inf  # a value for each row that is sent
+        self._step, self._began = 0, math.nan  # NaN: the present step is not measured
+        self._values: dict[str, float] = {}
+        self._logged: dict[str, list[float]] = {"step_seconds": [], "data_wait": []}
+
+    def beat(self, step: int, phase: str) -> None:
+        """Take note of a heartbeat: ``step`` (from 1) begins if ``phase`` is ``step``."""
+        if phase != "step":
+            self._began = math.nan
+            return
+        now = self._clock()
+        if step == self._step and self._began == self._began:
+            return  # another micro-batch
+        if step == self._step + 1 and self._began == self._began:
+            self._took(now - self._began)
+        self._step, self._began, self._values = step, now, {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add values of the present step; of the same name their sum, as of several micro-batches."""
+        for name, value in values.items():
+            self._values[name] = self._values.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """Return the mean ``step_seconds`` and ``data_wait`` since the last call, for a line of metrics.jsonl."""
+        means = {name: sum(values) / len(values) for name, values in self._logged.items() if values}
+        self._logged = {name: [] for name in self._logged}
+        return means
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._sender is not None:
+            self._sender.send()
+
+    def _took(self, seconds: float) -> None:
+        self._logged["step_seconds"].append(seconds)
+        if "data_wait_seconds" in self._values:
+            self._logged["data_wait"].append(self._values["data_wait_seconds"])
+        if self._sender is not None:
+            self._sender.add(self._step, {"step_seconds": seconds, **self._values, **self._memory_if_due()})
+
+    def _memory_if_due(self) -> Mapping[str, float]:
+        now = self._clock()
+        if now - self._memory_read < self._memory_seconds:
+            return {}
+        self._memory_read = now
+        try:
+            return self._memory()
+        except (OSError, RuntimeError):
+            self._memory_seconds = math.inf
+            return {}

@@ -70,7 +70,20 @@ def checked(ended: Ended) -> dict[str, Any]:
     if not data["ok"]:
         assert CODES[data["error"]["code"]] == ended.code, ended
     assert "Traceback" not in ended.err, ended
+    assert not {text for text in texts_in(data) if text.lower().strip("+-") in NOT_NUMBERS}, ended
     return dict(data)
+
+
+NOT_NUMBERS = ("nan", "inf", "infinity")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text of a JSON document: none of them stands for a number that JSON lacks."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(each)
 
 
 def test_every_command_takes_json() -> None:

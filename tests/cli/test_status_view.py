@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.goodput import Goodput
+from scaletrain_cli.rundir.journal import append_lines
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.ui.status import goodput_text, memory_text, show_status
+from tests.cli.command_line import scaletrain
+from tests.cli.prepared_runs import living_process, prepare
 
 
 def measured(**figures: Figure) -> Measured:
@@ -68,3 +74,20 @@ def test_a_run_that_waits_again_shows_how_it_ended_and_why_its_job_waits(capsys:
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "why attempt 1 ended: preempted" in lines
     assert "job slurm job 7: Priority" in lines
+
+
+def test_the_list_shows_the_time_that_is_left_as_status_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    with living_process() as process:
+        run = RunDir(prepare("running", "trains", process, "training.steps=300"))
+        prepare("failed", "over")
+        lines = [{"step": step, "loss": 2.0, "step_seconds": 0.5, "attempt": 1} for step in range(4, 101)]
+        append_lines(run.metrics, lines)
+        listed = {row["run_id"]: row["eta_seconds"] for row in scaletrain("list", "--json").data["runs"]}
+        stated = {name: scaletrain("status", name, "--json").data["eta_seconds"] for name in listed}
+        shown = scaletrain("list").out
+        only_over = scaletrain("list", "--state", "over").out
+    assert listed == stated == {"trains": 100.0, "over": None}
+    assert "1 min 40 s" in shown
+    assert " left " in shown.splitlines()[0]
+    assert " left " not in only_over.splitlines()[0]

@@ -422,6 +422,22 @@ def test_values_that_are_not_finite_are_an_error_until_training_goes_on() -> Non
     assert exploded.causes[0].reason.code == "diagnosis.cause-rate-too-high"
 
 
+def test_the_use_of_limited_cores_is_null_where_it_is_not_measured() -> None:
+    throttled = {"cpu_throttled": 0.4}
+    unknown = findings(observed(case(), ranks=[RANK], node=throttled))["cpu-throttled"]
+    assert unknown.reason.params["utilization"] is None
+    known = findings(observed(case(), ranks=[RANK], node={**throttled, "cpu_utilization": 0.9}))["cpu-throttled"]
+    assert known.reason.params["utilization"] == pytest.approx(0.9)
+
+
+def test_a_loss_that_a_program_logged_as_nan_is_an_error_until_training_goes_on() -> None:
+    made = case(steps=range(1, 700))
+    stopped = findings(replace(made, history=replace(made.history, not_finite=[650, 700, 701])))["not-finite"]
+    assert (stopped.severity, stopped.reason.params["step"], stopped.reason.params["count"]) == ("error", 700, 3)
+    went_on = findings(replace(made, history=replace(made.history, not_finite=[650])))["not-finite"]
+    assert (went_on.severity, went_on.reason.params["step"]) == ("warning", 650)
+
+
 def test_the_interval_of_checkpoints_is_compared_with_the_best_one() -> None:
     saves = [
         {"event": "checkpoint", "step": step, "seconds": 30, "blocked_seconds": 20, "bytes": 1e9}

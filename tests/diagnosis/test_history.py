@@ -46,6 +46,14 @@ def test_a_run_without_metrics_has_an_empty_history(run: RunDir) -> None:
     assert (len(history), history.last_step, list(history.column("loss"))) == (0, 0, [])
 
 
+def test_steps_whose_loss_is_not_finite_are_kept_apart(run: RunDir) -> None:
+    train(run, 1, 3)
+    append_line(run.metrics, {"step": 4, "loss": None, "grad_norm": 0.5})
+    append_line(run.metrics, {"step": 5, "validation_loss": 2.0})
+    history = history_of(run)
+    assert (history.steps, history.not_finite) == ([1, 2, 3], [4])
+
+
 def test_columns_have_a_value_for_each_step_and_nan_where_nothing_was_measured(run: RunDir) -> None:
     append_line(run.metrics, {"step": 1, "loss": 3.0, "loss/web": 3.5, "mfu": None, "attempt": 1})
     append_line(run.metrics, {"step": 2, "loss": 2.0, "skipped": 1.0, "attempt": 1})

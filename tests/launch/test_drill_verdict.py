@@ -74,7 +74,7 @@ def test_a_run_that_restarted_and_is_identical_to_the_bit_has_survived() -> None
         (
             "sigkill",
             replace(RESTARTED, steps=drifted(float("nan"))),
-            "it does not match the undisturbed run: the final loss is nan instead of",
+            "it does not match the undisturbed run: the final loss is NaN or infinite instead of",
         ),
         ("sigkill", replace(RESTARTED, steps=()), "it does not match the undisturbed run: no step was logged"),
     ],

@@ -203,6 +203,14 @@ def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) ->
 VISION = "model={family: resnet, embedding_size: 8, hidden_sizes: [8], depths: [1], layer_type: basic}"
 
 
+def test_a_loss_that_is_not_finite_is_null_and_not_the_one_before(made: MadeRun) -> None:
+    begin(made)
+    append_line(made.run.metrics, {"step": 4, "loss": 2.5})
+    append_line(made.run.metrics, {"step": 5, "loss": None, "grad_norm": 1.5})
+    found = status(made, "running")
+    assert (found.step, found.loss, found.grad_norm) == (5, None, 1.5)
+
+
 def test_lines_of_another_form_are_left_out(made: MadeRun) -> None:
     """As of another program, or after damage: text in place of numbers, events without a name."""
     begin(made)
@@ -211,7 +219,7 @@ def test_lines_of_another_form_are_left_out(made: MadeRun) -> None:
         {"step": "5", "loss": 2.0},
         {"step": 5.5, "loss": 2.0},
         {"step": 6, "loss": "nan", "grad_norm": [1]},
-        {"step": 7, "loss": None, "validation_loss": {}},
+        {"step": 7, "loss": [], "validation_loss": {}},
     ):
         append_line(made.run.metrics, line)
     for event in ({}, {"event": 3}, {"event": "stragglers"}, {"event": "resumed", "lost_steps": "9", "attempt": "1"}):

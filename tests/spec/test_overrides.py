@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scaletrain_cli.spec import override_spec
 from tests.spec.samples import SPEC, load, problem, problems
 
 
@@ -63,6 +64,17 @@ def test_problems_name_the_option_or_the_line_that_set_the_key() -> None:
     text = SPEC + "layout: {zero_stage: 9}\n"
     assert [one.where for one in problems(text, "layout.data_parallel=0")] == ["--set", "run.yaml:18"]
     assert [one.where for one in problems(text, "layout={zero_stage: 8}")] == ["--set"]
+
+
+def test_keys_that_later_overrides_leave_keep_the_lines_of_the_file() -> None:
+    before = load(SPEC, "training.seed=3")
+    after = override_spec(before, ["training.steps=7", "checkpoint.every=2"], file="the drills' spec")
+    changed = {"training.steps": "--set", "checkpoint.every": "--set", "training.seed": "--set"}
+    assert {key: place for key, place in after.lines.items() if key in changed} == changed
+    kept = {key: place for key, place in before.lines.items() if key not in changed}
+    assert kept.items() <= after.lines.items()
+    assert all(place.startswith("run.yaml:") for place in kept.values())
+    assert after.where("training.optimizer.lr").startswith("run.yaml:"), "and errors name it, too"
 
 
 def test_an_item_of_a_list_can_be_set() -> None:

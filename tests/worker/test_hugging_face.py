@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import Rank, RunEnvironment
+from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE
 from scaletrain_cli.worker.hugging_face import ScaletrainCallback
 from scaletrain_cli.worker.loop_adapter import NotFiniteError
 from scaletrain_cli.worker.run_environment import read_resolved_run
+from scaletrain_cli.worker.telemetry import read_telemetry_line
 from tests.launch.conftest import make_plan, make_spec
 
 pytestmark = [
@@ -126,11 +130,44 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path: 
     callback = callback_of(run)
     trainer = trainer_of(callback, tmp_path, logging_steps=100)  # noticed at the save, not by the log
     trainer.model.nan_at = 8
-    with pytest.raises(NotFiniteError, match="step 10: loss nan") as raised:
+    with pytest.raises(NotFiniteError, match="step 10: the loss is NaN or infinite") as raised:
         callback.train(trainer)
     assert (raised.value.exit_code, raised.value.failure_reason) == (93, "nan")
     assert [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)] == [5]
     assert json.dumps(read_metrics(run)).count("NaN") == 0
+
+
+class Slow(list[Any]):
+    """A data set whose samples take 4 ms each, a batch of five 20 ms."""
+
+    def __getitem__(self, place: Any) -> Any:
+        time.sleep(0.004)
+        return super().__getitem__(place)
+
+
+def test_each_rank_sends_its_step_times_its_waits_for_data_and_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe2(os.O_NONBLOCK)
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, str(writes))
+    run = made_run("measured", "telemetry.interval=0.1s")
+    callback = callback_of(run)
+    trainer = trainer_of(callback, tmp_path)
+    trainer.train_dataset = Slow(trainer.train_dataset)
+    assert callback.train(trainer) is ExitCode.DONE
+    callback.rank.step_times.close()
+    rows = [row for row in map(read_telemetry_line, os.read(reads, 1 << 20).splitlines()) if row is not None]
+    os.close(reads)
+    os.close(writes)
+    # Not steps 5, 10 and 12: a save or the end of an epoch follows.
+    assert sum(row.count for row in rows) == STEPS - 3
+    assert all(row.mean["data_wait_seconds"] < row.mean["step_seconds"] for row in rows)
+    assert any("memory_bytes" in row.mean for row in rows)
+    logged = [line for line in read_metrics(run) if "step_seconds" in line]
+    assert [line["step"] for line in logged] == [2, 3, 4, 5, 7, 8, 9, 10, 12]
+    assert all(line["data_wait"] < line["step_seconds"] for line in logged)
+    # Trainer reads a batch ahead, so that it does not wait for the last one of an epoch.
+    assert [line["step"] for line in logged if line["data_wait"] < 0.018] == [10], logged
 
 
 def test_a_requested_checkpoint_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

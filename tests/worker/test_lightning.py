@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,26 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(
 ) -> None:
     run = made_run("nan")
     adapter = adapter_of(run, monkeypatch)
-    with pytest.raises(NotFiniteError, match="step 8: loss nan"):
+    with pytest.raises(NotFiniteError, match="step 8: the loss is NaN or infinite"):
         adapter.fit(trainer_of(adapter, tmp_path), Line(nan_at=8), Batches())
     assert [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)] == [5]
+
+
+def test_step_times_and_waits_for_data_are_recorded_with_accumulated_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Batches):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                time.sleep(0.01)
+                yield batch
+
+    run = made_run("measured")
+    adapter = adapter_of(run, monkeypatch)
+    trainer = trainer_of(adapter, tmp_path)
+    trainer.accumulate_grad_batches = 2
+    assert adapter.fit(trainer, Line(), Slow()) is ExitCode.DONE
+    logged = [line for line in read_metrics(run) if "step_seconds" in line]
+    # Four steps an epoch, and saves after 5 and 10.
+    assert [line["step"] for line in logged] == [2, 3, 4, 7, 8, 11, 12], logged
+    assert all(0.009 < line["data_wait"] < line["step_seconds"] for line in logged), logged

@@ -52,6 +52,7 @@ PreemptionFlag.raised
 PreemptionFlag.seconds_left(grace_seconds)
 PreemptionFlag.set_handlers()
 Rank(environment, resolved)
+Rank.add_telemetry(**values)
 Rank.exit(code)
 Rank.log_metrics(step, **values)
 Rank.record_event(event, **details)
@@ -81,7 +82,7 @@ StagedCheckpoint.names()
 SupersededAttemptError
 WORKER_API_VERSION
 """
-VERSION = "1.1"
+VERSION = "1.2"
 
 
 def made_run(*overrides: str) -> MadeRun:
@@ -194,6 +195,7 @@ rank = Rank.start(sys.argv[1])
 def train():
     rank.heartbeat.beat(1, "step")
     rank.log_metrics(1, loss=0.5)
+    rank.log_metrics(2, loss=float("nan"), lr=0.1)
     rank.record_event("started", step=0)
     {end}
 
@@ -218,5 +220,6 @@ def test_a_rank_ends_with_its_exit_code_and_leaves_its_records(end: str, code: i
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert [failure.reason for failure in read_failures(made.run, 1)] == ([reason] if reason else [])
-    assert read_metrics(RunDir(made.run.path))[0]["loss"] == 0.5
+    first, second = read_metrics(RunDir(made.run.path))
+    assert (first["loss"], second["loss"], second["lr"]) == (0.5, None, 0.1)
     assert read_events(made.run)[-1]["event"] == "started"

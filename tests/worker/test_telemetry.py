@@ -6,14 +6,23 @@ import contextlib
 import math
 import os
 import select
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrain_cli.worker.heartbeat import Heartbeat, read_beat
-from scaletrain_cli.worker.telemetry import RankRow, RankTelemetry, read_telemetry_line, telemetry_line
+from scaletrain_cli.worker.telemetry import (
+    RankRow,
+    RankTelemetry,
+    StepTimes,
+    memory_columns,
+    read_telemetry_line,
+    telemetry_line,
+)
 
 NUMBERS = st.floats(width=32, allow_nan=False)
 
@@ -130,3 +139,55 @@ def test_a_closed_or_missing_pipe_is_no_error(pipe: tuple[int, int]) -> None:
     os.close(pipe[0])
     telemetry.add(1, {"step_seconds": 1.0})
     assert RankTelemetry.from_environment({}).add(1, {"step_seconds": 1.0}) is None
+
+
+def test_steps_of_a_program_take_from_one_beat_to_the_next_without_other_phases(pipe: tuple[int, int]) -> None:
+    telemetry, wall = sender(pipe[1])
+    clock = Clock()
+    times = StepTimes(telemetry, memory=lambda: {"memory_bytes": 5e9}, clock=clock)
+    heartbeat = Heartbeat(clock=clock)
+    heartbeat.observer = times.beat
+    # (step, phase, seconds until the next beat, of which it waits for data)
+    for step, phase, seconds, waited in (
+        (0, "restore", 9.0, 0.0),
+        (1, "step", 0.25, 0.125),
+        (2, "step", 0.25, 0.0625),
+        (2, "step", 0.25, 0.0625),  # another micro-batch
+        (3, "step", 0.25, 0.0),
+        (3, "save", 7.0, 0.0),
+        (4, "step", 0.5, 0.0),
+        (2, "step", 0.5, 0.0),  # rolled back
+        (3, "step", 0.75, 0.0),
+        (4, "step", 0.0, 0.0),
+    ):
+        heartbeat.beat(step, phase)
+        times.add({"data_wait_seconds": waited} if waited else {})
+        clock.now += seconds
+        wall.now += 2.0  # each step has a row
+    rows = [row for row in map(read_telemetry_line, lines(pipe[0])) if row is not None]
+    assert [row.step for row in rows] == [1, 2, 2, 3]
+    assert [row.mean["step_seconds"] for row in rows] == [0.25, 0.5, 0.5, 0.75]
+    assert [row.mean.get("data_wait_seconds") for row in rows] == [0.125, 0.125, None, None]
+    assert [row.mean.get("memory_bytes") for row in rows] == [5e9, None, 5e9, 5e9], "read at most every half interval"
+    assert times.means() == {"step_seconds": 0.5, "data_wait": 0.125}
+    assert times.means() == {}
+
+
+def test_the_memory_of_a_program_is_what_is_resident_or_what_torch_has_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))
+    (resident,) = memory_columns().values()
+    assert 1e6 < resident < 1e12
+    stats = {"allocated_bytes.all.peak": 7, "reserved_bytes.all.current": 9, "num_alloc_retries": 1}
+    cuda = SimpleNamespace(is_initialized=lambda: True, memory_stats=lambda: stats)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert memory_columns() == {"memory_bytes": 7.0, "memory_reserved_bytes": 9.0, "allocation_retries": 1.0}
+
+    def fails() -> dict[str, float]:
+        raise RuntimeError("no statistics")
+
+    times = StepTimes(None, memory=fails)
+    for step in (1, 2, 3):
+        times.beat(step, "step")
+    assert set(times.means()) == {"step_seconds"}

@@ -19,6 +19,7 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import json_number
 from scaletrain_cli.rundir.evaluations import forget_newer
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
@@ -127,7 +128,7 @@ class GuardActions:
 
     def _after_non_finite(self, step: int, trained: int, loss: float, norm: float, metrics: MetricsLog) -> int:
         """Return the step that the run was rolled back to, at the first value that is not finite."""
-        evidence = {"loss": str(loss), "grad_norm": str(norm), **self.guard.evidence()}  # JSON has no NaN
+        evidence = {"loss": json_number(loss), "grad_norm": json_number(norm), **self.guard.evidence()}
         if self.record.spec.guard.nan == "rollback":
             with self.ledger.during("rollback"):
                 back = self._roll_back(step, trained, 1, "nan", evidence, metrics)
@@ -135,7 +136,8 @@ class GuardActions:
                 return back
         self.heartbeat.beat(trained, "save")
         self.checkpointer.finish()  # an earlier save in flight is valid
-        params = {"step": step, "loss": str(loss), "grad_norm": str(norm), "batch": self.batch_number(step)}
+        params = {"step": step, "batch": self.batch_number(step)}
+        params |= {name: evidence[name] for name in ("loss", "grad_norm")}
         raise NonFiniteGradientError(Reason("engine.gradient-not-finite", params))
 
     def _roll_back(

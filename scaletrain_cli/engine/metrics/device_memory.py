@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import resource
 import time
 from collections.abc import Callable
 
 import torch
+
+from scaletrain_cli.worker.telemetry import resident_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,3 @@ class MemorySampler:
             "memory_reserved_bytes": float(stats["reserved_bytes.all.current"]),
             "allocation_retries": float(stats["num_alloc_retries"]),
         }
-
-
-def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory now."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -93,7 +93,7 @@ class StepProfiler:
         """``preempted``: whether a signal has asked this rank to end."""
         self._run, self._record, self._ranks, self._attempt = run, record, ranks, attempt
         self._device, self._heartbeat, self._clock = device, heartbeat, clock
-        self._preempted = preempted
+        self._preempted, self._ends_soon = preempted, False
         self._looked = float("-inf")
         self._profile: Profile | None = None  # scheduled or being recorded
         self._request = ProfileRequest()
@@ -169,6 +169,10 @@ class StepProfiler:
                 report_event(self._run, 0, "profiled", step=self._profile.first_step, attempt=self._attempt, **details)
         self._profile = self._recorder = self._trained = None
 
+    def end_soon(self) -> None:
+        """Let ``close`` wait briefly: the ranks end for a preemption, whose signal this one may not have."""
+        self._ends_soon = True
+
     def close(self) -> None:
         """At the end of an attempt, report a profile that was not reached; wait for summaries, for a limited time."""
         if self._recorder is not None:
@@ -179,7 +183,7 @@ class StepProfiler:
         deadline = time.monotonic() + _SUMMARY_SECONDS
         for summary in self._summaries:
             while summary.process.poll() is None and time.monotonic() < deadline:
-                if self._preempted():
+                if self._ends_soon or self._preempted():
                     deadline = min(deadline, time.monotonic() + _PREEMPTED_SECONDS)
                 time.sleep(_POLL_SECONDS)
             if summary.process.poll() is None:

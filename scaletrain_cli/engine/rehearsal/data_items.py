@@ -231,7 +231,7 @@ def first_loss(trials: Trials) -> Item:
         spread = ()
         other = Cause(Reason("rehearsal.cause-other-labels"), case.change("data"))
     figures = {"loss": finite(loss), "expected": finite(expected), "low": finite(low), "high": finite(high)}
-    params = {"loss": loss if math.isfinite(loss) else str(loss), "expected": expected, "low": low, "high": high}
+    params = {"loss": finite(loss), "expected": expected, "low": low, "high": high}
     if not math.isfinite(loss):
         return Item("first-loss", "failed", Reason("rehearsal.first-loss-not-finite", params), figures, spread)
     if loss > high:

@@ -110,7 +110,7 @@ def _decided(trials: Trials, found: range_test.Suggestion, figures: dict[str, An
         own, least = forks[-1][1], min(loss for _, loss in forks[: len(_FORKS)])
         fall, most = start - own, start - least
         figures["share_of_best_fall"] = finite(fall / most) if most > 0 and math.isfinite(fall) else None
-        params |= {"loss": own if math.isfinite(own) else "inf", "best_loss": least}
+        params |= {"loss": finite(own), "best_loss": least}
         if peak > best and fall < _LEARNS * most:
             cause = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": peak}), change)
             code = Reason("rehearsal.rate-too-high" if math.isfinite(own) else "rehearsal.rate-diverges", params)

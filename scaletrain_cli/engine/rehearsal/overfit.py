@@ -87,7 +87,7 @@ def overfit(trials: Trials) -> Item:
         Cause(Reason("rehearsal.cause-detached"), case.change("training.trainable")),
     )
     if not math.isfinite(losses[-1]):
-        params |= {"end": str(losses[-1]), "start": str(losses[0])}
+        params |= {"end": None, "start": finite(losses[0])}
         return Item("overfit", "failed", Reason("rehearsal.overfit-not-finite", params), figures, causes[1:2])
     return Item("overfit", "failed", Reason("rehearsal.overfit-not-learned", params), figures, causes)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
-from scaletrain_cli.engine.metrics.device_memory import resident_bytes
 from scaletrain_cli.engine.trainer import GarbageCollection
+from scaletrain_cli.worker.telemetry import resident_bytes
 
 
 class Node:

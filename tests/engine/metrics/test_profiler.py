@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -16,7 +17,8 @@ import torch
 
 from scaletrain_cli.engine.metrics import profiler
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
-from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.engine.process_group import Ranks, StepDecision
+from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -48,6 +50,17 @@ def profiler_of(tmp_path: Path, clock: Clock | None = None) -> tuple[RunDir, Ste
     record: Any = SimpleNamespace(spec=SimpleNamespace(total_steps=STEPS), plan=plan)
     ranks = Ranks(0, 2, 0)
     return run, StepProfiler(run, record, ranks, 1, torch.device("cpu"), Heartbeat(), clock=clock or Clock())
+
+
+def sync_of(found: StepProfiler, agreed: StepDecision) -> StepSync:
+    """The step synchronization of a rank that requests nothing itself, among ranks that agree on this decision."""
+    nothing: Any = SimpleNamespace(
+        reach=lambda request, writing, values: (agreed, False, values),
+        **{"writing": False, "advance": lambda anyone_writing: None, "take_costs": list},
+        during=lambda category: contextlib.nullcontext(),
+        raised=False,
+    )
+    return StepSync(found._run, Ranks(1, 2, 0), nothing, nothing, nothing, nothing, Heartbeat(), nothing, found)
 
 
 def test_a_look_costs_nothing_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +164,15 @@ def test_a_request_file_that_cannot_be_removed_is_looked_at_once(tmp_path: Path)
     assert len(read_events(run)) == 1
 
 
+@pytest.mark.parametrize("has_signal", [True, False], ids=["with the signal", "on a node without it"])
 def test_a_preempted_rank_does_not_wait_for_the_summary_of_its_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_signal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler, "_PREEMPTED_SECONDS", 0.1)
     run, found = profiler_of(tmp_path)
-    found._preempted = lambda: True
+    found._preempted = lambda: has_signal
+    if not has_signal:
+        sync_of(found, StepDecision.PREEMPT).agree(7)
     folder, raw = run.attempt(1) / "profile", tmp_path / "raw.json"
     folder.mkdir()
     raw.touch()
