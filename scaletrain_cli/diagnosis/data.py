@@ -19,6 +19,7 @@ _FIT_GAP = 0.05
 _HIGH_OF_ENTROPY, _HIGH_OF_UNINFORMED = 0.8, 0.5
 _NO_FALL = 0.05
 _MUCH_DECAY = 0.5
+_FIT_STEPS = 100
 _RISEN_VALIDATIONS = 2
 _RISE = 0.02
 _SAMPLE_DEVIATION = 0.5
@@ -100,6 +101,8 @@ def validation_above_training(case: Case) -> Iterator[Finding]:
 def underfitting(case: Case) -> Iterator[Finding]:
     """Yield a warning if training and validation both stand high, close to each other, after half of the steps.
 
+    Not before 100 steps after the warm-up: a model that has just learned the frequencies of tokens stands there, too.
+
     High: above 80 % of the entropy of the token frequencies of the text, or where that is not known half the loss of
     equal outputs. Close: by 5 % or two standard errors, for which a sample has a standard deviation of half a nat.
     Standing: the last half of the steps fell by less than 5 % in all. Without such a reference nothing is concluded.
@@ -111,7 +114,8 @@ def underfitting(case: Case) -> Iterator[Finding]:
     share, reference = (_HIGH_OF_UNINFORMED, uninformed) if entropy is None else (_HIGH_OF_ENTROPY, entropy)
     loss, samples = validations[-1].loss, validations[-1].sequences
     error = 2 * _SAMPLE_DEVIATION / math.sqrt(samples) if samples else 0.0
-    if min(curve.now, loss) < share * reference or curve.steps[-1] < case.spec.total_steps / 2:
+    least = max(case.spec.total_steps / 2, case.spec.training.schedule.warmup_steps + _FIT_STEPS)
+    if min(curve.now, loss) < share * reference or curve.steps[-1] < least:
         return
     if curve.start - curve.now < _LEARNS * curve.start:  # it does not fall at all, see loss-flat
         return

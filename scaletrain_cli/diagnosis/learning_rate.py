@@ -24,6 +24,7 @@ _RISE_STEPS = 5  # measured steps in a row; fewer are a spike
 _AT_PEAK = 0.9
 _WARM_UP_SHARE = 0.01
 _FEWEST_STEPS = 50
+_SHORT_RUN = 100
 _LITTLE_FALL = 0.1
 _WASTE, _MUCH_WASTE = 5.0, 20.0
 
@@ -94,7 +95,8 @@ def too_low(case: Case) -> Iterator[Finding]:
     One update of Adam changes a weight by about the learning rate at most (Kingma and Ba, arXiv:1412.6980, section
     2.1), so that the sum of the rates bounds the distance from the first weights. Below the standard deviation of these
     (``initializer_range``) no weight can have left their distribution. With less than 10 % of the loss gone, and 50
-    steps after the warm-up. Only for Adam and Lion on new language models; fine-tuning moves weights little.
+    steps after the warm-up. Only for Adam and Lion on new language models; fine-tuning moves weights little. A note for
+    runs of less than 100 steps, for which every usual rate is too low.
     """
     curve, model = case.curve, case.spec.model
     schedule, optimizer = case.spec.training.schedule, case.spec.training.optimizer
@@ -117,7 +119,11 @@ def too_low(case: Case) -> Iterator[Finding]:
         case.change("training.optimizer.lr", min(to, 1e-3) if to > case.peak_rate else to),
     )
     few = Cause(Reason("diagnosis.cause-few-steps", {"steps": total}), case.change("training.steps"))
-    yield Finding(Reason("diagnosis.learning-rate-too-low", evidence), "warning", "medium", (cause, few))
+    code = Reason("diagnosis.learning-rate-too-low", evidence)
+    if total < _SHORT_RUN:
+        yield Finding(code, "note", "low", (few, cause))
+    else:
+        yield Finding(code, "warning", "medium", (cause, few))
 
 
 def batch_too_large(case: Case) -> Iterator[Finding]:

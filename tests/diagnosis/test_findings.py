@@ -16,6 +16,7 @@ import scaletrain_cli.diagnosis
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.checks import CHECKS, diagnose
 from scaletrain_cli.diagnosis.dataset import Dataset
+from scaletrain_cli.diagnosis.history import Validation
 from scaletrain_cli.reason_texts.diagnosis import TEXTS
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
@@ -420,6 +421,20 @@ def test_values_that_are_not_finite_are_an_error_until_training_goes_on() -> Non
     grown = case(steps=range(1, 700), events=[ENDED], grad_norm=lambda step: 0.4 if step < 696 else 20.0)
     exploded = findings(grown)["not-finite"]
     assert exploded.causes[0].reason.code == "diagnosis.cause-rate-too-high"
+
+
+def test_runs_of_few_steps_have_no_warning_for_what_they_have_no_time_for() -> None:
+    short = ("training.steps=60", "training.schedule.warmup_steps=6", "evaluation.every=15")
+    made = case(*short, steps=range(1, 61), loss=lambda step: max(8.6, 10.4 - 0.1 * step))
+    validated = [Validation(step, 8.65, 64, {}) for step in (15, 30, 45, 60)]
+    found = findings(replace(made, history=replace(made.history, validations=validated)))
+    assert "underfitting" not in found
+    slow = findings(
+        case(*short, "training.optimizer.lr=1.0e-4", steps=range(1, 61), loss=lambda step: 10.4 - step / 80)
+    )
+    rate = slow["learning-rate-too-low"]
+    assert (rate.severity, rate.causes[0].reason.code) == ("note", "diagnosis.cause-few-steps")
+    assert {one.severity for one in (*found.values(), *slow.values())} <= {"note"}
 
 
 def test_the_use_of_limited_cores_is_null_where_it_is_not_measured() -> None:

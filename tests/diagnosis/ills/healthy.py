@@ -25,6 +25,7 @@ def _images(*overrides: str) -> Healthy:
 
 _TWO = "cluster.gpus_per_node=2"
 _SHORT = ("training.steps=100", "checkpoint.every=50")
+_SIXTY = ("training.steps=60", "training.schedule.warmup_steps=6", "evaluation.every=15", "checkpoint.every=20")
 _RATE = "training.optimizer.lr"
 _GPT = (
     "model={family: gpt, hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 384, seq_len: 32}"
@@ -39,6 +40,9 @@ _DPO = ("data.source=pairs.jsonl", "training.objective=dpo", "model.weights=weig
 _LORA = "model.adapter={name: lora, rank: 4, targets: all-linear}"
 HEALTHY: dict[str, Healthy] = {
     "language model": _text(),
+    "60 steps, validated four times": _text(*_SIXTY),
+    "60 steps at a sixteenth of the rate": _text(*_SIXTY, f"{_RATE}=3.0e-4"),
+    "60 steps at six times the rate": _text(*_SIXTY, f"{_RATE}=3.0e-2"),
     "ZeRO-1, two ranks": _text(_TWO, "layout.zero_stage=1", *_SHORT),
     "ZeRO-2, two ranks, accumulation": _text(_TWO, "layout.zero_stage=2", "training.micro_batch_size=2", *_SHORT),
     "ZeRO-3, two ranks": _text(_TWO, "layout.zero_stage=3", *_SHORT),
