@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -31,9 +32,9 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.processes import die_with_parent
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.notify.notifier import Notifier, receivers_environment
-from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.journal import read_events, read_lines_backwards, record_event
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, raised_findings
+from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, mark_diagnosis, raised_findings
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
 # The first minutes of an attempt show most mistakes. Then a diagnosis a minute, or fewer: the CPU time of all of them
@@ -43,6 +44,8 @@ _YOUNG_PAUSE_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 60.0, 1800.
 _YOUNG_SHARE, _SHARE = 0.01, 0.001
 _NOTIFY_SECONDS = 5.0  # between two readings of new events
 _LAST_NOTIFY_SECONDS = 1.0  # for an answer at the end; the process that records the end sends the rest
+_END_SECONDS = 1.0  # between two looks whether the run has finished
+_NEWEST_EVENTS = 8
 _NICE = 19
 _FIRST_TO_KILL = "1000"
 logger = logging.getLogger(__name__)
@@ -101,14 +104,22 @@ def _notifying(run: RunDir, record: RunRecord) -> Iterator[None]:
 
 
 def _run_until_asked(diagnosis: LiveDiagnosis, descriptor: int) -> None:
-    """Diagnose at intervals until ``descriptor`` can be read, which is its end; then a last time."""
+    """Diagnose at intervals, and a last time once the run has finished or ``descriptor`` can be read, which is its end.
+
+    Returns after the end of ``descriptor``.
+    """
     began = time.monotonic()
+    diagnosis.mark(is_over=False)
     while True:
         cost = diagnosis.look()
-        pause = pause_seconds(time.monotonic() - began, cost)
-        if select.select([descriptor], [], [], pause)[0]:
-            diagnosis.look(is_last=True)
-            return
+        until = time.monotonic() + pause_seconds(time.monotonic() - began, cost)
+        while (left := until - time.monotonic()) > 0:
+            is_asked = bool(select.select([descriptor], [], [], min(left, _END_SECONDS))[0])
+            if is_asked or diagnosis.has_finished():
+                diagnosis.look(is_last=True)
+                diagnosis.mark(is_over=True)
+                select.select([descriptor], [], [])
+                return
 
 
 def pause_seconds(age: float, cost: float) -> float:
@@ -124,6 +135,8 @@ class LiveDiagnosis:
     run: RunDir
     record: RunRecord
     attempt: int
+    _began: float = field(default_factory=time.time, init=False)
+    _events_size: int = field(default=-1, init=False)
     _seen: tuple[int, int] = field(default=(-1, -1), init=False)
     _problem: str = field(default="", init=False)
 
@@ -133,6 +146,25 @@ class LiveDiagnosis:
     def _recorded(self) -> Hysteresis:
         raised = raised_findings(read_events(self.run))
         return Hysteresis({key: each.severity for key, each in raised.items()})
+
+    def mark(self, *, is_over: bool) -> None:
+        """Record for the trackers whether findings may follow."""
+        with contextlib.suppress(OSError):
+            mark_diagnosis(self.run, self.attempt, is_over=is_over)
+
+    def has_finished(self) -> bool:
+        """Return whether the engine has recorded the last step since this process began. Reads the newest events."""
+        size = _size(self.run.events)
+        if size == self._events_size:
+            return False
+        self._events_size = size
+        newest = itertools.islice(read_lines_backwards(self.run.events), _NEWEST_EVENTS)
+        return any(
+            event.get("event") == "finished"
+            and isinstance(event.get("time"), int | float)
+            and event["time"] >= self._began
+            for event in newest
+        )
 
     def look(self, *, is_last: bool = False) -> float:
         """Diagnose once if there are new measurements or events; return the CPU time in seconds.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
 
 RAISED_EVENT, CLEARED_EVENT = "finding", "finding-cleared"
 SEVERITIES = ("note", "warning", "error")
@@ -57,6 +60,21 @@ def raised_findings(events: Iterable[Mapping[str, Any]]) -> dict[str, RaisedFind
                 since = one.time if before is None else before.time
                 found[one.key] = RaisedFinding(one.reason, one.subject, one.severity, since, one.attempt, one.step)
     return found
+
+
+def mark_diagnosis(run: RunDir, attempt: int, *, is_over: bool) -> None:
+    """Record that a process diagnoses the attempt, or has done so for the last time. Raises OSError."""
+    write_document(_mark(run, attempt), {"is_over": is_over})
+
+
+def is_diagnosed(run: RunDir, attempt: int) -> bool:
+    """Return False while a process diagnoses the attempt, and True once no findings will follow."""
+    found = read_document(_mark(run, attempt))
+    return found is None or found.get("is_over") is not False
+
+
+def _mark(run: RunDir, attempt: int) -> Path:
+    return run.attempt(attempt) / "diagnosis.json"
 
 
 def _read(event: Mapping[str, Any]) -> RaisedFinding:

@@ -43,7 +43,8 @@ class RunFigures:
     """Figures of a run beside its metrics; None where they are not known.
 
     ``goodput``: share of the time of all attempts. ``cost_usd``: so far. ``findings``: the number raised, by severity.
-    ``spreads``: by ``rank``, ``gpu`` or ``node`` and the name of a measure in SI units.
+    ``spreads``: by ``rank``, ``gpu`` or ``node`` and the name of a measure in SI units; over ``measured_ranks`` ranks,
+    fewer than ``ranks`` in a run of very many nodes, of which some are read.
     """
 
     total_steps: int
@@ -55,6 +56,7 @@ class RunFigures:
     cost_to_come_usd: float | None = None
     findings: Mapping[str, int] = field(default_factory=dict)
     spreads: Mapping[tuple[str, str], Spread] = field(default_factory=dict)
+    measured_ranks: int | None = None
 
 
 @dataclass(frozen=True)

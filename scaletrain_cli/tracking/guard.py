@@ -26,6 +26,7 @@ _QUEUED = 10_000  # steps queued for a tracker that is down or slow
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 30.0, 900.0
 _IDLE_SECONDS = 2.0  # between two reads of events.jsonl
 _SAVE_SECONDS = 1.0  # between two writes of the state file
+_FINDINGS_SECONDS, _FINDINGS_POLL_SECONDS = 3.0, 0.05  # for the last diagnosis of a run that has finished
 
 
 class Report(Protocol):
@@ -36,11 +37,15 @@ class Report(Protocol):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files that trackers read: ``metrics()`` yields the valid lines of metrics.jsonl in the order of steps."""
+    """The files that trackers read: ``metrics()`` yields the valid lines of metrics.jsonl in the order of steps.
+
+    ``is_diagnosed()``: no more events of the diagnosis will follow.
+    """
 
     metrics: Callable[[], Iterable[Mapping[str, Any]]]
     events: Path
     artifacts: Sequence[Path]
+    is_diagnosed: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ class GuardedTracker:
             if not pending:
                 with contextlib.suppress(queue.Empty):
                     pending.append(self._queue.get(timeout=_IDLE_SECONDS))
+            if pending and isinstance(pending[0], _Finish) and pending[0].outcome == "finished":
+                self._wait_for_findings()
             if not pending or isinstance(pending[0], _Finish):
                 self._send_events(tracker, position)
                 self._save_position(position)
@@ -178,6 +185,12 @@ class GuardedTracker:
                 self._down, self._delay = False, _FIRST_RETRY_SECONDS
                 self._report_event("tracker-on", Reason("tracking.on", {"tracker": self.name}))
             pending.clear()
+
+    def _wait_for_findings(self) -> None:
+        """Wait for the last diagnosis: no attempt follows that would pass its findings on."""
+        until = time.monotonic() + _FINDINGS_SECONDS
+        while not self._files.is_diagnosed() and time.monotonic() < until:
+            time.sleep(_FINDINGS_POLL_SECONDS)
 
     def _send(self, tracker: Tracker[Any], line: Mapping[str, Any], position: _Position) -> None:
         """Log the values of a line that the tracker does not hold yet."""

@@ -25,7 +25,9 @@ from scaletrain_cli.tracking.base import Outcome, RunFigures, TrackedRun, Tracke
 CLASSIC = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _WRITE_SECONDS = 5.0  # between two writes of the file
-_FIGURES_SECONDS = 60.0  # between two readings of the run directory
+# Between two readings of the run directory. Rank 0 reads it in a thread: that stays below this share of a core.
+_FIGURES_SECONDS, _LONGEST_FIGURES_SECONDS, _FIGURES_SHARE = 60.0, 1800.0, 0.001
+_ANSWER_SECONDS = 1.0  # for which requests get the same text
 _PREFIX = "scaletrain_"
 
 _Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]
@@ -82,6 +84,11 @@ _FIGURES: dict[str, tuple[str, str, str]] = {
     "planned_steps": ("total_steps", "", "Optimizer steps of the whole run."),
     "planned_step_seconds": ("planned_step_seconds", "seconds", "Time of a step by the plan."),
     "ranks": ("ranks", "", "Ranks of the run."),
+    "measured_ranks": (
+        "measured_ranks",
+        "",
+        "Ranks whose telemetry is read, and of which the worst is named.",
+    ),
     "goodput_ratio": ("goodput", "ratio", "Share of the time spent on steps that were kept, over all attempts."),
     "remaining_seconds": ("remaining_seconds", "seconds", "Time until the last step, with saves and evaluations."),
     "cost_usd": ("cost_usd", "usd", "US dollars of all attempts so far."),
@@ -209,6 +216,7 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
         if self.options.port is not None:
             self._server = _server(self.options.address, self.options.port, self)
             threading.Thread(target=self._server.serve_forever, name="prometheus-port", daemon=True).start()
+        self._answers: dict[bool, tuple[float, bytes]] = {}
         self._thread = threading.Thread(target=self._refresh, name="prometheus-file", daemon=True)
         self._thread.start()
         return None
@@ -258,17 +266,26 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
         found = families(self._labels, values, self._figures, events, training=self._training)
         return openmetrics_text(found) if openmetrics else classic_text(found)
 
+    def answer(self, *, openmetrics: bool) -> bytes:
+        """Return the text for a request, at most a second old: many requests cost as much as one a second."""
+        made, answer = self._answers.get(openmetrics, (-math.inf, b""))
+        if time.monotonic() - made >= _ANSWER_SECONDS:
+            answer = self.text(openmetrics=openmetrics).encode()
+            self._answers[openmetrics] = time.monotonic(), answer
+        return answer
+
     def _write(self) -> None:
         if self._file is not None:
             replace_file(self._file, self.text(openmetrics=False), public=True)
 
     def _refresh(self) -> None:
-        read = -math.inf
+        due = -math.inf
         while True:
             try:
-                if time.monotonic() - read >= _FIGURES_SECONDS:
-                    read = time.monotonic()
+                if time.monotonic() >= due:
+                    before = time.thread_time()
                     self._figures = self._run.figures()
+                    due = time.monotonic() + pause_seconds(time.thread_time() - before)
                 self._write()
             except Exception as error:  # raised by the next log(), which reports it
                 self._error = error
@@ -279,6 +296,11 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
                 return
             if self._ended.wait(_WRITE_SECONDS):
                 return
+
+
+def pause_seconds(cost: float) -> float:
+    """Return the time until the run directory is read again, for the CPU seconds of the last reading."""
+    return min(_LONGEST_FIGURES_SECONDS, max(_FIGURES_SECONDS, cost / _FIGURES_SHARE))
 
 
 def _server(address: str, port: int, tracker: PrometheusTracker) -> ThreadingHTTPServer:
@@ -292,7 +314,7 @@ def _server(address: str, port: int, tracker: PrometheusTracker) -> ThreadingHTT
                 self.send_error(404)
                 return
             openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
-            body = tracker.text(openmetrics=openmetrics).encode()
+            body = tracker.answer(openmetrics=openmetrics)
             self.send_response(200)
             self.send_header("Content-Type", OPENMETRICS if openmetrics else CLASSIC)
             self.send_header("Content-Length", str(len(body)))

@@ -22,7 +22,7 @@ from scaletrain_cli.rundir.times_and_costs import (
     typical_seconds,
     without_first_steps,
 )
-from scaletrain_cli.telemetry.run import read_telemetry
+from scaletrain_cli.telemetry.run import Telemetry, read_telemetry
 from scaletrain_cli.telemetry.series import Series
 from scaletrain_cli.tracking.base import RunFigures, Spread
 
@@ -42,6 +42,7 @@ _OF_ONE = ("noise_scale", "tokens_per_second", "mfu")  # which rank 0 alone meas
 def run_figures(run: RunDir, record: RunRecord) -> RunFigures:
     """Return the figures of a run whose newest attempt lives, from its directory: those of `scaletrain status`."""
     plan, steps, goodput = record.plan, newest_steps(run), run_goodput(run)
+    telemetry = read_telemetry(run, newest=1)
     step = steps[-1].step if steps else 0
     seconds = typical_seconds(without_first_steps(steps))
     remaining = remaining_seconds(run, record.spec.total_steps - step, seconds)
@@ -54,13 +55,13 @@ def run_figures(run: RunDir, record: RunRecord) -> RunFigures:
         cost_usd=cost_so_far(run, record, is_over=False, now=time.time()),
         cost_to_come_usd=cost_to_come(plan, remaining),
         findings=Counter(finding.severity for finding in raised_findings(read_events(run)).values()),
-        spreads=_spreads(run),
+        spreads=_spreads(telemetry),
+        measured_ranks=len(telemetry.ranks) or None,
     )
 
 
-def _spreads(run: RunDir) -> dict[tuple[str, str], Spread]:
+def _spreads(telemetry: Telemetry) -> dict[tuple[str, str], Spread]:
     """Return the spread of the newest value of each measure over ranks, GPUs and nodes."""
-    telemetry = read_telemetry(run, newest=1)
     groups: dict[str, Mapping[str, Series]] = {
         "rank": {str(rank): series for rank, series in telemetry.ranks.items()},
         "gpu": telemetry.gpus,

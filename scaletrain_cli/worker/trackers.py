@@ -10,6 +10,7 @@ from typing import Any
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.raised_findings import is_diagnosed
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.secret_text import hide_values, secret_values
 from scaletrain_cli.tracking.base import TrackedRun, Tracker
@@ -29,7 +30,12 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
         attempt=attempt,
         figures=partial(run_figures, run, record),
     )
-    files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
+    files = RunFiles(
+        metrics=partial(read_metrics, run),
+        events=run.events,
+        artifacts=[run.record],
+        is_diagnosed=partial(is_diagnosed, run, attempt),
+    )
 
     def report(event: str, tracker: str, reason: Reason) -> None:
         if "message" in reason.params:  # errors of libraries quote addresses and keys

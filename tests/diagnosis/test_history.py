@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from scaletrain_cli.launch.view import read_view
 from scaletrain_cli.launch.watching import Shown, ViewReader
 from scaletrain_cli.rundir.journal import append_line, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.tracking.prometheus import classic_text, families
 from scaletrain_cli.ui.watch.layout import Choices
 from scaletrain_cli.ui.watch.screen import screen_lines
+from scaletrain_cli.worker.run_figures import run_figures
 from tests.launch.large_run import make_large_run
 
 
@@ -137,6 +141,19 @@ def test_status_of_a_million_steps_on_4096_ranks_costs_less_than_a_second(long_r
     assert view.hardware.memory is not None
     assert (view.hardware.memory.count, view.hardware.memory.highest_name) == (512, "rank 5")
     assert view.hardware.gpu_spreads["temperature_celsius"].highest_name == "gpu0000/3"
+
+
+def test_the_figures_for_trackers_of_4096_ranks_cost_a_part_of_a_second(long_run: RunDir) -> None:
+    """What rank 0 reads once a minute, less often if it costs more than 60 ms, and what it writes every 5 s."""
+    record = read_record(long_run)
+    assert least_cpu_seconds(lambda: run_figures(long_run, record), 0.3) <= 0.3
+    found = run_figures(long_run, record)
+    assert (found.ranks, found.measured_ranks) == (4096, 512)
+    labels = {"run": "large", "name": "large", "tracking_id": "abcdefgh"}
+    steps = {"step": STEPS, "loss": 3.0}
+    text = partial(families, labels, steps, found, {}, training=True)
+    assert least_cpu_seconds(lambda: classic_text(text()), 0.005) <= 0.005
+    assert len(classic_text(text())) < 40_000
 
 
 def test_watching_a_million_steps_on_4096_ranks_takes_less_than_a_twentieth_of_a_core(long_run: RunDir) -> None:

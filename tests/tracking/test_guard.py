@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,8 @@ import pytest
 
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.raised_findings import is_diagnosed, mark_diagnosis
 from scaletrain_cli.tracking import guard
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
@@ -56,7 +59,8 @@ class Attempt:
         self.reports: list[tuple[str, Reason]] = []
         self.lines = lines
         run = TrackedRun("run", "abcd1234", folder, {}, number)
-        files = RunFiles(lambda: list(lines), folder / "events.jsonl", [folder / "run.json"])
+        diagnosed = partial(is_diagnosed, RunDir(folder), 1)
+        files = RunFiles(lambda: list(lines), folder / "events.jsonl", [folder / "run.json"], diagnosed)
         self.one = GuardedTracker(
             "toy", make, run, files, lambda event, tracker, why: self.reports.append((event, why))
         )
@@ -232,3 +236,32 @@ def test_a_tracker_whose_report_fails_is_off_without_an_error_in_training(tmp_pa
     one.trackers.finish("finished")
     assert one.one._off.is_set()
     assert not one.one._thread.is_alive()
+
+
+def test_the_findings_of_the_last_diagnosis_come_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def events() -> list[str]:
+        return [call[1] for call in Recorder.calls if call[0] == "event"]
+
+    run = RunDir(tmp_path)
+    run.attempt(1).mkdir(parents=True)
+    mark_diagnosis(run, 1, is_over=False)
+    append_line(run.events, {"time": 1.0, "event": "finished", "step": 5})
+    first = Attempt(tmp_path, recorder, [])
+    first.train(1, 5)
+    first.one.finish("finished")
+    wait_until(lambda: steps() == [1, 2, 3, 4, 5], "the steps")
+    assert ("finish", "finished") not in Recorder.calls
+    append_line(run.events, {"time": 2.0, "event": "finding", "step": 5})
+    mark_diagnosis(run, 1, is_over=True)
+    first.one.join(10)
+    assert events() == ["finished", "finding"]
+    assert Recorder.calls[-1] == ("finish", "finished")
+
+    monkeypatch.setattr(guard, "_FINDINGS_SECONDS", 0.1)
+    mark_diagnosis(run, 1, is_over=False)  # the process was killed
+    second = Attempt(tmp_path, recorder, [], number=2)
+    second.trackers.finish("finished")
+    assert Recorder.calls[-1] == ("finish", "finished")
+    assert second.reports == []

@@ -22,6 +22,7 @@ from scaletrain_cli.tracking.prometheus import (
     classic_text,
     families,
     openmetrics_text,
+    pause_seconds,
 )
 from tests.waiting import wait_until
 
@@ -44,6 +45,7 @@ FIGURES = RunFigures(
     cost_to_come_usd=60.25,
     findings={"warning": 2},
     spreads={(subject, name): Spread(1.0, 2.0, 3.0, "17") for subject, names in COLUMNS.items() for name in names},
+    measured_ranks=512,
 )
 VALUES = {
     "step": 12,
@@ -201,3 +203,18 @@ def test_figures_that_cannot_be_read_are_reported_by_the_next_step(tmp_path: Pat
     tracker._thread.join(10)
     with pytest.raises(OSError, match="stale"):
         tracker.log(1, {"loss": 4.0}, 100.0)
+
+
+def test_reading_the_run_directory_and_requests_cost_little_of_rank_0(tmp_path: Path) -> None:
+    assert [pause_seconds(cost) for cost in (0.0, 0.01, 0.3, 60.0)] == [60.0, 60.0, 300.0, 1800.0]
+    tracker = PrometheusTracker(PrometheusOptions(textfile="none"))
+    tracker.start(run_in(tmp_path))
+    made: list[bool] = []
+    text = tracker.text
+    tracker.text = lambda *, openmetrics: made.append(openmetrics) or text(openmetrics=openmetrics)  # type: ignore[method-assign]
+    answers = {tracker.answer(openmetrics=openmetrics) for _ in range(50) for openmetrics in (True, False)}
+    assert (len(answers), sorted(made)) == (2, [False, True])
+    tracker.log(7, {"loss": 3.0}, 2.0)
+    tracker._answers = {kind: (made_at - 1.0, answer) for kind, (made_at, answer) in tracker._answers.items()}
+    assert b'scaletrain_step{run="run-1"} 7.0' in tracker.answer(openmetrics=True)
+    tracker.finish("finished")

@@ -13,6 +13,8 @@ import pytest
 
 from scaletrain_cli.launch.live_diagnosis import LiveDiagnosis, pause_seconds
 from scaletrain_cli.launch.node.observer import Observer
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.raised_findings import is_diagnosed
 from tests.launch.conftest import MadeRun, MakeRun, is_running
 from tests.waiting import wait_until
 
@@ -37,6 +39,10 @@ def test_a_process_raises_what_a_program_of_the_user_logs_and_ends_when_asked(
     observer.start_if_due()
     assert observer.pid is not None
     wait_until(lambda: os.getpriority(os.PRIO_PROCESS, observer.pid or 0) == 19, "it yields to training")
+    wait_until(lambda: not is_diagnosed(made.run, 1), "trackers wait for its findings")
+    record_event(made.run, "finished", step=200)
+    wait_until(lambda: is_diagnosed(made.run, 1), "the last diagnosis, before the agent asks for it")
+    assert made.events("finding")
     observer.finish(failed=False)
     assert not is_running(observer.pid)
     (raised,) = made.events("finding")
