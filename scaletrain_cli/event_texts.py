@@ -84,10 +84,14 @@ def _attempt_ended(event: Event) -> str:
     )
 
 
+_CAUSES = {"spike": "after a spike ", "nan": "after a NaN or an infinity "}
+
+
 def _rolled_back(event: Event) -> str:
     first, last = event["skip"]
     left_out = f"batches {first} to {last} are skipped"
-    return f"from step {event['from_step']} to step {event['to_step']}; {left_out}"
+    cause = _CAUSES.get(str(event.get("cause")), "")
+    return f"{cause}from step {event['from_step']} to step {event['to_step']}; {left_out}"
 
 
 def _spike(event: Event) -> str:
@@ -165,7 +169,11 @@ def _data_wait(event: Event) -> str:
 def _stragglers(event: Event) -> str:
     if event.get("rank") is None:
         return "no rank is slower than the others"
-    return f"rank {event['rank']} is slower than the others"
+    own, others = event.get("seconds"), event.get("others_seconds")
+    took = ""
+    if isinstance(own, int | float) and isinstance(others, int | float):
+        took = f": {seconds_text(own)} for its own work in a step, the others {seconds_text(others)}"
+    return f"rank {event['rank']} is slower than the others{took}"
 
 
 def _finding(event: Event) -> str:

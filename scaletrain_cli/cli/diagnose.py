@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
-def command(run: RunName, as_json: AsJson = False) -> None:
+def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     """Diagnose how a run trains: its loss, learning rate, gradients, data, speed, memory and checkpoints.
 
     Reads the run directory only, while the run trains or after its end. Each finding has its evidence, its likely
     causes and the line of the spec to change. `scaletrain explain` tells why a run waits or has ended.
     """
     from scaletrain_cli.diagnosis.checks import diagnose_run
-    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.rundir.record import read_record
 
-    found = find_run(run)
+    found = find_run_or_newest(run)
     diagnosis = diagnose_run(found, read_record(found))
     if as_json:
         from scaletrain_cli.ui.json import print_json

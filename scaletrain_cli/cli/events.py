@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _ASK_EVERY_SECONDS = 3.0
 
 
 def command(
-    run: RunName,
+    run: RunOrNewest = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new events until the run has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -29,12 +29,12 @@ def command(
     With --json the events are those of events.jsonl; with --follow, one JSON object per line.
     """
     from scaletrain_cli.rundir.journal import read_events
-    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.json import print_json
 
-    found = find_run(run)
+    found = find_run_or_newest(run)
     read_record(found)
     show = _stream if as_json else _show
     if not follow:

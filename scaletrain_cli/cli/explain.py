@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
-def command(run: RunName, as_json: AsJson = False) -> None:
+def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     """Explain why a run is pending, or why its last attempt ended: the evidence, then what to do.
 
     Reads the run directory and queries the scheduler; also works if the scheduler has forgotten the job or does not
     answer.
     """
     from scaletrain_cli.launch.explain import explain
-    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.paths import find_run_or_newest
 
-    explanation = explain(find_run(run))
+    explanation = explain(find_run_or_newest(run))
     if as_json:
         from scaletrain_cli.ui.json import print_json
 

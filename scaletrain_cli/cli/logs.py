@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
@@ -23,7 +23,7 @@ _LOOK_EVERY_SECONDS = 0.2
 
 
 def command(
-    run: RunName,
+    run: RunOrNewest = None,
     attempt: Annotated[
         int | None, typer.Option("--attempt", metavar="N", min=1, help="Attempt to show (default: the last).")
     ] = None,
@@ -57,14 +57,14 @@ def command(
         log_files,
         read_logs,
     )
-    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.json import print_json
 
     def shown(lines: list[LogLine]) -> list[LogLine]:
         return [line for line in lines if everything or as_json or is_for_people(line.text)]
 
-    found = find_run(run)
+    found = find_run_or_newest(run)
     with fetched_logs(found, follow=follow) as trouble:
         if trouble:
             warn(f"{trouble} Showing the lines fetched before.")

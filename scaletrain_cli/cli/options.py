@@ -150,6 +150,15 @@ RunName = Annotated[
         autocompletion=complete_run,
     ),
 ]
+RunOrNewest = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Run id, unique prefix of a run id, or run directory (default: the newest run).",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
+]
 TrustOwner = Annotated[
     bool,
     typer.Option(

@@ -71,9 +71,10 @@ def command(
         raise UsageError("--scheduler requires --cluster.")
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.launch.view import read_view
+    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 
-    found = find_run_or_sweep(run) if run is not None else _newest()
+    found = find_run_or_newest(None) if run is None else find_run_or_sweep(run)
     if isinstance(found, Sweep):
         raise typer.Exit(_show_sweep(found, None if wait is None else seconds_of("--wait", wait), as_json))
     if wait is None:
@@ -146,15 +147,6 @@ def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:
                 return status, _TIMED_OUT
             line.update(status)
             time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-
-
-def _newest() -> RunDir:
-    from scaletrain_cli.rundir.paths import list_runs, runs_root
-
-    runs = list_runs()
-    if not runs:
-        raise UsageError(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
-    return max(runs, key=lambda run: run.record.stat().st_mtime)
 
 
 _POLL_SECONDS_PER_RUN = 0.2  # of a large sweep: each run is one query to the controller

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _LINE_SECONDS = 10.0  # between two lines of a run that only trains
 
 
 def command(
-    run: RunName,
+    run: RunOrNewest = None,
     once: Annotated[bool, typer.Option("--once", help="Print the overview once and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,10 +30,10 @@ def command(
     TERM=dumb, it prints a line when something changes, until the run has ended. With --json it prints the answer of
     `scaletrain status --json` as one line per change; with --once one answer.
     """
-    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.ui.watch.terminal import is_capable
 
-    found = find_run(run)
+    found = find_run_or_newest(run)
     if once:
         _show_once(found, as_json)
     elif as_json:

@@ -51,6 +51,9 @@ def overfitting(case: Case) -> Iterator[Finding]:
     then = _training_at(case, validations[best].step)
     if then is None or curve.now >= then - curve.noise:
         return
+    epochs = case.epochs_at(validations[-1].step)
+    if epochs is not None and epochs <= 1 and any(validation_above_training(case)):
+        return  # nothing can have been memorized: the validation data are others
     evidence = {
         "best": losses[best],
         "best_step": validations[best].step,

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
@@ -146,6 +146,15 @@ class Member:
 
 
 @dataclass(frozen=True)
+class BestRun:
+    """The run with the lowest value of ``measure``: validation_loss, or loss where not all runs are validated."""
+
+    run_id: str
+    measure: str
+    value: float
+
+
+@dataclass(frozen=True)
 class SweepStatus:
     """The status of all existing runs of a sweep, in order."""
 
@@ -162,10 +171,22 @@ class SweepStatus:
         """Return ``2 queued, 1 running``."""
         return ", ".join(f"{count} {state}" for state, count in self.states.items())
 
+    @property
+    def best(self) -> BestRun | None:
+        """The best of the finished runs, if there are several; None where they measure no common loss."""
+        finished = [each for member in self.members if (each := member.status) is not None and each.state == "finished"]
+        for measure in ("validation_loss", "loss"):
+            values = {status.run_id: getattr(status, measure) for status in finished}
+            if len(values) > 1 and None not in values.values():
+                run_id = min(values, key=values.__getitem__)
+                return BestRun(run_id, measure, values[run_id])
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """Return the stable JSON object."""
         head = {"schema": "scaletrain.sweep-status/v1", "sweep": self.sweep.name, "points": self.sweep.points}
-        return head | {"states": self.states, "runs": [member.to_json() for member in self.members]}
+        best = None if self.best is None else asdict(self.best)
+        return head | {"states": self.states, "best": best, "runs": [member.to_json() for member in self.members]}
 
 
 @dataclass(frozen=True)

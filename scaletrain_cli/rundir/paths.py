@@ -118,6 +118,16 @@ class RunDir:
                 number += 1
 
 
+def find_run_or_newest(name: str | None) -> RunDir:
+    """Return the run that find_run() finds, or without a name the one that was made last. Raises UsageError."""
+    if name is not None:
+        return find_run(name)
+    runs = list_runs()
+    if not runs:
+        raise UsageError(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
+    return max(runs, key=lambda run: run.record.stat().st_mtime)
+
+
 def find_run(name: str) -> RunDir:
     """Return the run with this id, unique prefix or directory. Raises UsageError."""
     # os.path, unlike Path, returns False for a name that no file can have.

@@ -37,6 +37,17 @@ from scaletrain_cli.ui.diagnosis import finding_lines
 from scaletrain_cli.ui.hardware import gpu_text, rank_memory_text
 
 _MOST_NODES = 8
+# Names of events of the guard, where another plural or another word is usual.
+_GUARD_NAMES = {
+    "rolled-back": ("rollback",),
+    "loss-scale-collapsed": ("collapsed loss scale",),
+    "dead-gradients": ("time without gradients", "times without gradients"),
+    "flat-loss": ("flat loss", "flat losses"),
+    "stopped-early": ("early stop",),
+    "stragglers": ("slow rank",),
+    "data-wait": ("wait for data", "waits for data"),
+    "node-agent-stopped": ("stopped node agent",),
+}
 STYLES = {
     "finished": "bold green",
     "running": "bold cyan",
@@ -98,8 +109,8 @@ def show_status(
     if status.last_checkpoint_step is not None:
         lost = f"; {lost_text(status)}" if status.attempt > 1 or status.steps_lost_total else ""
         table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step:,}{lost}"))
-    if guard_events:
-        table.add_row("  guard", escaped_text(guard_text(guard_events)))
+    if guarded := guard_text(guard_events):
+        table.add_row("  guard", escaped_text(guarded))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
     waits_again = status.job.state == "queued" and status.attempt > 0  # `why` is then the end of the last attempt
     nodes = f" on {listed(status.nodes, _MOST_NODES)}" if status.nodes and not waits_again else ""
@@ -148,10 +159,16 @@ def step_text(figures: RunFigures) -> str:
 
 
 def guard_text(events: Sequence[Event]) -> str:
-    """Return ``2 rolled-back, 1 spike; last: ...``: how many events of each name, and the text of the last one."""
-    names = [str(event.get("event")) for event in events]
-    counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
-    return f"{counts}; last: {event_sentence(events[-1])}"
+    """Return ``2 rollbacks, 1 spike; last: ...``: how many events of each kind, and the text of the last one.
+
+    Empty without any. That a rank is slow no more is no event of its own.
+    """
+    kept = [event for event in events if event.get("event") != "stragglers" or event.get("rank") is not None]
+    if not kept:
+        return ""
+    names = [str(event.get("event")) for event in kept]
+    counts = [counted(names.count(name), *_GUARD_NAMES.get(name, (name,))) for name in dict.fromkeys(names)]
+    return f"{', '.join(counts)}; last: {event_sentence(kept[-1])}"
 
 
 def cost_text(figures: RunFigures) -> str:
@@ -276,3 +293,6 @@ def show_sweep(status_of_all: SweepStatus) -> None:
             escaped_text(measures_text(status)) if measured else escaped_text(status.why, "dim"),
         )
     show(console, table)
+    if (best := status_of_all.best) is not None:
+        what = f"  lowest {best.measure.replace('_', ' ')} {best.value:.4f}: "
+        line(console, Text.assemble((what, "dim"), plain(best.run_id)))

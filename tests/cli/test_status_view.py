@@ -13,7 +13,7 @@ from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.journal import append_lines
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.ui.status import goodput_text, memory_text, show_status
+from scaletrain_cli.ui.status import goodput_text, guard_text, memory_text, show_status
 from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import living_process, prepare
 
@@ -91,3 +91,14 @@ def test_the_list_shows_the_time_that_is_left_as_status_does(monkeypatch: pytest
     assert "1 min 40 s" in shown
     assert " left " in shown.splitlines()[0]
     assert " left " not in only_over.splitlines()[0]
+
+
+def test_guard_text_counts_events_by_kind_and_does_not_count_what_is_over() -> None:
+    back = {"event": "rolled-back", "from_step": 20, "to_step": 10, "skip": [18, 20], "cause": "nan"}
+    slow = {"event": "stragglers", "rank": 1, "seconds": 0.06, "others_seconds": 0.003}
+    over = {"event": "stragglers", "rank": None}
+    text = "2 rollbacks, 1 slow rank; last: rank 1 is slower than the others: 60.0 ms for its own work in a step"
+    assert guard_text([back, slow, over]).startswith("1 rollback, 1 slow rank")
+    assert guard_text([back, back, slow, over]).startswith(text)
+    assert guard_text([over]) == guard_text([]) == ""
+    assert "last: after a NaN or an infinity from step 20 to step 10; batches 18 to 20" in guard_text([over, back])

@@ -247,6 +247,10 @@ ILL: dict[str, tuple[Case, str]] = {
         "loss-falls-at-resume",
     ),
     "other validation data": (case(validations=(8.5, 8.2, 8.0)), "validation-far-above"),
+    "other validation data in the first epoch": (
+        on_text(text_of(10**9), validations=(8.0, 8.4, 8.8, 9.2, 9.6)),
+        "validation-far-above",
+    ),
     "underfitting": (
         on_text(text_of(10**9), loss=stands(6.0), validations=(6.05, 6.02, 6.0, 6.0, 6.0)),
         "underfitting",

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.sweep import (
     sweep_status,
 )
 from scaletrain_cli.reasons import recorded
+from scaletrain_cli.rundir.journal import append_line
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
@@ -137,3 +138,18 @@ def test_force_is_refused_for_a_sweep_on_a_back_end_without_it(runs: list[MadeRu
         in scaletrain("cancel", "s", "--yes", "--force").err
     )
     assert queue.cancelled == []
+
+
+def test_the_best_of_the_finished_runs_is_named(runs: list[MadeRun]) -> None:
+    for made, loss in zip(runs, (3.0, 2.0, 1.0), strict=False):
+        append_line(made.run.metrics, {"step": 1, "loss": loss, "validation_loss": loss + 1})
+    end(runs[0], 0, "done")
+    assert sweep_status(find_sweep("s")).best is None, "one run has no other to be compared with"
+    end(runs[1], 0, "done")
+    end(runs[2], 1, "crash")
+    found = sweep_status(find_sweep("s"))
+    assert found.to_json()["best"] == {"run_id": "s-2", "measure": "validation_loss", "value": 3.0}
+    assert "lowest validation loss 3.0000: s-2" in scaletrain("status", "s").out
+    append_line(runs[0].run.metrics, {"step": 2, "loss": 1.5})
+    end(runs[3], 0, "done")  # which has measured nothing
+    assert sweep_status(find_sweep("s")).best is None

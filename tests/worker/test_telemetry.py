@@ -144,7 +144,7 @@ def test_a_closed_or_missing_pipe_is_no_error(pipe: tuple[int, int]) -> None:
 def test_steps_of_a_program_take_from_one_beat_to_the_next_without_other_phases(pipe: tuple[int, int]) -> None:
     telemetry, wall = sender(pipe[1])
     clock = Clock()
-    times = StepTimes(telemetry, memory=lambda: {"memory_bytes": 5e9}, clock=clock)
+    times = StepTimes(telemetry, interval_seconds=1.5, memory=lambda: {"memory_bytes": 5e9}, clock=clock)
     heartbeat = Heartbeat(clock=clock)
     heartbeat.observer = times.beat
     # (step, phase, seconds until the next beat, of which it waits for data)

@@ -32,6 +32,7 @@ def test_a_process_raises_what_a_program_of_the_user_logs_and_ends_when_asked(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     made = make_run("code.command=[python, train.py]", run_id=f"observed-{tmp_path.name}")
+    made.run.attempt(1).mkdir(parents=True)
     observer = Observer(made.run, 1, start_seconds=0.0)
     observer.start_if_due()
     assert observer.pid is None  # nothing is measured yet
