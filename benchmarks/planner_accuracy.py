@@ -2,7 +2,8 @@
 
 Reads tables of runs (CSV) from the directory of ``--truth`` or of the variable SCALETRAIN_PLANNER_TRUTH. The planner
 gets each run's model, machines and layout, never a measured value. A missing file, or a row that no run spec describes,
-is skipped, and the output says why.
+is skipped, and the output says why. ``--write`` writes the measured errors to the planner's catalogue, from which the
+ranges of plans follow, and the tables of README.md and docs/planner.md; it needs every file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from planner_truth import deepspeed_runs, left_out, report
-from planner_truth.evaluation import judge, score
+from planner_truth import deepspeed_runs, left_out, ranges, report
+from planner_truth.evaluation import Score, judge, score
 from planner_truth.sets import SETS
 
 VARIABLE = "SCALETRAIN_PLANNER_TRUTH"
+ROOT = Path(__file__).resolve().parents[1]
+ERRORS = ROOT / "scaletrain_cli" / "plan" / "catalogue" / "errors.json"
+DOCUMENTED = (ROOT / "README.md", ROOT / "docs" / "planner.md")
 
 
 def main() -> int:
@@ -31,6 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--leave-one-out", action="store_true", help="refit DeepSpeed's constants without each of its sources in turn"
     )
+    parser.add_argument("--write", action="store_true", help=f"write {ERRORS.relative_to(ROOT)} from these runs")
     parser.add_argument("--framework", help="model every run under this framework's habits instead of its own")
     options = parser.parse_args()
     for name in [*(options.set or []), *(options.rows or [])]:
@@ -53,14 +59,34 @@ def main() -> int:
     chosen = [truth_set for truth_set in SETS if truth_set.name in wanted]
     outcomes = {table: judge(table, directory, options.framework) for table in dict.fromkeys(s.table for s in chosen)}
     scores = [score(truth_set, outcomes[truth_set.table]) for truth_set in chosen]
+    if options.write:
+        missing = [table.file for table, outcome in outcomes.items() if outcome.missing]
+        if missing or options.set or options.rows or options.framework:
+            parser.error(f"--write needs every table, as they are{': missing ' if missing else ''}{', '.join(missing)}")
+        write(ranges.error_file(outcomes), scores)
     if options.json:
         print(json.dumps(report.to_json(scores, outcomes, with_rows=bool(options.rows)), indent=2))
         return 0
     for found in scores:
         if found.truth_set.name in (options.rows or []):
             print(f"== {found.truth_set.title}", *report.rows(found), "", sep="\n")
-    print(*report.lines(scores, outcomes), sep="\n")
+    print(*report.lines(scores, outcomes), *ranges.lines(outcomes), sep="\n")
     return 0
+
+
+def write(errors: dict[str, Any], scores: list[Score]) -> None:
+    """Write the measured errors to the catalogue, and the tables between the markers of the documentation."""
+    ERRORS.write_text(json.dumps(errors, indent=1) + "\n", encoding="utf-8")
+    tables = {"accuracy": report.markdown(scores), "ranges": ranges.markdown(errors)}
+    for page in DOCUMENTED:
+        text = page.read_text(encoding="utf-8")
+        for name, lines in tables.items():
+            begin, end = f"<!-- {name}: {ranges.COMMAND} -->\n", f"<!-- end of {name} -->"
+            if begin in text:
+                head, rest = text.split(begin)
+                text = head + begin + "\n".join(lines) + "\n" + rest[rest.index(end) :]
+        page.write_text(text, encoding="utf-8")
+    print(f"wrote {ERRORS}", *DOCUMENTED, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Measure the planner's CPU time and memory: one layout, and searches over 16,384 GPUs with every axis on auto.
+"""Measure the planner's CPU time and memory: one layout, searches over 16,384 GPUs with every axis on auto, and the
+choice of a cluster of up to 16,384 GPUs.
 
 Each row runs three times in a process of its own; only the arithmetic is timed, after the imports.
 """
@@ -27,61 +28,72 @@ EVERYTHING = (
     "layout.context_parallel=auto",
     "layout.offload=auto",
 )
+DENSE = ("model.preset=llama-405b", "training.global_batch_size=2048", "model.seq_len=8192")
+EXPERTS = ("model.preset=deepseek-v3", "training.global_batch_size=16384", "model.seq_len=4096")
 CASES = {
     "70B on 128 GPUs, given layout": GIVEN,
     "70B on 128 GPUs, as the engine runs it": (),
-    "405B on 16,384 GPUs, every axis": (
-        "model.preset=llama-405b",
-        "training.global_batch_size=2048",
-        "model.seq_len=8192",
-        *EVERYTHING,
-    ),
-    "256 experts on 16,384 GPUs, every axis": (
-        "model.preset=deepseek-v3",
-        "training.global_batch_size=16384",
-        "model.seq_len=4096",
-        *EVERYTHING,
-    ),
+    "405B on 16,384 GPUs, every axis": (*DENSE, *EVERYTHING),
+    "256 experts on 16,384 GPUs, every axis": (*EXPERTS, *EVERYTHING),
+}
+# The choice of a cluster within 16,384 GPUs: overrides, and the objective with a deadline in days.
+CHOICES = {
+    f"{model}, up to 16,384 GPUs: {wanted}": ((*overrides, *EVERYTHING), (objective, days))
+    for model, overrides in {"405B": DENSE, "256 experts": EXPERTS}.items()
+    for wanted, objective, days in (
+        ("cheapest", "cost", 0),
+        ("fastest", "time", 0),
+        ("fewest, 60 days", "gpus", 60),
+        ("cheapest, 60 days", "cost", 60),
+    )
 }
 
 
-def measure(overrides: tuple[str, ...]) -> tuple[float, float, int]:
-    """Return the CPU seconds of a first and a second plan, and the peak memory of the process in bytes."""
-    arguments = [sys.executable, __file__, "--one", *overrides]
+def measure(overrides: tuple[str, ...], choice: tuple[str, int] = ("", 0)) -> tuple[float, float, int]:
+    """Return the CPU seconds of a first and a second plan, and the peak memory of the process in bytes.
+
+    ``choice``: objective and deadline in days of a choice of the cluster; empty for a plan on the spec's.
+    """
+    arguments = [sys.executable, __file__, "--one", choice[0], str(choice[1]), *overrides]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
     first, again, memory = json.loads(done.stdout)
     return first, again, memory
 
 
-def plan_one(overrides: list[str]) -> None:
-    """Plan once and print the measurements; the process of a row runs this."""
+def plan_one(objective: str, days: float, overrides: list[str]) -> None:
+    """Plan twice and print the measurements; the process of a row runs this."""
     import resource
     import time
 
     from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.plan.search.sizing import size_cluster
     from scaletrain_cli.spec import load_spec
 
     spec = load_spec(Path(RECIPE), overrides)
     taken = []
     for _ in range(2):
         before = time.process_time()
-        make_plan(spec)
+        if objective:
+            size_cluster(spec, objective, deadline_seconds=days * 86400 or None)
+        else:
+            make_plan(spec)
         taken.append(time.process_time() - before)
     print(json.dumps([*taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 
 
 def main() -> None:
     """Print the table."""
-    print(f"{'plan':<42}{'CPU ms, least':>14}{'most':>8}{'again':>8}{'peak MB':>9}")
-    for name, overrides in CASES.items():
-        rows = [measure(overrides) for _ in range(RUNS)]
+    print(f"{'plan':<50}{'CPU ms, least':>14}{'most':>8}{'again':>8}{'peak MB':>9}")
+    every = {name: (overrides, ("", 0)) for name, overrides in CASES.items()} | CHOICES
+    for name, (overrides, choice) in every.items():
+        rows = [measure(overrides, choice) for _ in range(RUNS)]
         firsts, agains = [row[0] for row in rows], [row[1] for row in rows]
         memory = max(row[2] for row in rows) / 1e6
-        print(f"{name:<42}{min(firsts) * 1e3:>14.1f}{max(firsts) * 1e3:>8.1f}{min(agains) * 1e3:>8.1f}{memory:>9.0f}")
+        print(f"{name:<50}{min(firsts) * 1e3:>14.1f}{max(firsts) * 1e3:>8.1f}{min(agains) * 1e3:>8.1f}{memory:>9.0f}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        plan_one(sys.argv[2:])
+        plan_one(sys.argv[2], float(sys.argv[3]), sys.argv[4:])
     else:
         main()

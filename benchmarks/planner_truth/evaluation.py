@@ -14,7 +14,7 @@ from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-from scaletrain_cli.plan.result import Memory
+from scaletrain_cli.plan.result import Memory, Time
 from scaletrain_cli.plan.search.layout_search import evaluate
 from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.spec import RunSpec
@@ -28,9 +28,19 @@ class Judged:
     panel: str
     case: Case
     measured: Measured
-    step_seconds: float
+    time: Time
     memory: Memory
     refused: bool  # the spec contradicts itself or its framework would not start, so there would be no plan
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the predicted seconds per step."""
+        return self.time.step
+
+    @property
+    def expected_seconds(self) -> float:
+        """Return the mean seconds per step over runs that stall and runs that do not, by which layouts are chosen."""
+        return self.time.expected
 
     @property
     def runs(self) -> bool:
@@ -107,7 +117,7 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
     if measured.mfu is None and measured.step_seconds:
         measured = replace(measured, mfu=predicted.time.mfu * predicted.time.step / measured.step_seconds)
     refused = any(case.spec.inconsistencies()) or bool(division_problems(case.spec, resolve_axes(case.spec)))
-    return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory, refused)
+    return Judged(row, table.panel(row.inputs), case, measured, predicted.time, predicted.memory, refused)
 
 
 def _under(spec: RunSpec, framework: str) -> RunSpec:
@@ -148,7 +158,7 @@ def _times(row: Judged) -> tuple[float, float]:
 
 
 def _panels(rows: Sequence[Judged]) -> list[list[Run]]:
-    return [[Run(*_times(row), row.runs) for row in panel] for panel in _by_panel(rows).values()]
+    return [[Run(*_times(row), row.runs, row.expected_seconds) for row in panel] for panel in _by_panel(rows).values()]
 
 
 def _by_panel(rows: Sequence[Judged]) -> dict[str, list[Judged]]:
@@ -166,7 +176,7 @@ def _picks(rows: Sequence[Judged]) -> tuple[Pick, ...]:
         fitting = [run for run in runs if run.runs]
         if len(times) < 2 or not fitting:
             continue
-        pick = min(fitting, key=lambda run: run.step_seconds)
+        pick = min(fitting, key=lambda run: run.expected_seconds)
         seconds = pick.measured.step_seconds
         found.append(Pick(panel, pick.row.row_id, seconds / min(times) - 1 if seconds else None))
     return tuple(found)

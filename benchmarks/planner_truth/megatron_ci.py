@@ -189,4 +189,6 @@ TABLE = Table(
     build=build,
     measure=measure,
     panel=lambda row: f"{row['case']} {row['gpu']}",
+    source=lambda row: "Megatron-LM's tests",
+    usual_kernels=False,  # deterministic ones (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0), and norms logged in each step
 )

@@ -133,4 +133,5 @@ TABLE = Table(
     build=build,
     measure=measure,
     panel=lambda row: f"{row['benchmark']} {row['accelerator']} {row['n_gpus']}",
+    source=lambda row: "" if "lora" in row["benchmark"] else f"MLPerf {row['benchmark']}",  # planned as full
 )

@@ -72,4 +72,5 @@ TABLE = Table(
     build=build,
     measure=measure,
     panel=lambda row: f"{row['model']} on {row['n_nodes']} nodes",
+    source=lambda row: f"nanotron {row['model']} on {row['n_nodes']} nodes",
 )

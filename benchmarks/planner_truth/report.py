@@ -62,6 +62,42 @@ def _score_lines(score: Score) -> Iterator[str]:
         yield f"{title}{0:>5}  no rows{'':>24}{beside}"
 
 
+_MARKDOWN_HEAD = (
+    "| published runs | n | mean error | 90 % of the runs | best other tool |",
+    "|---|---|---|---|---|",
+)
+
+
+def markdown(scores: list[Score]) -> Iterator[str]:
+    """Yield the table of all sets for the documentation, as lines of Markdown."""
+    yield from _MARKDOWN_HEAD
+    for score in scores:
+        chosen = score.truth_set
+        for name, n, error, most in _cells(score):
+            yield f"| {name} | {n} | {error} | {most} | {'' if chosen.peer == 'none known' else chosen.peer} |"
+        for name, part in getattr(score, "parts", ()):
+            yield f"| – {name} | {part.n} | {_percent(part.mape)} | {_percent(part.p90)} | |"
+
+
+def _cells(score: Score) -> Iterator[tuple[str, int, str, str]]:
+    """Yield (title, number of runs, mean error, error of nine in ten runs) of a set; none without rows."""
+    title = score.truth_set.title
+    if score.errors:
+        yield title, score.errors.n, _percent(score.errors.mape), _percent(score.errors.p90)
+    elif score.verdicts:
+        v = score.verdicts
+        wrong = f"{_percent(v.false_fits)} false fits, {_percent(v.false_rejections)} false rejections"
+        yield f"{title} or not: right", v.n, _percent(v.accuracy), wrong
+    elif score.ranking:
+        r = score.ranking
+        title = f"{title}: how much slower the chosen layout is than the best, {r.panels} panels"
+        yield title, r.runs, _percent(r.regret), f"worst {_percent(r.regret_worst)}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
 def rows(score: Score) -> Iterator[str]:
     """Yield every row of a set, those with the largest errors first."""
     for judged in sorted(score.rows, key=lambda row: -abs(_error(score, row))):

@@ -55,6 +55,12 @@ class Run(NamedTuple):
     predicted_seconds: float
     measured_seconds: float
     fits: bool = True  # as the planner says
+    expected_seconds: float = 0.0  # predicted, with the chance that the run stalls; 0: as predicted
+
+    @property
+    def preference(self) -> tuple[float, float]:
+        """Return the sort key by which the planner chooses, smallest first."""
+        return self.expected_seconds or self.predicted_seconds, self.measured_seconds
 
 
 def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
@@ -111,13 +117,13 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
 def ranking(panels: Sequence[Sequence[Run]]) -> Ranking | None:
     """Return the ranking over panels of runs that ran; panels with fewer than two runs are ignored.
 
-    The planner chooses the fastest of those that it says fit, and one that it says does not fit only if none does.
+    The planner chooses the one with the least time to expect of those that it says fit; if none does, of all.
     """
     chosen = [panel for panel in panels if len(panel) >= 2]
     if not chosen:
         return None
     taus = [tau for panel in chosen if (tau := kendall_tau([run[:2] for run in panel])) is not None]
-    regrets = [_regret(panel, min(panel, key=lambda run: (not run.fits, run))) for panel in chosen]
+    regrets = [_regret(panel, min(panel, key=lambda run: (not run.fits, run.preference))) for panel in chosen]
     return Ranking(
         len(chosen),
         sum(map(len, chosen)),

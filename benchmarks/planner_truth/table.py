@@ -46,7 +46,9 @@ class Table:
     """The format of one file of measurements: its columns, and the functions that read its rows.
 
     ``build`` sees only ``input_columns``. ``measure`` sees all columns, because a rate needs the batch to become a
-    time. ``panel`` names the runs that compete with each other: same model, same machines.
+    time. ``panel`` names the runs that compete with each other: same model, same machines. ``source`` names who
+    measured a row; empty if the run that was measured is not the one that is planned. ``usual_kernels``: whether times
+    are those of the kernels that a plan counts.
     """
 
     file: str
@@ -55,6 +57,8 @@ class Table:
     build: Callable[[Mapping[str, str]], Case]
     measure: Callable[[Mapping[str, str], Mapping[str, str]], Measured]
     panel: Callable[[Mapping[str, str]], str] = lambda inputs: ""
+    source: Callable[[Mapping[str, str]], str] = lambda inputs: inputs.get("set") or "one"
+    usual_kernels: bool = True
 
     def __post_init__(self) -> None:
         both = self.input_columns & self.truth_columns

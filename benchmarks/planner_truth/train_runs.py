@@ -77,4 +77,5 @@ TABLE = Table(
     build=build,
     measure=measure,
     panel=lambda row: " ".join(row[key] for key in ("set", "model", "gpu", "n_gpus", "seq_len", "gbs_samples")),
+    source=lambda row: row["set"],
 )

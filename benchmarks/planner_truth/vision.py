@@ -173,6 +173,7 @@ TIMM = Table(
     truth_columns=frozenset({"train_step_time_ms", "train_samples_per_s"}),
     build=build_timm,
     measure=measure_timm,
+    source=lambda row: "timm",
 )
 _MLPERF_SECONDS = ("step_time_s_median_logged", "step_time_s_from_throughput", "step_time_s_from_run")
 MLPERF = Table(
@@ -181,6 +182,7 @@ MLPERF = Table(
     truth_columns=frozenset(_MLPERF_SECONDS),
     build=build_mlperf,
     measure=measure_mlperf,
+    source=lambda row: "MLPerf resnet",
 )
 DLE = Table(
     file="cnn_bert_multi_gpu_nvidia_dle.csv",
@@ -188,4 +190,5 @@ DLE = Table(
     truth_columns=frozenset({"value"}),
     build=build_dle,
     measure=measure_dle,
+    source=lambda row: "NVIDIA examples",
 )

@@ -65,4 +65,5 @@ TABLE = Table(
     build=build,
     measure=measure,
     panel=lambda row: " ".join(row[key] for key in ("split", "layers", "hidden", "n_gpus", "gbs_samples")),
+    source=lambda row: f"vTrain {row['split']}",
 )

@@ -8,7 +8,8 @@ Read planning.py first: ``make_plan`` calls the parts in this order.
 * architecture.py and stages.py: parameters and FLOPs of a transformer, and of one rank of a pipeline stage.
 * memory/: bytes of a rank; the entry is device_memory.plan_memory. speed/: seconds of a step; the entry is
   step_time.plan_time. vision/ has both for vision networks.
-* catalogue/: accelerators, networks, prices and published recipes, as data with sources.
+* catalogue/: accelerators, networks, prices, published recipes and the planner's measured errors, as data with sources.
+* ranges.py: 10th to 90th percentiles of a plan's figures; calibration.py: the user's own measurements.
 * reliability/: checkpoints, goodput, cost, spot traces. advice/: warnings, checks of the recipe, explanations.
 * result.py: the data of a plan, and its JSON.
 

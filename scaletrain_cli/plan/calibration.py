@@ -128,6 +128,7 @@ def calibrated(time: Time, calibration: Calibration, *, nodes: int) -> Time:
         samples_per_second=time.samples_per_second / slower,
         mfu=time.mfu / slower,
         hfu=time.hfu / slower,
+        stall_seconds=network * time.stall_seconds,
         by_stage=tuple(StageTime(factor * each.forward, factor * each.backward) for each in time.by_stage),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,11 @@ from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibr
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.parameters import check_what_trains, trains_everything
+from scaletrain_cli.plan.ranges import plan_ranges
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import Calibration, RunPlan
+from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
 from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search.layouts import division_problems
@@ -62,6 +65,23 @@ def plan_or_raise(spec: RunSpec, measurements: Measurements | None = None, *, co
 
     ``compared=False`` leaves out the alternatives, which takes about half the time and chooses the same layout.
     """
+    plan = plan_within(spec, math.inf, measurements, compared=compared)
+    assert plan is not None
+    return plan
+
+
+def plan_within(
+    spec: RunSpec,
+    most_seconds: float,
+    measurements: Measurements | None = None,
+    *,
+    compared: bool = False,
+    bounds: Bounds | None = None,
+) -> RunPlan | None:
+    """Return the same plan as ``plan_or_raise``; None if no layout with a step of ``most_seconds`` at most can fit.
+
+    ``bounds``: lower bounds for the layouts of this spec, which may be known from another number of nodes.
+    """
     _check_family(spec)
     check_adapter(spec)
     check_what_trains(spec)
@@ -71,7 +91,9 @@ def plan_or_raise(spec: RunSpec, measurements: Measurements | None = None, *, co
     all_axes = axes_to_try(spec, counts)
     if not all_axes:
         raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
-    found = search(spec, device, all_axes, counts, compared=compared)
+    found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
+    if found.too_slow:
+        return None
     if found.chosen is None:
         least = evaluate(spec, smallest(found).layout, device)
         raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared, measurements))
@@ -113,6 +135,7 @@ def _assemble(
         others = tuple(replace(each, step_seconds=slower * each.step_seconds) for each in others)
         stages = tuple(replace(each, step_seconds=slower * each.step_seconds) for each in stages)
     durability = plan_durability(spec, chosen.layout, time, device)
+    cost = plan_cost(spec, chosen.layout, time, durability)
     return RunPlan(
         model=size,
         layout=chosen.layout,
@@ -120,7 +143,7 @@ def _assemble(
         time=time,
         network=chosen.network,
         durability=durability,
-        cost=plan_cost(spec, chosen.layout, time, durability),
+        cost=cost,
         alternatives=others,
         rejected=found.rejected,
         considered=found.considered,
@@ -137,6 +160,7 @@ def _assemble(
         sanity=check_recipe(spec, chosen.layout, size, device),
         training_stages=stages,
         calibration=calibration,
+        ranges=plan_ranges(spec, device, chosen.layout, chosen.memory, time, durability, cost, calibration),
     )
 
 

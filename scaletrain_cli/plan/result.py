@@ -128,6 +128,9 @@ class StageTime:
     backward: float
 
 
+LIKELY = 0.5  # a probability above it is more likely than not
+
+
 @dataclass(frozen=True)
 class Time:
     """Seconds per optimizer step, and figures derived from them.
@@ -136,7 +139,9 @@ class Time:
     stage, including recomputation (also in ``recompute``) and waiting for the host. ``to_train``: seconds of all steps
     and of the pass before them that computes the reference of ``reference_pairs`` pairs, ``reference`` seconds.
     ``mfu`` counts the model's FLOPs with unmasked attention (PaLM, arXiv:2204.02311, appendix B), ``hfu`` recomputed
-    FLOPs too. ``by_stage``: the first 64 stages.
+    FLOPs too. ``by_stage``: the first 64 stages. ``stall_probability``: that sends between nodes stall throughout the
+    run (catalogue/networks.json), which adds ``stall_seconds`` to every step; in ``step``, as exposed communication, if
+    it is more likely than not.
     """
 
     step: float
@@ -155,6 +160,18 @@ class Time:
     by_stage: tuple[StageTime, ...] = ()
     reference: float = 0.0
     reference_pairs: int = 0
+    stall_probability: float = 0.0
+    stall_seconds: float = 0.0
+
+    @property
+    def unstalled(self) -> float:
+        """Seconds of a step of a run that does not stall."""
+        return self.step - (self.stall_seconds if self.stall_probability > LIKELY else 0.0)
+
+    @property
+    def expected(self) -> float:
+        """Mean seconds of a step over runs that stall and runs that do not."""
+        return self.unstalled + self.stall_probability * self.stall_seconds
 
 
 @dataclass(frozen=True)
@@ -174,6 +191,51 @@ class Calibration:
     same_workload: bool
     nodes: int
     versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Range:
+    """10th and 90th percentile of a figure, in its unit."""
+
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class MeasuredError:
+    """How far measured runs were from their plans; ``p10`` and ``p90``: measured as a multiple of planned.
+
+    ``calibrated``: whether runs of this framework, regime and hardware were measured. ``basis``: ``published runs`` or
+    ``own runs``, of which ``n`` count, from ``sources``. ``measured_hardware``: the architecture of these GPUs if they
+    are all of one; empty if not enough runs are on the planned one, so that all count. ``date``: of the comparison.
+    """
+
+    calibrated: bool
+    framework: str
+    regime: str
+    hardware: str
+    basis: str = ""
+    measured_hardware: str = ""
+    p10: float = 1.0
+    p90: float = 1.0
+    n: int = 0
+    sources: tuple[str, ...] = ()
+    date: str = ""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """10th to 90th percentiles of a plan's figures; None where they are not calibrated, or the plan has no figure."""
+
+    time: MeasuredError
+    memory: MeasuredError
+    step_seconds: Range | None = None
+    to_train_seconds: Range | None = None
+    wall_seconds: Range | None = None
+    on_demand_usd: Range | None = None
+    spot_usd: Range | None = None
+    expected_usd: Range | None = None
+    peak_bytes: Range | None = None
 
 
 @dataclass(frozen=True)
@@ -297,7 +359,7 @@ class RunPlan:
     ``considered``: the number of layouts that the spec allows. ``alternatives``: the best of those that were sized.
     ``rejected``: counts by reason of the layouts that were not chosen, and of excluded degrees. ``training_stages``:
     empty if all steps train the same parameters; otherwise memory is that of the fullest, time the mean over the steps.
-    ``calibration``: None if times are the planner's own.
+    ``calibration``: None if times are the planner's own. ``ranges``: None in plans of earlier versions.
     """
 
     model: ModelSize
@@ -315,6 +377,7 @@ class RunPlan:
     sanity: tuple[Sanity, ...] = ()
     training_stages: tuple[TrainingStage, ...] = ()
     calibration: Calibration | None = None
+    ranges: Ranges | None = None
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:

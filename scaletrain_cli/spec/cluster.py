@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Discriminator,
     Field,
     PlainValidator,
@@ -26,6 +27,7 @@ from scaletrain_cli.spec.quantities import (
     PositiveSeconds,
     Seconds,
     Text,
+    not_a_switch,
     or_word,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, OpenSection, Section, plugin_broken, used_when, where
@@ -47,6 +49,9 @@ Price = Annotated[
 ]
 
 
+LatencySeconds = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
+
+
 class AcceleratorSpec(Section):
     """An accelerator that is not in the catalogue. Rates are dense, per device; bandwidths per direction."""
 
@@ -62,6 +67,29 @@ class AcceleratorSpec(Section):
     host_bandwidth: BytesPerSecond | None = Field(
         default=None, description="between host and device; null: that of PCIe 4.0 x16"
     )
+
+
+Share = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)]
+
+
+class EfficiencySpec(Section):
+    """Shares of the device's rates that large kernels reach in a long run; null: those of the planner's catalogue."""
+
+    matmul: Share | None = Field(default=None, description="of the peak FLOP/s of the precision: matrix products")
+    attention: Share | None = Field(default=None, description="the same: the forward pass of fused attention")
+    memory: Share | None = Field(default=None, description="of the memory bandwidth: memory-bound kernels")
+
+
+class NetworkFigures(Section):
+    """Measured figures of the links between nodes; null: those of ``cluster.network`` in the planner's catalogue."""
+
+    all_reduce: Share | None = Field(
+        default=None, description="bus bandwidth of an all-reduce over all nodes, as a share of inter_node_bandwidth"
+    )
+    all_gather: Share | None = Field(default=None, description="the same for all-gather and reduce-scatter")
+    point_to_point: Share | None = Field(default=None, description="the same for a send between two GPUs")
+    latency: LatencySeconds | None = Field(default=None, description="that one more node adds to a collective")
+    message_latency: LatencySeconds | None = Field(default=None, description="of one message between two nodes")
 
 
 def _name_or_table(value: Any) -> str | None:
@@ -117,10 +145,12 @@ class ClusterSpec(OpenSection):
     intra_node_bandwidth: AutoBytesPerSecond = "auto"
     network: Text | None = Field(default=None, description="between nodes: a name in the network catalogue")
     inter_node_bandwidth: AutoBytesPerSecond = "auto"
+    network_figures: NetworkFigures = LEFT_OUT
     network_oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     host_bandwidth: AutoBytesPerSecond = "auto"
     storage_bandwidth: AutoBytesPerSecond = "auto"
     nvme_bandwidth: AutoBytesPerSecond = "auto"
+    efficiency: EfficiencySpec = LEFT_OUT
     spot: bool = False
     mean_time_between_interruptions: PositiveSeconds | None = None
     per_node_mtbf: Annotated[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -14,6 +15,8 @@ from scaletrain_cli.plan.result import (
     Durability,
     Layout,
     Market,
+    MeasuredError,
+    Range,
     Rejection,
     RunPlan,
     Sanity,
@@ -184,10 +187,12 @@ def cost_view(plan: RunPlan) -> RenderableType:
     if not known:
         return escaped_text(cost_text(plan))
     table = Table.grid(padding=(0, 2, 0, 0))
-    for justify in ("left", "right", "left", "left"):
+    ranges = plan.ranges
+    spans = {"on demand": ranges.on_demand_usd, "spot": ranges.spot_usd} if ranges else {}
+    for justify in ("left", "right", *(("left",) if any(spans.values()) else ()), "left", "left"):
         table.add_column(justify=justify, no_wrap=True)
     for name, market in known.items():
-        table.add_row(name, *_market(market))
+        table.add_row(name, *_market(market, spans, name))
     sources = [escaped_text(f"{name}: {market.price_source}", "dim") for name, market in known.items()]
     return Group(table, *sources)
 
@@ -200,7 +205,9 @@ def cost_text(plan: RunPlan) -> str:
     price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU and hour ({cost.price_source})"
     if cost.expected_usd is None:
         return f"never finishes: interruptions arrive faster than a restart takes; {price}"
-    return f"{dollars_text(cost.expected_usd)} expected with interruptions; {price}"
+    span = plan.ranges and plan.ranges.expected_usd
+    likely = f" ({span_text(span, dollars_text)})" if span else ""
+    return f"{dollars_text(cost.expected_usd)}{likely} expected with interruptions; {price}"
 
 
 def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
@@ -232,8 +239,13 @@ def _interruptions(durability: Durability) -> str:
     return f"{count} interruptions expected, {each}; {goodput}, {seconds_text(durability.wall_seconds)} in all"
 
 
-def _market(market: Market) -> Iterator[Text]:
-    yield escaped_text("never finishes" if market.usd is None else dollars_text(market.usd), "bold")
+def _market(market: Market, spans: Mapping[str, Range | None], name: str) -> Iterator[Text]:
+    """Yield the cells of a market: dollars, their range if some market has one, time and price."""
+    span = spans.get(name)
+    usd = None if market.usd is None else market.usd if span is None else _two_figures(market.usd)
+    yield escaped_text("never finishes" if usd is None else dollars_text(usd), "bold")
+    if any(spans.values()):
+        yield escaped_text("" if span is None else f"({span_text(span, dollars_text)})")
     yield escaped_text("" if market.wall_seconds is None else seconds_text(market.wall_seconds))
     assert market.price_per_gpu_hour is not None
     yield escaped_text(f"{dollars_text(market.price_per_gpu_hour)} per GPU and hour")
@@ -264,21 +276,71 @@ def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
     """Return the rows for layout, memory and time, each of one or two lines."""
     return [
         ("Layout", layout_view(plan.layout, spec.samples)),
-        ("Memory", memory_total(plan)),
-        ("Time", Group(time_total(spec, plan.time), *calibration_lines(plan), whole_run(spec, plan.time))),
+        ("Memory", Group(memory_total(plan), *memory_range_lines(plan))),
+        ("Time", Group(time_total(spec, plan.time), whole_run(spec, plan.time), *range_lines(plan))),
     ]
 
 
-def calibration_lines(plan: RunPlan) -> list[Text]:
-    """Return the measured range of a step and where it comes from; nothing for times of the planner alone."""
+def range_lines(plan: RunPlan) -> list[Text]:
+    """Return the range of the step and of the whole run with its source; that it is not calibrated if it has none.
+
+    Nothing for plans of earlier versions, which have no ranges.
+    """
     found = plan.calibration
-    if found is None:
+    if found is not None:
+        low, high = (seconds_text(plan.time.step * each / found.factor) for each in (found.low, found.high))
+        day = time.strftime("%Y-%m-%d", time.localtime(found.newest))
+        of = "this layout" if found.same_workload else "similar runs"
+        measured = f"measured: {low} to {high} (p10 to p90), {counted(found.runs, 'run')} of {of}, newest {day}"
+        return [escaped_text(f"  {measured}; the planner's own times x {found.factor:.3g}", "dim")]
+    ranges = plan.ranges
+    if ranges is None:
         return []
-    low, high = (seconds_text(plan.time.step * each / found.factor) for each in (found.low, found.high))
-    day = time.strftime("%Y-%m-%d", time.localtime(found.newest))
-    of = "this layout" if found.same_workload else "similar runs"
-    measured = f"measured: {low} to {high} (p10 to p90), {counted(found.runs, 'run')} of {of}, newest {day}"
-    return [escaped_text(f"  {measured}; the planner's own times x {found.factor:.3g}", "dim")]
+    if ranges.step_seconds is None or ranges.to_train_seconds is None:
+        return [escaped_text(f"  {_not_calibrated(ranges.time)}", "dim")]
+    step, whole = (span_text(each, _about_seconds) for each in (ranges.step_seconds, ranges.to_train_seconds))
+    return [escaped_text(f"  p10 to p90: {step} per step, {whole} in all ({_measured_on(ranges.time)})", "dim")]
+
+
+def memory_range_lines(plan: RunPlan) -> list[Text]:
+    """Return the range of the peak memory with its source; that it is not calibrated if it has none."""
+    ranges = plan.ranges
+    if ranges is None:
+        return []
+    if ranges.peak_bytes is None:
+        return [escaped_text(f"  {_not_calibrated(ranges.memory)}", "dim")]
+    span = span_text(ranges.peak_bytes, bytes_text)
+    return [escaped_text(f"  p10 to p90: {span} ({_measured_on(ranges.memory)})", "dim")]
+
+
+def span_text(span: Range, text: Callable[[float], str]) -> str:
+    """Return ``14 s to 18 s``, rounded to the two or three figures that a range is worth."""
+    return f"{text(_two_figures(span.p10))} to {text(_two_figures(span.p90))}"
+
+
+def _two_figures(value: float) -> float:
+    """Return a value rounded to two significant figures, or to three that begin with 1."""
+    if value <= 0:
+        return value
+    size = math.floor(math.log10(value))
+    return round(value, (2 if value < 2 * 10.0**size else 1) - size)
+
+
+def _about_seconds(seconds: float) -> str:
+    """Return a duration in one unit: ``830 ms``, ``14 s``, ``3.2 h``, ``12 d``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 3 * size:
+            return f"{_two_figures(seconds / size):,g} {unit}"
+    return seconds_text(seconds)
+
+
+def _measured_on(error: MeasuredError) -> str:
+    where = error.measured_hardware or "all GPUs"
+    return f"{counted(error.n, 'published run')} of {error.framework}: {error.regime}, {where}"
+
+
+def _not_calibrated(error: MeasuredError) -> str:
+    return f"not calibrated: no published run of {error.framework} was measured with {error.regime} on {error.hardware}"
 
 
 def warning_rows(plan: RunPlan) -> list[Row]:
@@ -327,10 +389,10 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     bar = min(_LONGEST_BAR, console.width - LABEL_WIDTH - PART - AMOUNT - 3)
     unicode = supports_unicode(console)
     yield "Layout", layout_view(plan.layout, spec.samples)
-    yield "Memory", memory_view(plan, bar, unicode)
+    yield "Memory", Group(memory_view(plan, bar, unicode), *memory_range_lines(plan))
     if not plan.memory.fits:
         return  # times and costs of a layout that cannot run would mislead
-    yield "Time", Group(time_view(spec, plan.time, bar, unicode, everything=everything), *calibration_lines(plan))
+    yield "Time", Group(time_view(spec, plan.time, bar, unicode, everything=everything), *range_lines(plan))
     if plan.training_stages:
         yield "Stages", stages_view(plan.training_stages, plan.model.parameters)
     yield "Network", escaped_text(_network(plan))

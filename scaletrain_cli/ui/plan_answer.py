@@ -95,14 +95,19 @@ def _table(considered: Sequence[Considered]) -> Table:
     for row in considered:
         cells = [
             whole_text(row.gpus),
-            "-" if row.seconds is None else seconds_text(row.seconds),
-            "-" if row.dollars is None else dollars_text(row.dollars),
+            _cell(row.seconds, row.least_seconds, seconds_text),
+            _cell(row.dollars, row.least_dollars, dollars_text),
             "-" if row.goodput is None else goodput_text(row.goodput),
             "chosen" if row.chosen else _short(row.why),
         ]
         style = "bold green" if row.chosen else ""
         table.add_row(*(escaped_text(cell, style) for cell in ([row.gpu] if several else []) + cells))
     return table
+
+
+def _cell(value: float | None, least: float | None, text: Callable[[float], str]) -> str:
+    """Return a figure, or the lower bound on it, as text."""
+    return text(value) if value is not None else "-" if least is None else f"≥ {text(least)}"
 
 
 def _short(why: Reason | None) -> str:

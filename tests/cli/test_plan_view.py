@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from scaletrain_cli.plan.result import MeasuredError, Range, Ranges
 from scaletrain_cli.text import (
     binary_bytes_text,
     bytes_text,
@@ -94,6 +96,34 @@ def test_bar_segments_are_adjacent_and_fill_the_bar() -> None:
 )
 def test_numbers_are_formatted_with_units(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_the_ranges_of_a_plan_are_shown_with_their_source() -> None:
+    spec, plan = stored(STORED[1])
+    error = MeasuredError(
+        True, "deepspeed", "several nodes", "hopper", "published runs", "", 0.9, 1.25, 131, ("one", "two"), "2026-11-23"
+    )
+    ranges = Ranges(
+        error,
+        replace(error, measured_hardware="hopper", n=56),
+        step_seconds=Range(12.34, 17.89),
+        to_train_seconds=Range(864_000, 1_123_456),
+        on_demand_usd=Range(12_345, 15_678),
+        peak_bytes=Range(60_000_000_000, 71_234_000_000),
+    )
+
+    def text(ranges: Ranges) -> str:
+        changed = replace(plan, ranges=ranges)
+        return " ".join(printed(lambda console: show_plan(spec, changed, console=console), 120).split())
+
+    shown = text(ranges)
+    assert "p10 to p90: 12.3 s to 17.9 s per step, 10 d to 13 d in all (131 published runs of deepspeed:" in shown
+    assert "p10 to p90: 60.0 GB to 71.0 GB (56 published runs of deepspeed: several nodes, hopper)" in shown
+    assert "($12,300 to $15,700)" in shown
+    unknown = MeasuredError(False, "deepspeed", "offload", "blackwell")
+    said = "not calibrated: no published run of deepspeed was measured with offload on blackwell"
+    assert text(Ranges(unknown, unknown)).count(said) == 2
+    assert "p10 to p90" not in text(Ranges(unknown, unknown))
 
 
 def test_one_further_reason_is_written_in_the_singular() -> None:

@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 from scaletrain_cli.plan.calibration import Measurement, find_calibration, samples_length, workload_text
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.planning import Measurements, make_plan
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.search.cluster_search import on_cluster
+from scaletrain_cli.plan.speed.kernels import rates
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -110,3 +114,41 @@ def test_communication_of_other_nodes_is_as_planned() -> None:
     assert found.time.exposed_communication == pytest.approx(planned)
     assert found.time.step == pytest.approx(1.5 * (plan.time.step - planned) + planned)
     assert "plan.calibrated-other-nodes" in [reason.code for reason in found.assumptions]
+
+
+def test_shares_of_the_spec_replace_those_of_the_catalogue() -> None:
+    """The stated shares are the catalogue's, divided by two: each kind of kernel then takes twice as long."""
+    row = rates(find_accelerator(spec_of("llama-7b").cluster), "bf16")
+    peak = find_accelerator(spec_of("llama-7b").cluster)
+    stated = {
+        "matmul": row.matmul / peak.peak_flops("bf16") / 2,
+        "attention": row.attention_forward / peak.peak_flops("bf16") / 2,
+        "memory": row.memory / peak.memory_bandwidth / 2,
+    }
+    halved = rates(find_accelerator(spec_of("llama-7b", cluster__efficiency=stated).cluster), "bf16")
+    for name in ("matmul", "attention_forward", "attention_backward", "memory"):
+        assert getattr(halved, name) == pytest.approx(getattr(row, name) / 2)
+    one = rates(find_accelerator(spec_of("llama-7b", cluster__efficiency={"memory": 0.5}).cluster), "bf16")
+    assert (one.matmul, one.attention_backward) == (row.matmul, row.attention_backward)
+
+
+def test_measured_figures_of_the_network_replace_those_of_the_catalogue() -> None:
+    def seconds(**figures: float) -> tuple[float, float, float]:
+        spec = spec_of("llama-7b", cluster__nodes=16, cluster__network_figures=figures)
+        link = cluster_link(spec.cluster, find_accelerator(spec.cluster))
+        return link.reduce(1e9, 128), link.gather(1e9, 128), link.send(1e9, 8)
+
+    usual = seconds(latency=0.0)
+    network_bytes = 50e9  # per second and GPU, of infiniband-ndr
+    slow = seconds(all_reduce=0.1, latency=0.0)
+    assert slow[0] == pytest.approx(2e9 * 127 / 128 / (8 * network_bytes * 0.1), rel=1e-3)
+    assert slow[1:] == usual[1:]
+    sent = 1e9 * 127 / 128
+    assert seconds(all_gather=0.1, latency=0.0)[1] == pytest.approx(sent / (8 * network_bytes * 0.1), rel=1e-3)
+    assert seconds(point_to_point=0.5, message_latency=0.25)[2] == pytest.approx(0.25 + 1e9 / (0.5 * network_bytes))
+
+
+def test_shares_of_one_gpu_do_not_apply_to_another() -> None:
+    spec = spec_of("llama-7b", cluster__efficiency={"matmul": 0.3})
+    assert find_accelerator(on_cluster(spec, 1, "a100-sxm-80gb").cluster).efficiency == (None, None, None)
+    assert find_accelerator(on_cluster(spec, 2).cluster).efficiency == (0.3, None, None)

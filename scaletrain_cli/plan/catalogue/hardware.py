@@ -44,6 +44,8 @@ class Accelerator:
     is_cpu: bool = False
     package: int = 1  # devices with faster links among each other than ``intra_node_bandwidth``, and the rate of these
     package_bandwidth: float = 0.0
+    # Shares of the rates that kernels reach, as the spec states them: (matmul, attention, memory); None: not stated.
+    efficiency: tuple[float | None, float | None, float | None] = (None, None, None)
 
     @cached_property
     def cuda_capability(self) -> float:
@@ -97,6 +99,9 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
         found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST), package=1)
     if cluster.host_bandwidth != "auto":
         found = replace(found, host_bandwidth=max(cluster.host_bandwidth, _SLOWEST))
+    stated = cluster.efficiency
+    if stated.matmul or stated.attention or stated.memory:
+        found = replace(found, efficiency=(stated.matmul, stated.attention, stated.memory))
     return found
 
 

@@ -44,6 +44,8 @@ class Link:
     gather_shares: tuple[tuple[float, float], ...]  # the same for all-gather and reduce-scatter
     package: int = 1  # devices of one package, and the bytes/s between them
     in_package: float = 0.0
+    stall_chance: float = 0.0  # probability per node that sends to and from it stall throughout a run
+    stall_seconds: float = 0.0  # that a stalled send takes longer
 
     def gather(self, size: float, ranks: int, stride: int = 1, most: float = math.inf) -> float:
         """Return the seconds to all-gather or reduce-scatter ``size`` bytes in total.
@@ -82,6 +84,11 @@ class Link:
             return self.inside_latency + size / (self.inside * self.inside_shares[2])
         return self.message_latency + size / (self.between * self.point_share)
 
+    def stall_probability(self, ranks: int) -> float:
+        """Return the probability that some send between the nodes of ``ranks`` ranks stalls throughout a run."""
+        nodes = -(-ranks // self.per_node)
+        return 1 - (1 - self.stall_chance) ** nodes if nodes > 1 else 0.0
+
     def spread(self, ranks: int, stride: int) -> tuple[int, int]:
         """Return (number of nodes that a group spans, its ranks in each node)."""
         in_node = max(1, min(ranks, self.per_node // stride))
@@ -118,6 +125,7 @@ def network_names() -> list[str]:
 
 def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
     """Return the links that the cluster section names or describes. Raises UsageError for an unknown network."""
+    measured = cluster.network_figures
     return _link(
         cluster.network or device.network,
         cluster.gpus_per_node,
@@ -125,16 +133,28 @@ def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
         None if cluster.inter_node_bandwidth == "auto" else cluster.inter_node_bandwidth,
         cluster.network_oversubscription,
         (device.package, device.package_bandwidth),
+        (measured.all_reduce, measured.all_gather, measured.point_to_point, measured.latency, measured.message_latency),
     )
 
 
 @cache
 def _link(
-    name: str, per_node: int, inside: float, given: float | None, oversubscription: float, package: tuple[int, float]
+    name: str,
+    per_node: int,
+    inside: float,
+    given: float | None,
+    oversubscription: float,
+    package: tuple[int, float],
+    measured: tuple[float | None, ...],
 ) -> Link:
+    """Return the links. ``package``: devices and bytes/s in one package.
+
+    ``measured``: shares of all-reduce, all-gather and send, latency, and that of a message; None: not measured.
+    """
     row = _catalogue()["networks"].get(name)
     if row is None:
         raise _unknown(name)
+    reduce, gather, point, latency, message = measured
     near = next(link for link in _catalogue()["inside"]["links"] if inside >= link["from"])
     return Link(
         name=name,
@@ -144,12 +164,14 @@ def _link(
         inside_hop=near["hop"],
         inside_shares=(near["reduce"], near["gather"], near["point"]),
         between=max(row["bandwidth"] if given is None else given, _SLOWEST) / oversubscription,
-        between_latency=row["latency"],
-        between_least=row.get("least", row["latency"]),
-        message_latency=row["message"],
-        point_share=row["point"],
-        reduce_shares=_points(row["reduce"]),
-        gather_shares=_points(row["gather"]),
+        between_latency=row["latency"] if latency is None else latency,
+        between_least=row.get("least", row["latency"]) if latency is None else latency,
+        message_latency=row["message"] if message is None else message,
+        point_share=point or row["point"],
+        reduce_shares=_constant(reduce) if reduce else _points(row["reduce"]),
+        gather_shares=_constant(gather) if gather else _points(row["gather"]),
+        stall_chance=row.get("stall", {}).get("chance", 0.0),
+        stall_seconds=row.get("stall", {}).get("seconds", 0.0),
         package=package[0],
         in_package=package[1],
     )
@@ -157,6 +179,11 @@ def _link(
 
 def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
     return tuple((math.log2(int(ranks)), float(share)) for ranks, share in row.items())
+
+
+def _constant(share: float) -> tuple[tuple[float, float], ...]:
+    """Return a share that does not depend on the number of ranks, which a measurement on the cluster has fixed."""
+    return ((1.0, share), (2.0, share))
 
 
 @cache

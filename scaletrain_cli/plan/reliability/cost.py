@@ -48,6 +48,11 @@ def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
     return Market(quote.usd, quote.source, durable.expected_goodput, wall, usd)
 
 
+def price_quote(spec: RunSpec) -> Quote | None:
+    """Return the price per GPU and hour on the run's own market; None if it is not known."""
+    return _quote(spec, find_accelerator(spec.cluster), spec.cluster.spot)
+
+
 def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
     """Return the price of the spec, or that of the catalogue.
 

@@ -11,6 +11,7 @@ A search over a large cluster cannot size every layout. The bounds follow from p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,6 +55,16 @@ class Bounds:
         self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
         self._states: dict[tuple[int, int, int, str], _States] = {}
         self._activations: dict[tuple[int | str, ...], int] = {}
+
+    def on_cluster(self, spec: RunSpec) -> Bounds:
+        """Return the bounds of the same run on another number of nodes. Both share the layouts that they have sized.
+
+        These have one micro-batch and only the data-parallel ranks that their experts need, so nothing about them
+        depends on the number of nodes.
+        """
+        found = copy.copy(self)
+        found.spec = spec
+        return found
 
     def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
         """Return a lower bound on the step seconds of layouts with these degrees, for each micro-batch size.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -82,7 +83,10 @@ OBJECTIVES = ("time", "cost", "gpus")
 
 @dataclass(frozen=True)
 class Considered:
-    """One cluster: wall-clock seconds and US dollars of the run, including interruptions; None if unknown."""
+    """One cluster: wall-clock seconds and US dollars of the run, including interruptions; None if unknown.
+
+    ``least_seconds`` and ``least_dollars``: lower bounds of a cluster that was not planned, because these exclude it.
+    """
 
     gpu: str
     nodes: int
@@ -94,6 +98,8 @@ class Considered:
     layout: Layout | None
     chosen: bool
     why: Reason | None
+    least_seconds: float | None = None
+    least_dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields; ``why`` as text with its code beside it, empty for the chosen cluster."""
@@ -131,6 +137,44 @@ class ClusterLimits:
         order = {"time": (time, money, row.gpus), "cost": (money, time, row.gpus), "gpus": (row.gpus, time, money)}
         return order[self.objective]
 
+    def seconds_within(self, row: Considered, miss: float) -> float:
+        """Return the most seconds on a cluster that exceed no limit by more than ``miss``, a share.
+
+        ``row``: a lower bound on the time and dollars of the cluster, whose ratio is its price.
+        """
+        found = math.inf if self.deadline_seconds is None else (1 + miss) * self.deadline_seconds
+        if self.budget_usd is not None and (price := _price(row)):
+            found = min(found, (1 + miss) * self.budget_usd / price)
+        return found
+
+    def least_miss(self, row: Considered) -> float:
+        """Return ``miss`` of the lower bounds in a row without a plan."""
+        return self.miss(replace(row, seconds=row.least_seconds, dollars=row.least_dollars))
+
+    def most_seconds(self, row: Considered, best: Considered | None) -> float:
+        """Return the most seconds of a run on a cluster that meets the limits and is no worse than ``best``.
+
+        ``row``: see ``seconds_within``. Negative if the cluster is worse whatever its time.
+        """
+        found = self.seconds_within(row, 0.0)
+        if best is None:
+            return found
+        if self.objective == "gpus" and row.gpus != best.gpus:
+            return found if row.gpus < best.gpus else -1.0
+        if self.objective == "cost":
+            price = _price(row)
+            return min(found, (best.dollars or 0.0) / price) if price else found
+        return min(found, best.seconds or 0.0)
+
+    def excluded(self, row: Considered, best: Considered | None) -> Reason:
+        """Return why a cluster was not planned, from the lower bounds in its row."""
+        least = replace(row, seconds=row.least_seconds, dollars=row.least_dollars)
+        broken = self.broken_by(least)
+        if broken is None and (best is None or self.rank(least) < self.rank(best)):
+            return Reason("plan.cluster-cannot-win")  # its layouts are worse than the bound on the cluster
+        reason = broken or self.worse(least, best or least)
+        return reason if reason.code == "plan.more-gpus" else Reason("plan.at-least", {"cause": reason})
+
     def worse(self, row: Considered, best: Considered) -> Reason:
         """Return why a cluster that meets the limits was not chosen."""
         if self.objective == "gpus":
@@ -145,3 +189,9 @@ class ClusterLimits:
         time = 0.0 if self.deadline_seconds is None else (row.seconds or 0.0) / self.deadline_seconds - 1
         money = 0.0 if self.budget_usd is None else (row.dollars or 0.0) / self.budget_usd - 1
         return max(time, money)
+
+
+def _price(row: Considered) -> float:
+    """Return the dollars per second of a cluster, 0 if unknown."""
+    seconds, dollars = row.seconds or row.least_seconds, row.dollars or row.least_dollars
+    return 0.0 if not seconds or not dollars else dollars / seconds

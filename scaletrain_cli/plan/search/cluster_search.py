@@ -1,4 +1,9 @@
-"""Plan a run on clusters of different sizes: a coarse grid of node counts, then those that no bound excludes."""
+"""Plan a run on clusters of different sizes: a coarse grid of node counts, then those between.
+
+A lower bound on the step time of each cluster comes first. Clusters are planned in the order of these bounds, and none
+whose bound is behind the best one so far. The search for the layout of a cluster ends when no layout that is left can
+make it the best. Neither changes which cluster is chosen.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.axes import divisors
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-from scaletrain_cli.plan.planning import plan_or_raise
+from scaletrain_cli.plan.planning import plan_within
+from scaletrain_cli.plan.reliability.cost import price_quote
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
@@ -18,7 +24,7 @@ from scaletrain_cli.plan.search.layouts import checkpointing_modes
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, groups
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.cluster import MOST_NODES
+from scaletrain_cli.spec.cluster import MOST_NODES, EfficiencySpec
 
 # Smallest ratio of neighboring node counts in the coarse pass: closer counts give nearly the same result. It is larger
 # above _LARGE nodes, which take longest to plan; the second pass refines where it matters.
@@ -66,16 +72,8 @@ def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
     return sorted(sorted(counts, key=order)[:_MOST_BOUNDED])
 
 
-def least_step_seconds(spec: RunSpec) -> float:
-    """Return a lower bound on the step seconds of this cluster; infinite if no layout divides."""
-    bounds = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
-    found = (
-        bounds.step_seconds(group.axes, group.micro_batches)
-        for group in groups(spec, axes_to_try(spec, RejectionCounts()))
-    )
-    return min((min(seconds) for seconds in found), default=math.inf)
-
-
+# How many clusters of a kind of GPU that cannot be the best are planned until one fits.
+_MOST_TRIES = 3
 # Maximum number of clusters that are planned after the first pass.
 _MOST_REFINED = 12
 # Assumption that ends the search: no cluster needs less than 95 % of the GPU seconds of the best one of the first pass,
@@ -84,7 +82,10 @@ _BETTER = 0.95
 
 
 class Tried(NamedTuple):
-    """One cluster: the requested ``gpu`` (None: the spec's), time and cost in ``row``, and its plan if there is one."""
+    """One cluster: the requested ``gpu`` (None: the spec's), time and cost in ``row``, and its plan if there is one.
+
+    A cluster that a bound excludes has no plan, and the least time and cost in its row.
+    """
 
     spec: RunSpec
     gpu: str | None
@@ -100,135 +101,234 @@ class _Chance(NamedTuple):
     gpu: str | None
 
 
+class Clusters:
+    """The clusters of one run, and the lower bounds that those of one kind of GPU share."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self._bounds: dict[str | None, Bounds] = {}
+        self._least: dict[tuple[int, str | None], float] = {}
+
+    def bounds(self, spec: RunSpec, gpu: str | None) -> Bounds:
+        """Return the lower bounds for the layouts of one cluster; ``spec``: the run on it."""
+        if gpu not in self._bounds:
+            self._bounds[gpu] = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
+        return self._bounds[gpu].on_cluster(spec)
+
+    def least_step_seconds(self, nodes: int, gpu: str | None) -> float:
+        """Return a lower bound on the step seconds of a cluster; infinite if no layout divides."""
+        if (nodes, gpu) not in self._least:
+            spec = on_cluster(self.spec, nodes, gpu)
+            bounds = self.bounds(spec, gpu)
+            found = (
+                bounds.step_seconds(group.axes, group.micro_batches)
+                for group in groups(spec, axes_to_try(spec, RejectionCounts()))
+            )
+            self._least[nodes, gpu] = min((min(seconds) for seconds in found), default=math.inf)
+        return self._least[nodes, gpu]
+
+    def at_least(self, nodes: int, gpu: str | None) -> Tried:
+        """Return the cluster without a plan; ``row`` has the least time and cost, without interruptions."""
+        spec = on_cluster(self.spec, nodes, gpu)
+        device, quote = find_accelerator(spec.cluster), price_quote(spec)
+        seconds = self.least_step_seconds(nodes, gpu) * spec.total_steps
+        dollars = None if quote is None else quote.usd * spec.world_size * seconds / 3600
+        row = Considered(device.name, nodes, spec.world_size, seconds, dollars, None, None, None, False, None)
+        return Tried(spec, gpu, row, None)
+
+    def plan(self, nodes: int, gpu: str | None, most_seconds: float = math.inf) -> Tried:
+        """Plan the run on a cluster, unless every layout that fits takes more than ``most_seconds`` per step.
+
+        The row has the reason if there is no plan.
+        """
+        spec = on_cluster(self.spec, nodes, gpu)
+        name = find_accelerator(spec.cluster).name
+        row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
+        try:
+            plan = plan_within(spec, most_seconds, bounds=self.bounds(spec, gpu))
+        except PlanInfeasibleError as error:
+            return Tried(spec, gpu, replace(row, why=why_no_plan(error)), None)
+        if plan is None:
+            return Tried(spec, gpu, _excluded(self.at_least(nodes, gpu).row), None)
+        goodput = plan.durability.expected_goodput
+        row = replace(row, goodput=goodput, step_seconds=plan.time.step, layout=plan.layout)
+        if goodput <= 0:
+            return Tried(spec, gpu, replace(row, why=Reason("plan.no-progress")), plan)
+        row = replace(row, seconds=plan.time.to_train / goodput, dollars=plan.cost.expected_usd)
+        return Tried(spec, gpu, row, plan)
+
+    def complete_plan(self, tried: Tried) -> RunPlan:
+        """Return the plan of a cluster with its alternatives."""
+        plan = plan_within(tried.spec, math.inf, compared=True, bounds=self.bounds(tried.spec, tried.gpu))
+        assert plan is not None
+        return plan
+
+
 def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
-    """Return the same run on another cluster. Prices and bandwidths of the spec apply only to the spec's own GPU."""
+    """Return the same run on another cluster. Prices and rates of the spec apply only to the spec's own GPU."""
     change: dict[str, Any] = {"nodes": nodes}
     if gpu is not None and gpu != spec.cluster.gpu:
         own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
-        change |= {"gpu": gpu} | dict.fromkeys(own, "auto")
+        change |= {"gpu": gpu, "efficiency": EfficiencySpec()} | dict.fromkeys(own, "auto")
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=change)})
 
 
-def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
-    """Plan the run on ``nodes`` nodes with this GPU; the row has the reason if there is no plan."""
-    spec = on_cluster(whole, nodes, gpu)
-    name = find_accelerator(spec.cluster).name
-    row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
-    try:
-        plan = plan_or_raise(spec, compared=False)
-    except PlanInfeasibleError as error:
-        return Tried(spec, gpu, replace(row, why=why_no_plan(error)), None)
-    goodput = plan.durability.expected_goodput
-    row = replace(row, goodput=goodput, step_seconds=plan.time.step, layout=plan.layout)
-    if goodput <= 0:
-        return Tried(spec, gpu, replace(row, why=Reason("plan.no-progress")), plan)
-    row = replace(row, seconds=plan.time.to_train / goodput, dollars=plan.cost.expected_usd)
-    return Tried(spec, gpu, row, plan)
-
-
 def meets(limits: ClusterLimits, tried: Tried) -> bool:
-    """Return whether a cluster meets the limits."""
-    return not limits.broken_by(tried.row)
+    """Return whether a planned cluster meets the limits."""
+    return tried.row.seconds is not None and not limits.broken_by(tried.row)
 
 
-def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> tuple[list[Tried], int]:
-    """Plan a coarse grid of node counts; return the clusters, and the number of counts that were left out.
+def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | None]) -> list[Tried]:
+    """Return a coarse grid of node counts for each kind of GPU: planned if the cluster may be the best.
 
-    A single kind of GPU is planned at every count. Several kinds are each planned at the smallest count that fits, a
-    middle one and the largest. Further counts are planned only if 95 % of the GPU seconds of the cheapest of these
-    three could be the best, or if no planned cluster meets the limits.
+    If none meets the limits, the clusters that may miss them least are planned too. Of several kinds each has a planned
+    cluster, to be compared.
     """
-    counts = node_counts(spec, limits.max_gpus)
-    if len(names) == 1:
-        return [try_cluster(spec, nodes, names[0]) for nodes in counts], 0
-    tried: list[Tried] = []
-    chances: list[_Chance] = []
-    for gpu in names:
-        of_gpu, rest = _three_sizes(spec, counts, gpu)
-        tried += of_gpu
-        known = [each.row for each in of_gpu if each.row.seconds]
-        if known:
-            least = min(known, key=lambda row: (row.seconds or 0.0) * row.gpus)
-            rows = {nodes: _scaled(least, nodes, _BETTER * least.nodes / nodes) for nodes in rest}
-            chances += [_Chance(limits.rank(row), nodes, gpu) for nodes, row in rows.items()]
-    chances.sort(key=lambda chance: chance.rank)
-    left_out = []
-    for chance in chances:
-        best = min((limits.rank(each.row) for each in tried if meets(limits, each)), default=None)
-        if best is None or chance.rank < best:
-            tried.append(try_cluster(spec, chance.nodes, chance.gpu))
-        else:
-            left_out.append(chance)
-    return tried, len(left_out)
+    counts = node_counts(clusters.spec, limits.max_gpus)
+    least = [clusters.at_least(nodes, gpu) for gpu in names for nodes in counts]
+    found, best = _planned(clusters, limits, sorted(least, key=lambda each: limits.rank(each.row)), None)
+    if best is None:
+        found = _with_closest(clusters, limits, found)
+    for gpu in names if len(names) > 1 else ():
+        if not any(each.row.seconds for each in found if each.gpu == gpu):
+            found = _with_most_promising(clusters, limits, found, gpu)
+    return found
 
 
-def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple[list[Tried], list[int]]:
-    """Plan counts up to the first with a plan, a middle one and the largest; return them, and the other counts."""
-    tried = []
-    for index, nodes in enumerate(counts):
-        tried.append(try_cluster(spec, nodes, gpu))
-        if tried[-1].row.seconds:
-            rest = list(counts[index + 1 :])
-            for further in sorted({len(rest) // 2, len(rest) - 1} if rest else ()):
-                tried.append(try_cluster(spec, rest[further], gpu))
-            done = {each.row.nodes for each in tried}
-            return tried, [nodes for nodes in rest if nodes not in done]
-    return tried, []
+def _with_most_promising(
+    clusters: Clusters, limits: ClusterLimits, found: Sequence[Tried], gpu: str | None
+) -> list[Tried]:
+    """Plan the cluster of one kind of GPU with the best bound; if it does not fit, the next, up to _MOST_TRIES."""
+    every = list(found)
+    open_ = [index for index, each in enumerate(every) if each.gpu == gpu and each.row.least_seconds is not None]
+    open_.sort(key=lambda index: limits.rank(_with_bounds(every[index].row)))
+    for index in open_[:_MOST_TRIES]:
+        every[index] = clusters.plan(every[index].row.nodes, gpu)
+        if every[index].row.seconds:
+            break
+    return every
+
+
+def _with_bounds(row: Considered) -> Considered:
+    return replace(row, seconds=row.least_seconds, dollars=row.least_dollars)
+
+
+def within_limits(clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried]) -> list[Tried]:
+    """Plan those of the clusters that may meet the limits; return all. ``least``: see ``Clusters.at_least``."""
+    return _planned(clusters, limits, least, None)[0]
+
+
+def _planned(
+    clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried], best: Considered | None
+) -> tuple[list[Tried], Considered | None]:
+    """Plan clusters in the given order unless a bound excludes them; return all, and the row of the best one.
+
+    ``least``: each with the least time and cost; ``best``: the best one so far.
+    """
+    found = []
+    for each in least:
+        row = each.row
+        divides = row.seconds is not None and math.isfinite(row.seconds)
+        most = limits.most_seconds(row, best) if divides else math.inf
+        if divides and (row.seconds or 0.0) > most:
+            found.append(each._replace(row=_excluded(row)))
+            continue
+        found.append(clusters.plan(row.nodes, each.gpu, most / clusters.spec.total_steps))
+        if meets(limits, found[-1]):
+            best = min((found[-1].row, best or found[-1].row), key=limits.rank)
+    return found, best
+
+
+def _excluded(row: Considered) -> Considered:
+    """Return the row of a cluster without a plan, from its least time and cost."""
+    return replace(row, seconds=None, dollars=None, least_seconds=row.seconds, least_dollars=row.dollars)
+
+
+def _with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Tried]) -> list[Tried]:
+    """Plan those clusters without a plan that may miss the limits least, the least bound first; return all."""
+    open_ = [index for index, each in enumerate(found) if each.row.least_seconds is not None]
+    closed = list(found)
+    closest = min((limits.miss(each.row) for each in found if each.row.seconds), default=math.inf)
+    for index in sorted(open_, key=lambda index: limits.least_miss(found[index].row)):
+        row = found[index].row
+        if limits.least_miss(row) < closest:
+            most = limits.seconds_within(row, closest) / clusters.spec.total_steps
+            closed[index] = clusters.plan(row.nodes, found[index].gpu, most)
+            if closed[index].row.seconds:
+                closest = min(closest, limits.miss(closed[index].row))
+    return closed
 
 
 def refined(
-    spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
+    clusters: Clusters,
+    limits: ClusterLimits,
+    names: Sequence[str | None],
+    tried: Sequence[Tried],
+    fewest_nodes: int,
 ) -> tuple[list[Tried], int]:
     """Plan more clusters, most promising first, until none can beat the best; return them, and how many were left."""
+    spec = clusters.spec
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
     chances: list[_Chance] = []
     looked_at = 0
     for gpu in names if spec.cluster.traits.max_nodes != 1 else ():
         of_gpu = [each for each in tried if each.gpu == gpu]
-        found, count = _chances(spec, limits, of_gpu, best, fewest_nodes)
+        found, count = _chances(clusters, limits, of_gpu, best, fewest_nodes)
         chances += found
         looked_at += count
     planned: list[Tried] = []
     for chance in sorted(chances, key=lambda chance: chance.rank)[:_MOST_REFINED]:
         if best is None or chance.rank < limits.rank(best):
-            planned.append(try_cluster(spec, chance.nodes, chance.gpu))
-            if meets(limits, planned[-1]):
-                best = min((planned[-1].row, best or planned[-1].row), key=limits.rank)
+            least = clusters.at_least(chance.nodes, chance.gpu)
+            found_here, best = _planned(clusters, limits, [least], best)
+            planned += [each for each in found_here if each.row.least_seconds is None]
     return planned, looked_at - len(planned)
 
 
 def _chances(
-    spec: RunSpec, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
+    clusters: Clusters, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
 ) -> tuple[list[_Chance], int]:
     """Return the node counts of one kind of GPU that may beat the best, and how many counts were checked.
 
-    Two estimates must allow it: the GPU seconds of the cheapest cluster that was planned, and the lower bound on the
-    step, scaled by the ratio of plan to bound of the planned cluster nearest to the best.
+    Two estimates must allow it: the GPU seconds of the cheapest cluster, and the lower bound on the step. Bounds are
+    scaled by the ratio of plan to bound of the planned cluster nearest to the best.
     """
     known = [each for each in tried if each.row.seconds and each.row.step_seconds]
     if not known:
         return [], 0
+    spec = clusters.spec
     most = most_nodes(spec, limits.max_gpus)
     aim = best.gpus if best else limits.max_gpus
-    cheapest = min(known, key=lambda each: (each.row.seconds or 0.0) * each.row.gpus).row
     nearest = min(known, key=lambda each: abs(each.row.gpus - aim))
+    above = (nearest.row.seconds or 0.0) / (
+        clusters.least_step_seconds(nearest.row.nodes, nearest.gpu) * spec.total_steps
+    )
+    rows = [each.row for each in known]
+    rows += [_as_planned(each.row, above, nearest.row.dollars is not None) for each in tried if each.row.least_seconds]
+    cheapest = min(rows, key=lambda row: (row.seconds or 0.0) * row.gpus)
     done = {each.row.nodes for each in tried}
     hopeful = []
     for nodes in range(fewest_nodes, most + 1):
         row = _scaled(cheapest, nodes, _BETTER * cheapest.nodes / nodes)
         if nodes not in done and _could_win(limits, row, best):
             hopeful.append(nodes)
-    stretch = _BETTER / least_step_seconds(nearest.spec) if hopeful else 0.0
     found = []
     counts = likeliest(spec, hopeful, aim // spec.cluster.gpus_per_node)
     for nodes in counts:
-        times = stretch * least_step_seconds(on_cluster(spec, nodes, nearest.gpu))
-        if not math.isfinite(times):
+        least = clusters.least_step_seconds(nodes, nearest.gpu)
+        if not math.isfinite(least):
             continue  # no layout divides
+        times = _BETTER * least / clusters.least_step_seconds(nearest.row.nodes, nearest.gpu)
         row = _scaled(nearest.row, nodes, times)
         if _could_win(limits, row, best):
             found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
     return found, len(counts)
+
+
+def _as_planned(row: Considered, above: float, priced: bool) -> Considered:
+    """Return what a plan of a cluster without one would find, if it is ``above`` times its bound."""
+    dollars = row.least_dollars * above if priced and row.least_dollars is not None else None
+    return replace(row, seconds=(row.least_seconds or 0.0) * above, dollars=dollars)
 
 
 def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) -> bool:

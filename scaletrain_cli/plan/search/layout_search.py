@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,8 +51,8 @@ class Candidate:
 
     @property
     def expected_seconds(self) -> float:
-        """Return seconds per step divided by the probability of not running out of memory."""
-        return self.busy_seconds / max(1 - self.memory.out_of_memory_probability, 1e-4)
+        """Return the mean seconds per step, stalls included, over the probability of not running out of memory."""
+        return (self.time.expected - self.time.data_wait) / max(1 - self.memory.out_of_memory_probability, 1e-4)
 
     @property
     def busy_seconds(self) -> float:
@@ -115,6 +116,9 @@ def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False
         return Reason("plan.fewer-negatives")
     if slower > SAME_TIME:
         return Reason("plan.slower", {"ratio": slower})
+    if candidate.time.expected > max(candidate.time.unstalled, chosen.time.expected) * SAME_TIME:
+        times = 1 + candidate.time.stall_seconds / candidate.time.unstalled
+        return Reason("plan.may-stall", {"probability": candidate.time.stall_probability, "ratio": times})
     if candidate.expected_seconds > chosen.expected_seconds * SAME_TIME:
         return Reason("plan.riskier", {"probability": candidate.memory.out_of_memory_probability})
     if slower < _NOT_FASTER:
@@ -128,6 +132,7 @@ _COUNTED = {
     "plan.little-memory-left": "plan.counted-little-memory-left",
     "plan.slower": "plan.counted-slower",
     "plan.riskier": "plan.counted-riskier",
+    "plan.may-stall": "plan.counted-may-stall",
     "plan.faster-within-error": "plan.counted-faster-within-error",
 }
 
@@ -174,6 +179,7 @@ class Found:
     considered: int
     rejected: tuple[Rejection, ...]
     chosen: Candidate | None
+    too_slow: bool = False  # the search ended before any layout fitted, because all others exceed its limit of time
 
 
 def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
@@ -196,28 +202,48 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
 
 
 def search(
-    spec: RunSpec, device: Accelerator, all_axes: list[Axes], counts: RejectionCounts, *, compared: bool = True
+    spec: RunSpec,
+    device: Accelerator,
+    all_axes: list[Axes],
+    counts: RejectionCounts,
+    *,
+    compared: bool = True,
+    bounds: Bounds | None = None,
+    most_seconds: float = math.inf,
 ) -> Found:
     """Size the layouts with these degrees that may be the fastest, and count the others in ``counts``.
 
     The result is exact unless more than _MOST_SIZED layouts have bounds below the best step time; a test compares it
     with sizing every layout. ``compared``: size at least a hundred layouts, as alternatives to the chosen one.
+    ``bounds``: those of this spec, computed if None. ``most_seconds``: if no layout with a shorter step fits, the
+    search ends without a choice.
     """
-    run = _Search(spec, device, counts, _FEWEST_SIZED if compared else 0)
+    run = _Search(spec, device, counts, _FEWEST_SIZED if compared else 0, bounds, most_seconds)
     run.go(all_axes)
     chosen = choose(run.fitting, contrastive=run.contrastive)
     for candidate in run.fitting if chosen else ():
         if chosen and candidate is not chosen:
             counts.add(_counted(reason(candidate, chosen, contrastive=run.contrastive)), describe(candidate.layout))
-    return Found(tuple(run.fitting), tuple(run.too_large), run.considered, counts.rejections(), chosen)
+    rejected = counts.rejections()
+    return Found(tuple(run.fitting), tuple(run.too_large), run.considered, rejected, chosen, run.too_slow)
 
 
 class _Search:
     """One search. Its state is a priority queue of layouts by lower bound on the step time."""
 
-    def __init__(self, spec: RunSpec, device: Accelerator, counts: RejectionCounts, fewest_sized: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        device: Accelerator,
+        counts: RejectionCounts,
+        fewest_sized: int,
+        bounds: Bounds | None,
+        most_seconds: float,
+    ) -> None:
         self.spec, self.device, self.counts, self.fewest_sized = spec, device, counts, fewest_sized
-        self.bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
+        self.bounds = bounds or Bounds(spec, device, checkpointing_modes(spec)[0])
+        self.most_seconds = most_seconds
+        self.too_slow = False
         self.workload = workload_of(spec.model)
         self.modes = checkpointing_modes(spec)
         self.contrastive = accumulation_changes_loss(spec)
@@ -240,6 +266,9 @@ class _Search:
         enough = False
         while self._queue and not enough:
             floor, _, item = heapq.heappop(self._queue)
+            self.too_slow = floor > self.most_seconds and not self.fitting
+            if self.too_slow:
+                return
             enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
             if enough:
                 self._count_the_rest(item)

@@ -11,13 +11,14 @@ from scaletrain_cli.plan.planning import plan_or_raise
 from scaletrain_cli.plan.result import RunPlan, coded
 from scaletrain_cli.plan.search.cluster_limits import OBJECTIVES, ClusterLimits, Considered
 from scaletrain_cli.plan.search.cluster_search import (
+    Clusters,
     Tried,
     first_pass,
     meets,
     node_counts,
     on_cluster,
     refined,
-    try_cluster,
+    within_limits,
 )
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, infeasible_json
 from scaletrain_cli.reasons import Reason
@@ -47,12 +48,20 @@ class Sizing:
     def to_json(self) -> dict[str, Any]:
         """Return objective, limits and the table of clusters, without the plan.
 
-        ``tried``: the number of clusters planned; ``ruled_out``: the number that a bound excluded.
+        ``tried``: the number of clusters planned; ``ruled_out``: the number that a bound excluded. For one kind of GPU
+        ``considered`` has the latter too, with ``least_seconds`` and ``least_dollars``.
         """
         keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
         rows = [row.to_json() for row in self.considered]
         notes = {"notes": [str(note) for note in self.notes], "note_reasons": [coded(note) for note in self.notes]}
-        return {key: getattr(self, key) for key in keys} | notes | {"tried": len(rows), "considered": rows}
+        return (
+            {key: getattr(self, key) for key in keys}
+            | notes
+            | {
+                "tried": sum(row.least_seconds is None for row in self.considered),
+                "considered": rows,
+            }
+        )
 
 
 class SizingError(InfeasibleError):
@@ -105,8 +114,9 @@ def size_cluster(
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
     names: list[str | None] = [None] if not gpus else list(gpus)
-    tried, left_out = first_pass(spec, limits, names)
-    further, ruled_out = refined(spec, limits, names, tried, 1)
+    clusters = Clusters(spec)
+    tried = first_pass(clusters, limits, names)
+    further, ruled_out = refined(clusters, limits, names, tried, 1)
     tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
     notes = (
         [Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler})]
@@ -114,29 +124,27 @@ def size_cluster(
         else []
     )
     if not any(meets(limits, each) for each in tried):
-        found, looked_at = _beyond(spec, limits, names)
+        found, looked_at = _beyond(clusters, limits, names)
         if objective == "gpus" and max_gpus is None and looked_at:  # the spec's number of GPUs is no limit then
             tried = sorted([*tried, *looked_at], key=lambda each: (names.index(each.gpu), each.row.nodes))
             limits = replace(limits, max_gpus=found.gpus if found else max(each.row.gpus for each in tried))
             tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
         if not any(meets(limits, each) for each in tried):
-            rows = [replace(each.row, why=limits.broken_by(each.row)) for each in tried]
+            rows = [replace(each.row, why=_why_not(limits, each.row, None)) for each in tried]
             raise _out_of_reach(spec, limits, rows, found)
     best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))
+    left_out = sum(each.row.least_seconds is not None for each in tried)
     considered = tuple(
-        replace(
-            each.row,
-            chosen=each is best,
-            why=None if each is best else limits.broken_by(each.row) or limits.worse(each.row, best.row),
-        )
+        replace(each.row, chosen=each is best, why=None if each is best else _why_not(limits, each.row, best.row))
         for each in tried
+        if each.row.least_seconds is None or len(names) == 1
     )
     if max_gpus is None and best.row.gpus > spec.world_size:
         nodes = best.spec.cluster.nodes
         notes.append(Reason("plan.more-than-the-spec", {"gpus": spec.world_size, "nodes": nodes}))
     return Sizing(
         best.spec,
-        plan_or_raise(best.spec),
+        clusters.complete_plan(best),
         objective,
         limits.max_gpus,
         deadline_seconds,
@@ -145,6 +153,13 @@ def size_cluster(
         ruled_out + left_out,
         tuple(notes),
     )
+
+
+def _why_not(limits: ClusterLimits, row: Considered, best: Considered | None) -> Reason | None:
+    """Return why a cluster is not chosen; None if only the limits count, and it meets them."""
+    if row.least_seconds is not None:
+        return limits.excluded(row, best)
+    return limits.broken_by(row) or (None if best is None else limits.worse(row, best))
 
 
 def scaling_curve(spec: RunSpec, node_counts: Sequence[int] = ()) -> tuple[ScalingPoint, ...]:
@@ -242,16 +257,17 @@ class _Beyond(NamedTuple):
     tried: list[Tried]
 
 
-def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> _Beyond:
-    """Return the smallest sufficient cluster above the limit, and the clusters that were planned to find it."""
+def _beyond(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | None]) -> _Beyond:
+    """Return the smallest sufficient cluster above the limit, and the clusters that were considered to find it."""
+    spec = clusters.spec
     per_node = spec.cluster.gpus_per_node
     tried: list[Tried] = []
     for nodes in node_counts(spec, _BEYOND * limits.max_gpus):
         if nodes * per_node <= limits.max_gpus:
             continue
-        tried += [try_cluster(spec, nodes, gpu) for gpu in names]
+        tried += within_limits(clusters, limits, [clusters.at_least(nodes, gpu) for gpu in names])
         if any(meets(limits, each) for each in tried):
             fewest = replace(limits, objective="gpus", max_gpus=(nodes - 1) * per_node)
-            tried += refined(spec, fewest, names, tried, limits.max_gpus // per_node + 1)[0]
+            tried += refined(clusters, fewest, names, tried, limits.max_gpus // per_node + 1)[0]
             return _Beyond(min((each.row for each in tried if meets(limits, each)), key=fewest.rank), tried)
     return _Beyond(None, tried)

@@ -141,6 +141,19 @@ def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
     return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
 
 
+def stall_seconds(layout: Layout, link: Link) -> float:
+    """Return the seconds per step that stalled sends between nodes add to a pipeline's slowest stage; 0 without one.
+
+    A stage in the middle sends and receives in both passes; with two stages each does half of that. Measured on one
+    network (catalogue/networks.json), where a stalled message takes the same time whatever its size.
+    """
+    stages = layout.pipeline_parallel
+    if stages == 1 or layout.world_size <= link.per_node:
+        return 0.0
+    messages = (2 if stages == 2 else 4) * layout.virtual_pipeline
+    return layout.gradient_accumulation_steps * messages * link.stall_seconds
+
+
 def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStepBytes:
     """Return the bytes per step by axis that a rank with ``blocks`` blocks sends; ``data``: its data-parallel bytes."""
     model, m = spec.transformer, layout.gradient_accumulation_steps

@@ -67,8 +67,12 @@ class Rates:
 
 
 def rates(device: Accelerator, precision: str) -> Rates:
-    """Return the device's rates at a precision. With fp8 and fp4, attention still computes in 16 bits."""
-    row = _generation(device.name)
+    """Return the device's rates at a precision. With fp8 and fp4, attention still computes in 16 bits.
+
+    Shares that the spec states replace those of the catalogue; the backward pass of attention keeps its ratio to the
+    forward pass.
+    """
+    row = _rates_of(device.name)
     peak = device.peak_flops(precision)
     narrow = precision in ("fp8", "fp4")
     attention_peak = device.peak_flops("bf16" if narrow and precision in device.flops else precision)
@@ -76,6 +80,9 @@ def rates(device: Accelerator, precision: str) -> Rates:
         share = _CPU_SHARES
     else:
         share = row["matmul"], row["attention_forward"], row["attention_backward"]
+    matmul, attention, memory = device.efficiency
+    backward = share[2] if attention is None else attention * share[2] / share[1]
+    share = matmul or share[0], attention or share[1], backward
     return Rates(
         matmul=peak * share[0],
         multiprocessors=device.multiprocessors or _USUAL_MULTIPROCESSORS,
@@ -84,7 +91,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
         depth=row["depth"],
         attention_forward=attention_peak * share[1],
         attention_backward=attention_peak * share[2],
-        memory=device.memory_bandwidth * row["memory"],
+        memory=device.memory_bandwidth * (memory or row["memory"]),
         kernel_seconds=0.0 if device.is_cpu else row["kernel_seconds"],
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
         cast_bytes=_CAST_BYTES if narrow else 0,
@@ -197,8 +204,18 @@ def materialized_attention_seconds(
     return forward, 2 * flops + memory_seconds(scale * moved[1] * scores, 7, rate)
 
 
+def generation(name: str) -> str:
+    """Return the key in kernel_rates.json of a device: its architecture, in some cases with its power."""
+    return next(key for key, row in _generations().items() if name.startswith(tuple(row["prefixes"])))
+
+
 @cache
-def _generation(name: str) -> dict[str, Any]:
+def _rates_of(name: str) -> dict[str, Any]:
+    return _generations()[generation(name)]
+
+
+@cache
+def _generations() -> dict[str, dict[str, Any]]:
     text = files("scaletrain_cli.plan.speed").joinpath("kernel_rates.json").read_text(encoding="utf-8")
-    generations: dict[str, dict[str, Any]] = json.loads(text)["generations"]
-    return next(row for row in generations.values() if name.startswith(tuple(row["prefixes"])))
+    found: dict[str, dict[str, Any]] = json.loads(text)["generations"]
+    return found

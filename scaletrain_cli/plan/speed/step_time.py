@@ -15,8 +15,8 @@ from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
-from scaletrain_cli.plan.result import Layout, Network, Time
-from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
+from scaletrain_cli.plan.result import LIKELY, Layout, Network, Time
+from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, stall_seconds, tied_seconds
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.offload import offload_seconds
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
@@ -83,6 +83,7 @@ def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]
         optimizer=sum(share * time.optimizer for share, time in pairs),
         data_wait=sum(share * time.data_wait for share, time in pairs),
         recompute=sum(share * time.recompute for share, time in pairs),
+        stall_seconds=sum(share * time.stall_seconds for share, time in pairs),
         to_train=step * spec.total_steps,
         tokens_per_second=longest.tokens_per_second * longest.step / step,
         tokens_per_second_per_gpu=longest.tokens_per_second_per_gpu * longest.step / step,
@@ -123,6 +124,9 @@ def trained_stage_time(
     communication = min(m * slowest.communication, schedule.busy) + last.exposed
     if trained.embedding:
         communication += tied_seconds(spec, layout, link, profile, per_rank.embedding)
+    stalled = stall_seconds(layout, link)
+    chance = link.stall_probability(layout.world_size) if stalled else 0.0
+    communication += stalled if chance > LIKELY else 0.0
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
@@ -147,6 +151,8 @@ def trained_stage_time(
         samples_per_second=layout.global_batch_size / step,
         recompute=m * slowest.recompute,
         by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
+        stall_probability=chance,
+        stall_seconds=stalled if chance else 0.0,
     )
     return time, Network(sent_bytes(spec, layout, blocks[schedule.slowest], last.sent))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from scaletrain_cli.plan import PlanInfeasibleError, find_accelerator, make_plan
 from scaletrain_cli.plan.axes import AXES
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
-from scaletrain_cli.plan.planning import plan_or_raise
+from scaletrain_cli.plan.planning import plan_or_raise, plan_within
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
@@ -264,3 +265,43 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(text, "plan_time", counted)
     return calls
+
+
+def test_a_search_with_a_limit_of_time_finds_the_same_layout_or_none() -> None:
+    spec = everything("13b on 16")
+    plan = make_plan(spec)
+    within = plan_within(spec, plan.time.step)
+    assert within is not None
+    assert (within.layout, within.time) == (plan.layout, plan.time)
+    assert plan_within(spec, 0.9 * plan.time.step) is None
+
+
+def test_bounds_of_another_number_of_nodes_give_the_same_plan() -> None:
+    spec = spec_of("llama-7b", **EVERYTHING, training__global_batch_size=64)
+    bounds = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
+    for nodes in (1, 4, 2):
+        other = spec_of("llama-7b", **EVERYTHING, training__global_batch_size=64, cluster__nodes=nodes)
+        assert plan_within(other, math.inf, compared=True, bounds=bounds.on_cluster(other)) == make_plan(other)
+
+
+def test_a_pipeline_that_may_stall_is_not_chosen_where_another_layout_fits() -> None:
+    raw = {"training__global_batch_size": 256, "cluster__nodes": 32, "planner__framework": "nanotron"}
+    spec = spec_of("llama-7b", cluster__network="efa-p5", **raw)
+    plan = make_plan(spec)
+    piped = make_plan(spec.model_copy(update={"layout": spec.layout.model_copy(update={"pipeline_parallel": 2})}))
+    assert plan.layout.pipeline_parallel == 1
+    assert piped.time.stall_probability == pytest.approx(1 - 0.981**32)
+    accumulation = piped.layout.gradient_accumulation_steps
+    assert piped.time.stall_seconds == pytest.approx(0.3 * 2 * accumulation)
+    assert piped.time.expected == pytest.approx(piped.time.step + piped.time.stall_probability * 0.6 * accumulation)
+    calm = spec_of("llama-7b", cluster__network="infiniband-ndr", layout__pipeline_parallel=2, **raw)
+    assert make_plan(calm).time.stall_probability == 0
+
+
+def test_more_likely_stalls_are_part_of_the_step() -> None:
+    raw = {"cluster__nodes": 64, "layout__pipeline_parallel": 4, "training__global_batch_size": 512}
+    spec = spec_of("llama-7b", cluster__network="efa-p5", **raw)
+    time = make_plan(spec).time
+    assert time.stall_probability > 0.5
+    assert time.exposed_communication > time.stall_seconds > 0
+    assert time.unstalled == pytest.approx(time.step - time.stall_seconds)

@@ -9,7 +9,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
-from scaletrain_cli.plan.search.cluster_search import node_counts, try_cluster
+from scaletrain_cli.plan.search.cluster_search import Clusters, node_counts
 from scaletrain_cli.plan.search.sizing import Sizing, SizingError, scaling_curve, size_cluster
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES
@@ -96,13 +96,13 @@ def test_no_smaller_cluster_meets_the_deadline(batch: int, deadline_days: float,
     """Against planning every node count."""
     spec = run(training__global_batch_size=batch, planner__search="everything", cluster__nodes=4)
     row = chosen(size_cluster(spec, "gpus", max_gpus=most, deadline_seconds=deadline_days * DAY))
-    tried = [try_cluster(spec, nodes, None).row for nodes in range(1, most // 8 + 1)]
+    tried = [Clusters(spec).plan(nodes, None).row for nodes in range(1, most // 8 + 1)]
     assert row.gpus == min(each.gpus for each in tried if each.seconds and each.seconds <= deadline_days * DAY)
 
 
 def test_time_and_cost_objectives_try_counts_between_powers_of_two() -> None:
     spec = run(planner__search="everything", training__global_batch_size=960, cluster__nodes=4)
-    rows = [try_cluster(spec, nodes, None).row for nodes in range(1, 15)]
+    rows = [Clusters(spec).plan(nodes, None).row for nodes in range(1, 15)]
     soonest, cheapest = (chosen(size_cluster(spec, objective, max_gpus=8 * 14)) for objective in ("time", "cost"))
     assert soonest.seconds == min(each.seconds for each in rows if each.seconds)
     assert cheapest.dollars == min(each.dollars for each in rows if each.dollars)
@@ -159,7 +159,7 @@ def test_the_best_of_several_gpu_types_is_found_without_planning_every_cluster(o
     names = ("h100-sxm-80gb", "a100-sxm-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s-48gb")
     spec, most = run(training__global_batch_size=1024), 512
     sizing = size_cluster(spec, objective, max_gpus=most, deadline_seconds=30 * DAY, gpus=names)
-    every = [try_cluster(spec, nodes, gpu).row for gpu in names for nodes in node_counts(spec, most)]
+    every = [Clusters(spec).plan(nodes, gpu).row for gpu in names for nodes in node_counts(spec, most)]
     fitting = [row for row in every if row.seconds is not None and row.seconds <= 30 * DAY]
     limits = ClusterLimits(objective, most, 30 * DAY, None)
     assert limits.rank(chosen(sizing)) <= min(limits.rank(row) for row in fitting)

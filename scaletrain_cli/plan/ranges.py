@@ -1,0 +1,199 @@
+"""The ranges of a plan's figures, 10th to 90th percentile, from the measured error of the planner.
+
+catalogue/errors.json has measured values as multiples of planned ones: their 10th, 50th and 90th percentile over
+published runs, by framework, regime (what limits a run of this kind) and architecture of the GPU. The benchmark
+writes it: ``make bench-planner TRUTH=DIR ARGS=--write``. A figure whose framework and regime, or whose architecture,
+nobody has measured has no range. Measurements of the user replace the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.result import (
+    Calibration,
+    Cost,
+    Durability,
+    Layout,
+    MeasuredError,
+    Memory,
+    Range,
+    Ranges,
+    Time,
+)
+from scaletrain_cli.plan.speed.kernels import generation
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# Models with fewer parameters keep no GPU busy, and the host sets the pace: 12 layers of 512 channels, for example.
+_TINY = 150_000_000
+# Tokens of a sequence from which attention takes most of the time of models of 1 to 70 billion parameters.
+_LONG = 32_768
+# Normal quantile of 0.9: the distance from the median to the 90th percentile, in standard deviations.
+_P90 = 1.2816
+_SMALL = 1e-9
+_HALVINGS = 60
+ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3")
+
+
+class Quantiles(NamedTuple):
+    """Percentiles of measured / planned."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+class Cell(NamedTuple):
+    """The error of one kind of run. ``hardware``: an architecture; empty: over all that were measured."""
+
+    quantiles: Quantiles
+    n: int
+    sources: tuple[str, ...]
+    hardware: str
+
+
+def regime_of(spec: RunSpec, layout: Layout) -> str:
+    """Return what limits runs of this kind, as errors.json names it; known before the run."""
+    if not isinstance(spec.model, ModelSpec):
+        return "images"
+    if layout.offload != "none" or spec.layout.activation_offload:
+        return "offload"
+    if workload_of(spec.model).parameter_count(spec.model) < _TINY:
+        return "tiny model"
+    if spec.model.seq_len >= _LONG:
+        return "long sequences"
+    if layout.tensor_parallel > spec.cluster.gpus_per_node:
+        return "tensor parallelism between nodes"
+    if spec.cluster.nodes == 1:
+        return "one node"
+    return "pipeline between nodes" if layout.pipeline_parallel > 1 else "several nodes"
+
+
+def architecture_of(device: Accelerator) -> str:
+    """Return the architecture of a device, such as ``hopper``; ``cpu`` for CPU ranks, ``other`` if it is not known."""
+    if device.is_cpu:
+        return "cpu"
+    name = generation(device.name)
+    return next((known for known in ARCHITECTURES if known in name), name)
+
+
+def find_cell(errors: dict[str, Any], framework: str, regime: str, hardware: str) -> Cell | None:
+    """Return the error of runs of this kind: on this architecture if enough were measured, else on all of them.
+
+    ``errors``: one quantity of errors.json. None if nobody has measured the regime, or the architecture, under this
+    framework.
+    """
+    known = errors.get(framework)
+    if known is None or hardware not in known["hardware"]:
+        return None
+    rows = {row["hardware"]: row for row in known["cells"] if row["regime"] == regime}
+    row = rows.get(hardware) or rows.get("")
+    if row is None:
+        return None
+    return Cell(Quantiles(row["p10"], row["p50"], row["p90"]), row["n"], tuple(row["sources"]), row["hardware"])
+
+
+def step_range(time: Time, error: Quantiles) -> Range:
+    """Return the 10th and 90th percentile of the step seconds; the planned seconds are always inside."""
+    lowest, highest = time.unstalled * error.p10 / 10, (time.unstalled + time.stall_seconds) * error.p90 * 10
+
+    def at(share: float) -> float:
+        low, high = lowest, highest
+        for _ in range(_HALVINGS):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if share_below(time, error, middle) < share else (low, middle)
+        return math.sqrt(low * high)
+
+    return Range(min(at(0.1), time.step), max(at(0.9), time.step))
+
+
+def share_below(time: Time, error: Quantiles, seconds: float) -> float:
+    """Return the share of runs planned like this one whose steps take at most ``seconds``.
+
+    The error is normal on each side of its median, in logarithms. A run that may stall is a mixture of one that does
+    and one that does not.
+    """
+    chance, unstalled = time.stall_probability, time.unstalled
+    found = (1 - chance) * _share_below(seconds / unstalled, error)
+    return found + (chance * _share_below(seconds / (unstalled + time.stall_seconds), error) if chance else 0.0)
+
+
+def _share_below(ratio: float, error: Quantiles) -> float:
+    apart = math.log(ratio / error.p50)
+    width = math.log(error.p90 / error.p50) if apart > 0 else math.log(error.p50 / error.p10)
+    return 0.5 * (1 + math.erf(apart / max(width, _SMALL) * _P90 / math.sqrt(2)))
+
+
+def plan_ranges(
+    spec: RunSpec,
+    device: Accelerator,
+    layout: Layout,
+    memory: Memory,
+    time: Time,
+    durability: Durability,
+    cost: Cost,
+    calibration: Calibration | None,
+) -> Ranges:
+    """Return the ranges of a plan's figures. Days and dollars are in proportion to the seconds per step."""
+    framework, regime, hardware = spec.planner.framework, regime_of(spec, layout), architecture_of(device)
+    timed = find_cell(_errors()["time"], framework, regime, hardware)
+    held = find_cell(_errors()["memory"], framework, regime, hardware)
+    here = MeasuredError(False, framework, regime, hardware)
+    found = Ranges(_described(here, timed), _described(here, held))
+    if calibration is not None:
+        step = Range(*(time.step * each / calibration.factor for each in (calibration.low, calibration.high)))
+        found = replace(found, time=replace(here, calibrated=True, basis="own runs", n=calibration.runs, sources=()))
+        found = replace(found, time=replace(found.time, p10=step.p10 / time.step, p90=step.p90 / time.step))
+    elif timed is not None:
+        step = step_range(time, timed.quantiles)
+    else:
+        step = None
+    if held is not None:
+        low, high = min(1.0, held.quantiles.p10), max(1.0, held.quantiles.p90)
+        found = replace(found, peak_bytes=Range(memory.peak * low, memory.peak * high))
+    if step is None:
+        return found
+    low, high = step.p10 / time.step, step.p90 / time.step
+
+    def scaled(value: float | None) -> Range | None:
+        return None if value is None else Range(low * value, high * value)
+
+    return replace(
+        found,
+        step_seconds=step,
+        to_train_seconds=scaled(time.to_train),
+        wall_seconds=scaled(durability.wall_seconds),
+        on_demand_usd=scaled(cost.on_demand.usd if cost.on_demand else None),
+        spot_usd=scaled(cost.spot.usd if cost.spot else None),
+        expected_usd=scaled(cost.expected_usd),
+    )
+
+
+def _described(here: MeasuredError, cell: Cell | None) -> MeasuredError:
+    if cell is None:
+        return here
+    error = cell.quantiles
+    return replace(
+        here,
+        calibrated=True,
+        basis="published runs",
+        measured_hardware=cell.hardware,
+        p10=min(1.0, error.p10),
+        p90=max(1.0, error.p90),
+        n=cell.n,
+        sources=cell.sources,
+        date=_errors()["date"],
+    )
+
+
+@cache
+def _errors() -> dict[str, Any]:
+    text = files("scaletrain_cli.plan.catalogue").joinpath("errors.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

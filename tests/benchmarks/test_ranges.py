@@ -1,0 +1,54 @@
+"""The measured errors of which the planner's ranges are made, on runs drawn from known distributions."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from planner_truth.ranges import Observation, best_spread, left_out, side
+
+from scaletrain_cli.plan.ranges import Quantiles
+
+
+def drawn(sources: int, each: int, between: float, within: float, seed: int = 0) -> list[Observation]:
+    """Return runs whose error has one part per source and one per run, both normal in logarithms."""
+    draw, found = random.Random(seed), []
+    for number in range(sources):
+        shift = draw.gauss(0.0, between)
+        for _ in range(each):
+            ratio = math.exp(shift + draw.gauss(0.0, within))
+            found.append(Observation("fsdp", "one node", "hopper", f"source {number}", ratio, ratio, None))
+    return found
+
+
+@pytest.mark.parametrize(("between", "within"), [(0.0, 0.1), (0.1, 0.03), (0.2, 0.2)])
+def test_the_ranges_contain_four_of_five_runs_of_a_source_left_out(between: float, within: float) -> None:
+    spread, covered = best_spread(drawn(8, 40, between, within))
+    assert covered.rows == 320
+    assert 0.75 <= covered.inside <= 0.85
+    assert -0.2 <= spread < 0.4
+
+
+def test_one_source_alone_has_no_range_once_it_is_left_out() -> None:
+    seen = drawn(1, 20, 0.1, 0.1)
+    assert [error for _, error in left_out(seen)] == [None] * 20
+    spread, covered = best_spread(seen)
+    assert (spread, covered.rows, covered.without) == (0.0, 0, 20)
+
+
+def test_a_large_source_counts_no_more_than_a_small_one() -> None:
+    """Ten runs that are as planned, and a thousand that take twice as long."""
+    few = [Observation("fsdp", "one node", "hopper", "few", math.exp(0.001 * i), 1.0, None) for i in range(10)]
+    many = [Observation("fsdp", "one node", "hopper", "many", 2 * math.exp(1e-5 * i), 1.0, None) for i in range(1000)]
+    new = Observation("fsdp", "one node", "hopper", "new", 1.0, 1.0, None)
+    error = dict(left_out([*few, *many, new]))[new]
+    assert error is not None
+    assert error.p10 == pytest.approx(1.0, abs=0.02)
+    assert error.p90 == pytest.approx(2.0, abs=0.02)
+
+
+def test_the_planned_value_is_always_inside() -> None:
+    slower = Quantiles(1.2, 1.3, 1.5)
+    planned, faster, slow = (Observation("a", "b", "c", "d", ratio, ratio, None) for ratio in (1.0, 0.9, 1.6))
+    assert [side(slower, each) for each in (planned, faster, slow)] == [0, -1, 1]

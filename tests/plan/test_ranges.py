@@ -1,0 +1,155 @@
+"""The ranges of a plan's figures: where they come from, and that runs which may stall widen them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
+from scaletrain_cli.plan.planning import Measurements, make_plan
+from scaletrain_cli.plan.ranges import Quantiles, architecture_of, find_cell, regime_of, share_below, step_range
+from scaletrain_cli.plan.result import RunPlan, Time
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import DATA_ALONE, spec_of
+from tests.plan.test_calibration import measurement_of
+
+ERRORS: dict[str, Any] = json.loads(
+    files("scaletrain_cli.plan.catalogue").joinpath("errors.json").read_text(encoding="utf-8")
+)
+CELL = {"p10": 0.9, "p50": 1.0, "p90": 1.2, "n": 9, "sources": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def spec() -> RunSpec:
+    return spec_of("llama-7b", cluster__gpu="h100-sxm-80gb", planner__framework="fsdp", **DATA_ALONE)
+
+
+@pytest.fixture(scope="module")
+def plan(spec: RunSpec) -> RunPlan:
+    return make_plan(spec)
+
+
+def time_of(plan: RunPlan, **changes: float) -> Time:
+    return replace(plan.time, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "regime"),
+    [
+        ({}, "one node"),
+        ({"cluster__nodes": 4}, "several nodes"),
+        ({"cluster__nodes": 4, "layout__pipeline_parallel": 4}, "pipeline between nodes"),
+        ({"layout__offload": "optimizer"}, "offload"),
+        ({"layout__activation_offload": True}, "offload"),
+        ({"model__seq_len": 65536, "model__max_position_embeddings": 65536}, "long sequences"),
+        ({"preset": "gpt2"}, "tiny model"),
+    ],
+)
+def test_the_regime_is_what_limits_a_run(overrides: dict[str, Any], regime: str) -> None:
+    spec = spec_of(**{"preset": "llama-7b", **DATA_ALONE, **overrides})
+    assert regime_of(spec, make_plan(spec).layout) == regime
+
+
+def test_every_device_of_the_catalogue_has_an_architecture() -> None:
+    names = {architecture_of(find_accelerator(spec_of(cluster__gpu=name).cluster)) for name in accelerator_names()}
+    assert {"cpu", "volta", "ampere", "ada", "hopper", "blackwell", "cdna3"} <= names
+
+
+def test_a_range_has_the_percentiles_of_the_error_and_contains_the_plan(plan: RunPlan) -> None:
+    found = step_range(plan.time, Quantiles(0.9, 1.0, 1.2))
+    assert (found.p10, found.p90) == pytest.approx((0.9 * plan.time.step, 1.2 * plan.time.step), rel=1e-4)
+    slow = step_range(plan.time, Quantiles(1.1, 1.2, 1.4))
+    assert (slow.p10, slow.p90) == pytest.approx((plan.time.step, 1.4 * plan.time.step), rel=1e-4)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.8])
+def test_a_run_that_may_stall_has_the_percentiles_of_the_mixture(plan: RunPlan, chance: float) -> None:
+    """Against drawn runs."""
+    stall = 2 * plan.time.step
+    time = time_of(
+        plan,
+        stall_probability=chance,
+        stall_seconds=stall,
+        step=plan.time.step + (stall if chance > 0.5 else 0.0),
+    )
+    assert time.unstalled == pytest.approx(plan.time.step)
+    assert time.expected == pytest.approx(plan.time.step + chance * stall)
+    draw = random.Random(0)
+    wide = math.log(1.1) / 1.2816
+    drawn = sorted(
+        (plan.time.step + (stall if draw.random() < chance else 0.0)) * math.exp(draw.gauss(0.0, wide))
+        for _ in range(20_000)
+    )
+    error = Quantiles(1 / 1.1, 1.0, 1.1)
+    found = step_range(time, error)
+    assert found.p10 == pytest.approx(drawn[2_000], rel=0.03)
+    assert found.p90 == pytest.approx(max(time.step, drawn[18_000]), rel=0.03)
+    assert share_below(time, error, drawn[10_000]) == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_architecture_counts_before_all_and_what_was_not_measured_has_no_range() -> None:
+    cells = [
+        {"regime": "one node", "hardware": "", **CELL},
+        {"regime": "one node", "hardware": "hopper", **CELL, "p90": 1.1},
+    ]
+    errors = {"fsdp": {"hardware": ["ampere", "hopper"], "cells": cells}}
+    hopper, ampere = (find_cell(errors, "fsdp", "one node", name) for name in ("hopper", "ampere"))
+    assert hopper is not None
+    assert ampere is not None
+    assert (hopper.quantiles.p90, hopper.hardware) == (1.1, "hopper")
+    assert (ampere.quantiles.p90, ampere.hardware) == (1.2, "")
+    assert find_cell(errors, "fsdp", "offload", "hopper") is None
+    assert find_cell(errors, "fsdp", "one node", "volta") is None
+    assert find_cell(errors, "nanotron", "one node", "hopper") is None
+
+
+@pytest.mark.parametrize("quantity", ["time", "memory"])
+def test_the_data_file_has_ordered_percentiles_and_covers_what_they_promise(quantity: str) -> None:
+    assert ERRORS["date"]
+    for name, framework in ERRORS[quantity].items():
+        for cell in framework["cells"]:
+            assert 0 < cell["p10"] <= cell["p50"] <= cell["p90"], (name, cell)
+            assert cell["n"] >= 5
+            assert cell["sources"]
+        if framework["runs_left_out"] >= 40:
+            assert 0.75 <= framework["inside"] <= 0.85, name
+
+
+def test_the_figures_of_a_plan_have_ranges_in_proportion(plan: RunPlan) -> None:
+    ranges = plan.ranges
+    assert ranges is not None
+    assert ranges.time.calibrated
+    assert ranges.time.basis == "published runs"
+    assert ranges.step_seconds is not None
+    assert ranges.step_seconds.p10 < plan.time.step < ranges.step_seconds.p90
+    ratio = ranges.step_seconds.p90 / plan.time.step
+    assert ranges.to_train_seconds is not None
+    assert ranges.to_train_seconds.p90 == pytest.approx(ratio * plan.time.to_train)
+    assert plan.cost.on_demand is not None
+    assert ranges.on_demand_usd is not None
+    assert ranges.on_demand_usd.p90 == pytest.approx(ratio * (plan.cost.on_demand.usd or 0))
+    data = json.loads(json.dumps(plan.to_json(), allow_nan=False))
+    assert data["ranges"]["step_seconds"]["p90"] == ranges.step_seconds.p90
+    assert data["ranges"]["time"]["n"] == ranges.time.n
+
+
+def test_a_plan_on_a_device_that_nobody_measured_is_not_calibrated() -> None:
+    ranges = make_plan(spec_of("llama-7b", cluster__gpu="mi300x-192gb", **DATA_ALONE)).ranges
+    assert ranges is not None
+    assert not ranges.time.calibrated
+    assert (ranges.step_seconds, ranges.to_train_seconds, ranges.expected_usd) == (None, None, None)
+
+
+def test_own_measurements_replace_published_ones(spec: RunSpec, plan: RunPlan) -> None:
+    ranges = make_plan(spec, Measurements((measurement_of(spec, 1.3, plan),))).ranges
+    assert ranges is not None
+    assert ranges.step_seconds is not None
+    assert (ranges.time.basis, ranges.time.n) == ("own runs", 1)
+    measured = (0.9 * 1.3 * plan.time.step, 1.1 * 1.3 * plan.time.step)
+    assert (ranges.step_seconds.p10, ranges.step_seconds.p90) == pytest.approx(measured)
