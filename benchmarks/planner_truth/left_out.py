@@ -1,7 +1,8 @@
 """Leave one source out: fit constants of DeepSpeed's time model on the other sources, and score the one left out.
 
 Each fit starts from the planner's constants, and changes one at a time by the factors of ``FACTORS`` while that lowers
-the mean over the other sources of the mean absolute logarithm of predicted over measured step time.
+the mean over the other sources of the mean absolute logarithm of predicted over measured step time. Rows below 5 % of
+the device's peak are scored, but do not take part in a fit.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner_truth.evaluation import judge
+from planner_truth.evaluation import Judged, judge
 from planner_truth.table import Table
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import DeepSpeed
 from scaletrain_cli.plan.speed import offload
+from scaletrain_cli.plan.speed.step_time import plan_time
 
 # Constants of DeepSpeed's profile, and the bandwidth of a thread of its optimizer on the CPU.
 CONSTANTS = ("zero_3_most", "zero_3_overlap", "gather_host", "pipeline_host", "reduce_overlap", "thread_bandwidth")
-FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
+FACTORS = (0.7, 1.0, 1.4)
 _ROUNDS = 2
+_FITTED_MFU = 0.05
 # Overlaps are shares.
 _LARGEST = {"zero_3_overlap": 1.0, "reduce_overlap": 1.0}
 
@@ -31,34 +35,38 @@ Scales = tuple[float, ...]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One source: its rows, the mean absolute errors with the planner's constants and with those fitted without it."""
+    """One source: the mean absolute errors with the planner's constants, and with those fitted without the source.
+
+    ``fitted_rows``: of rows that may take part in fits.
+    """
 
     source: str
     rows: int
     planner: float
-    fitted: float
-    scales: Mapping[str, float]  # the fitted factors that differ from 1
+    left_out: float
+    fitted_rows: int
+    fitted_planner: float
+    fitted_left_out: float
+    scales: Mapping[str, float]  # factors on the constants, where they differ from 1
 
 
 @dataclass(frozen=True)
 class _Run:
     source: str
     ratio: float  # predicted over measured
+    fits: bool  # takes part in fits
 
 
 def leave_one_out(table: Table, directory: Path) -> tuple[LeftOut, ...]:
     """Return a result for each source, a value of the column ``set``."""
+    judged = [row for row in judge(table, directory).rows if row.measured.step_seconds]
+    devices = [find_accelerator(row.case.spec.cluster) for row in judged]
     known: dict[Scales, tuple[_Run, ...]] = {}
 
     def runs(scales: Scales) -> tuple[_Run, ...]:
         if scales not in known:
             with scaled(scales):
-                rows = judge(table, directory).rows
-            known[scales] = tuple(
-                _Run(row.row.inputs["set"], row.step_seconds / row.measured.step_seconds)
-                for row in rows
-                if row.measured.step_seconds
-            )
+                known[scales] = tuple(_timed(row, device) for row, device in zip(judged, devices, strict=True))
         return known[scales]
 
     start = (1.0,) * len(CONSTANTS)
@@ -69,9 +77,26 @@ def leave_one_out(table: Table, directory: Path) -> tuple[LeftOut, ...]:
             tried = [(*best[:index], factor, *best[index + 1 :]) for factor in FACTORS]
             best = min(tried, key=lambda scales: (_spread(runs(scales), source), _changes(scales)))
         changed = {name: scale for name, scale in zip(CONSTANTS, best, strict=True) if scale != 1.0}
-        rows = sum(run.source == source for run in runs(start))
-        found.append(LeftOut(source, rows, _error(runs(start), source), _error(runs(best), source), changed))
+        before, after = ([run for run in runs(scales) if run.source == source] for scales in (start, best))
+        usual = [[run for run in each if run.fits] for each in (before, after)]
+        found.append(
+            LeftOut(
+                source,
+                len(before),
+                _error(before),
+                _error(after),
+                len(usual[0]),
+                *map(_error, usual),
+                scales=changed,
+            )
+        )
     return tuple(found)
+
+
+def _timed(row: Judged, device: Accelerator) -> _Run:
+    seconds = plan_time(row.case.spec, row.case.layout, device)[0].step
+    ratio = seconds / (row.measured.step_seconds or math.nan)
+    return _Run(row.row.inputs["set"], ratio, (row.measured.mfu or 0.0) >= _FITTED_MFU)
 
 
 def _changes(scales: Scales) -> float:
@@ -82,13 +107,13 @@ def _changes(scales: Scales) -> float:
 def _spread(runs: Sequence[_Run], without: str) -> float:
     logs: dict[str, list[float]] = {}
     for run in runs:
-        if run.source != without:
+        if run.source != without and run.fits:
             logs.setdefault(run.source, []).append(abs(math.log(run.ratio)))
     return statistics.fmean(statistics.fmean(values) for values in logs.values()) if logs else 0.0
 
 
-def _error(runs: Sequence[_Run], source: str) -> float:
-    return statistics.fmean(abs(run.ratio - 1) for run in runs if run.source == source)
+def _error(runs: Sequence[_Run]) -> float:
+    return statistics.fmean(abs(run.ratio - 1) for run in runs) if runs else 0.0
 
 
 @contextmanager
@@ -108,15 +133,38 @@ def scaled(scales: Scales) -> Iterator[None]:
 
 
 def lines(results: Sequence[LeftOut]) -> Iterator[str]:
-    """Yield a table: each source, all rows, and the mean over sources."""
-    yield f"{'source left out':<30}{'n':>5}{'planner':>10}{'left out':>10}   constants that the others change"
-    for result in results:
-        changed = ", ".join(f"{name} x {scale:g}" for name, scale in result.scales.items()) or "none"
-        yield f"{result.source:<30}{result.rows:>5}{result.planner:>10.1%}{result.fitted:>10.1%}   {changed}"
-    rows = sum(result.rows for result in results)
-    if rows:
-        planner = sum(result.rows * result.planner for result in results) / rows
-        fitted = sum(result.rows * result.fitted for result in results) / rows
-        yield f"{'all rows':<30}{rows:>5}{planner:>10.1%}{fitted:>10.1%}"
-        mean = [statistics.fmean(values) for values in zip(*((r.planner, r.fitted) for r in results), strict=True)]
-        yield f"{'mean over sources':<30}{len(results):>5}{mean[0]:>10.1%}{mean[1]:>10.1%}"
+    """Yield a table: each source, all rows, and the mean over sources; for all rows, then for those of fits."""
+    head = f"{'source left out':<24}{'n':>5}{'planner':>9}{'left out':>10}"
+    yield f"{head}   {'MFU ≥ 5 %: n':>13}{'planner':>9}{'left out':>10}   factors that the others imply"
+    for each in results:
+        changed = ", ".join(f"{name} {scale:g}" for name, scale in each.scales.items()) or "none"
+        yield _line(
+            each.source,
+            (each.rows, each.planner, each.left_out),
+            (each.fitted_rows, each.fitted_planner, each.fitted_left_out),
+            changed,
+        )
+    every = [(each.rows, each.planner, each.left_out) for each in results]
+    usual = [(each.fitted_rows, each.fitted_planner, each.fitted_left_out) for each in results if each.fitted_rows]
+    if usual:
+        yield _line("all rows", _by_row(every), _by_row(usual))
+        yield _line("mean over sources", _by_source(every), _by_source(usual))
+
+
+_Scores = tuple[int, float, float]  # rows, error with the planner's constants, error left out
+
+
+def _line(name: str, every: _Scores, usual: _Scores, changed: str = "") -> str:
+    left = f"{name:<24}{every[0]:>5}{every[1]:>9.1%}{every[2]:>10.1%}"
+    return f"{left}   {usual[0]:>13}{usual[1]:>9.1%}{usual[2]:>10.1%}   {changed}".rstrip()
+
+
+def _by_row(scores: Sequence[_Scores]) -> _Scores:
+    rows = sum(score[0] for score in scores)
+    planner, left = (sum(score[0] * score[place] for score in scores) / rows for place in (1, 2))
+    return rows, planner, left
+
+
+def _by_source(scores: Sequence[_Scores]) -> _Scores:
+    planner, left = (statistics.fmean(score[place] for score in scores) for place in (1, 2))
+    return len(scores), planner, left
