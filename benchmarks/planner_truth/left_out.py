@@ -78,15 +78,16 @@ def leave_one_out(table: Table, directory: Path) -> tuple[LeftOut, ...]:
             best = min(tried, key=lambda scales: (_spread(runs(scales), source), _changes(scales)))
         changed = {name: scale for name, scale in zip(CONSTANTS, best, strict=True) if scale != 1.0}
         before, after = ([run for run in runs(scales) if run.source == source] for scales in (start, best))
-        usual = [[run for run in each if run.fits] for each in (before, after)]
+        usual, refitted = ([run for run in each if run.fits] for each in (before, after))
         found.append(
             LeftOut(
-                source,
-                len(before),
-                _error(before),
-                _error(after),
-                len(usual[0]),
-                *map(_error, usual),
+                source=source,
+                rows=len(before),
+                planner=_error(before),
+                left_out=_error(after),
+                fitted_rows=len(usual),
+                fitted_planner=_error(usual),
+                fitted_left_out=_error(refitted),
                 scales=changed,
             )
         )
