@@ -44,6 +44,7 @@ from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.batch_norm import statistics_of
 from scaletrain_cli.engine.parallel.mesh import Mesh, build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
@@ -124,6 +125,10 @@ def assemble(
         _describe_classes(composed.objective, data.samples)
     stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
     average = _weight_average(spec, composed)
+    local_sgd = None
+    if layout.local_sgd_groups > 1:
+        settings = spec.training.local_sgd
+        local_sgd = LocalSGD(composed.engine, settings, mesh.groups, spec.total_steps, device)
     _stop_if_preempted(flag, long_consensus)
 
     # Monitoring, checkpoints and batches.
@@ -141,6 +146,7 @@ def assemble(
         attempt=attempt,
         faults=faults,
         average=average,
+        local_sgd=local_sgd,
         replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
         base=base,
         expected_seconds=record.plan.durability.save_seconds,
@@ -178,6 +184,7 @@ def assemble(
         stages=stages,
         stepper=stepper,
         average=average,
+        local_sgd=local_sgd,
         checkpointer=checkpointer,
         data=data,
         training=training,
@@ -230,7 +237,7 @@ def assemble(
             first_step=resume_point.step + 1,
         ),
         reference=reference,
-        plan_check=PlanCheck(run, record, attempt, composed, average, mesh, consensus, device),
+        plan_check=PlanCheck(run, record, attempt, composed, local_sgd or average, mesh, consensus, device),
     )
 
 

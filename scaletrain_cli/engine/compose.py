@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from scaletrain_cli.engine.checkpoint.snapshot import ShardedState
 from scaletrain_cli.engine.deepspeed_engine import (
     ModelParallelUnit,
     deepspeed_config,
@@ -44,7 +45,8 @@ from scaletrain_cli.engine.model.quantization import quantize_when_loaded
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.objectives import build_objective
 from scaletrain_cli.engine.objectives.base import Objective
-from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
+from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale, master_weights
+from scaletrain_cli.engine.optim.muon import Muon, connect_muon
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, keep_within_limits, parameter_groups
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.batch_norm import synchronize
@@ -214,6 +216,9 @@ def compose(
     optimizer = build_optimizer(spec, groups, layout, device)
     keep_within_limits(optimizer)
     engine = start_deepspeed(config, module, optimizer, unit)
+    if isinstance(optimizer, Muon):
+        shards = ShardedState(engine, model, mesh).shards
+        connect_muon(optimizer, shards, master_weights(engine), model, spec, layout, mesh, device)
     fix_loss_scale(engine)
     count_replicated_experts_once(engine, mesh)
     synchronized = spec.training.synchronizes_batch_norm(layout.micro_batch_size, mesh.data.size)

@@ -210,8 +210,9 @@ def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_fold
         trained=sum(size for size, trains in sizes if trains),
     )
     config: dict[str, Any] = {
-        # DeepSpeed takes sequence ranks for data-parallel ones, so it counts each sequence that many times.
-        "train_batch_size": layout.global_batch_size * layout.sequence_parallel,
+        # DeepSpeed takes sequence ranks for data-parallel ones, so it counts each sequence that many times, and of the
+        # groups of local SGD it knows one.
+        "train_batch_size": layout.global_batch_size * layout.sequence_parallel // layout.local_sgd_groups,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": 0.0,  # set before each step where DeepSpeed clips
@@ -239,14 +240,15 @@ class ModelParallelUnit:
     """Tensor parallelism in the form that DeepSpeed requires (its ``mpu``); sequence ranks count as replicas."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._tensor, self._replicas = mesh.tensor, mesh.replicas
+        self._tensor, self._replicas = mesh.tensor, mesh.synchronous
         # DeepSpeed needs a group even for one rank.
-        self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.replicas)}
+        self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.synchronous)}
 
     @classmethod
     def of(cls, mesh: Mesh) -> ModelParallelUnit | None:
         """Return None if every rank is a replica, or if a pipeline has DeepSpeed's own grid. Collective."""
-        return None if mesh.tensor.size == 1 or mesh.pipeline.size > 1 else cls(mesh)
+        alone = mesh.tensor.size == 1 and mesh.groups.size == 1
+        return None if alone or mesh.pipeline.size > 1 else cls(mesh)
 
     def get_model_parallel_group(self) -> Any:
         return self._groups[self._tensor]

@@ -80,6 +80,9 @@ class Stepper(ABC):
             scale_router_losses(model, self.loss_scale / len(batches))
         self.largest_norm = self._largest_norm()
         loss, norm = self._train(batches, self.largest_norm, nan_gradient, factor)
+        if self._mesh.groups.group is not None:  # root mean square over the groups, as the guard needs one value
+            square = torch.as_tensor(norm, dtype=torch.float32, device=loss.device).square()
+            norm = _mean(square.reshape(()), self._mesh.groups.group).sqrt()
         if self._composed.averages_statistics:
             average_statistics(model, self._mesh.data)
         skipped = self._fp16 and step_was_skipped(self._engine)

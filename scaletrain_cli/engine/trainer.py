@@ -34,6 +34,7 @@ from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
@@ -124,6 +125,7 @@ class Trainer:
     stages: StageSwitch
     stepper: Stepper
     average: WeightAverage | None
+    local_sgd: LocalSGD | None
     checkpointer: Checkpointer
     data: RunData
     training: Reader
@@ -269,6 +271,8 @@ class Trainer:
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
         self.data_waits.add(step, waited, workers=self.readers, prefetch=self.record.spec.data.loader.prefetch)
+        if self.local_sgd is not None:
+            self.local_sgd.after_step(step)
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {

@@ -62,12 +62,21 @@ class Parameter(NamedTuple):
         """Return True for at least two dimensions: not for norms and biases."""
         return len(self.shape) > 1
 
+    @property
+    def is_orthogonalized(self) -> bool:
+        """Return True for what Muon updates: matrices of blocks, but not gates of one output. AdamW updates others."""
+        return self.place == "block" and len(self.shape) == 2 and min(self.shape) > 1 and not self.adapter
+
 
 class Settings(NamedTuple):
-    """The factor of the scheduled learning rate, and the weight decay, of one parameter at one step."""
+    """The factor of the scheduled learning rate, and the weight decay, of one parameter at one step.
+
+    ``orthogonalized``: Muon updates it.
+    """
 
     lr_factor: float
     weight_decay: float
+    orthogonalized: bool = False
 
 
 class Phase(NamedTuple):
@@ -448,9 +457,19 @@ def base_names(spec: RunSpec) -> frozenset[str]:
 
 
 def trains_everything(spec: RunSpec) -> bool:
-    """Return True if all parameters train in all steps with the same learning rate, whatever their names are."""
+    """Return True if all parameters train in all steps with the same optimizer and rate, whatever their names are."""
+    return not names_what_trains(spec) and not has_muon(spec)
+
+
+def names_what_trains(spec: RunSpec) -> bool:
+    """Return True if parameters are frozen at some step, or have learning rates of their own."""
     training = spec.training
-    return not training.trainable and training.optimizer.layer_decay == 1 and not has_adapter(spec.model)
+    return bool(training.trainable) or training.optimizer.layer_decay != 1 or has_adapter(spec.model)
+
+
+def has_muon(spec: RunSpec) -> bool:
+    """Return True if Muon updates some parameters and AdamW the others, for a model that Muon can train."""
+    return spec.training.optimizer.name == "muon" and spec.model.family in BUILT_IN_FAMILIES
 
 
 def has_adapter(model: AnyModel) -> bool:
@@ -550,7 +569,12 @@ def _settings_of(recipe: _Recipe, group: TrainableGroup | None, parameter: Param
         decay = decay if group.weight_decay is None else group.weight_decay
     if not decays(parameter, optimizer):
         decay = 0.0
-    return Settings(lr / optimizer.lr * optimizer.layer_decay**below, decay)
+    factor = lr / optimizer.lr * optimizer.layer_decay**below
+    if optimizer.name != "muon" or recipe.model.family not in BUILT_IN_FAMILIES:
+        return Settings(factor, decay)
+    if not parameter.is_orthogonalized and optimizer.muon.adamw_lr is not None:
+        factor *= optimizer.muon.adamw_lr / optimizer.lr
+    return Settings(factor, decay, parameter.is_orthogonalized)
 
 
 def decays(parameter: Parameter, optimizer: OptimizerSpec) -> bool:

@@ -15,7 +15,7 @@ from scaletrain_cli.plan.axes import Rule, resolve_axes
 from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.parameters import check_what_trains, trains_everything
+from scaletrain_cli.plan.parameters import check_what_trains, names_what_trains
 from scaletrain_cli.plan.ranges import plan_ranges
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
@@ -109,7 +109,7 @@ def _check_family(spec: RunSpec) -> None:
 
 def _check_framework(spec: RunSpec) -> None:
     """Raise UsageError if the framework is modeled only for training of all weights, and some are frozen."""
-    if not framework_of(spec).is_engine and not trains_everything(spec):
+    if not framework_of(spec).is_engine and names_what_trains(spec):
         rule = Rule("planner.framework", spec.planner.framework, "framework-trains-everything")
         raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
 

@@ -44,7 +44,8 @@ class Layout:
     """The layout of a run: degrees of parallelism, batch sizes (in samples), and settings resolved from ``auto``.
 
     world_size = data x tensor x pipeline x sequence x context. ``cross_entropy``: ``whole``, ``chunked`` or ``liger``;
-    ``compile``: whether blocks are compiled.
+    ``compile``: whether blocks are compiled. ``local_sgd_groups``: the groups of data-parallel ranks that reduce
+    gradients, and shard states, among themselves only.
     """
 
     world_size: int
@@ -63,6 +64,7 @@ class Layout:
     offload: str
     cross_entropy: str = "whole"
     compile: bool = False
+    local_sgd_groups: int = 1
 
 
 # The fields of StageMemory that add up to its peak.

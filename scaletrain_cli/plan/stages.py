@@ -162,7 +162,12 @@ def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0)
 
 
 def zero_shards(layout: Layout) -> int:
-    """Return the number of ranks over which ZeRO shards dense parameters: data x sequence x context."""
+    """Return the number of ranks over which ZeRO shards dense parameters: the replicas of a group of local SGD."""
+    return replicas(layout) // layout.local_sgd_groups
+
+
+def replicas(layout: Layout) -> int:
+    """Return the number of ranks that have the same part of the model: data x sequence x context."""
     return layout.data_parallel * layout.sequence_parallel * layout.context_parallel
 
 

@@ -103,6 +103,7 @@ class TrainedStage(NamedTuple):
     """Steps that train the same parameters. ``runs`` is empty if everything trains with one learning rate.
 
     ``opening``: tensors before the blocks, ``closing``: after them. ``embedding`` and ``head``: whether these train.
+    ``orthogonalized``: the groups that Muon updates.
     """
 
     first_step: int
@@ -113,6 +114,7 @@ class TrainedStage(NamedTuple):
     embedding: bool = True
     head: bool = True
     final_norm: bool = True
+    orthogonalized: frozenset[int] = frozenset()
 
     @property
     def steps(self) -> int:
@@ -177,14 +179,18 @@ def _converted(model: ModelSpec, named: _Stages) -> tuple[TrainedStage, ...]:
 def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False) -> TrainedStage:
     """Return what a stage trains. ``reached``: the hidden states before the first block have a gradient anyway."""
     numbers: dict[object, int] = {}
+    orthogonalized: set[int] = set()
 
     def number(names: Iterable[str]) -> GroupNumber:
         """Return the group of the first of these names; those of one tensor have the same."""
         name = next(iter(names))
         if name not in stage.since:
             return None
-        key = (stage.since[name], tuple(phase.settings[name] for phase in stage.phases))
-        return numbers.setdefault(key, len(numbers))
+        settings = tuple(phase.settings[name] for phase in stage.phases)
+        found = numbers.setdefault((stage.since[name], settings), len(numbers))
+        if settings[0].orthogonalized:
+            orthogonalized.add(found)
+        return found
 
     opening: PartTensors = PartTensors((), ())
     closing: PartTensors = PartTensors((), ())
@@ -222,6 +228,7 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
         embedding=embedding,
         head=embedding if model.tie_word_embeddings else any(name.startswith("lm_head.") for name in trained),
         final_norm=any("lm_head" not in name for name in _trained_names(closing)),
+        orthogonalized=frozenset(orthogonalized),
     )
 
 

@@ -164,8 +164,13 @@ TEXTS: dict[str, Text] = {
     ),
     "weights-differ": Text("{key}: {folder} does not hold this model; {shown} of {differences:of difference}"),
     # Libraries and devices that a setting needs.
-    "optimizer-needs-matrices": Text(
-        "training.optimizer.name = {name} is not available in this engine, because it needs whole matrices"
+    "local-sgd-groups-differ": Text(
+        "{checkpoint} has the states of {saved:of group} of local SGD, and the run has {groups}",
+        ("Keep training.local_sgd.groups.",),
+    ),
+    "muon-without-matrices": Text(
+        "training.optimizer.name = muon: no matrix of a block trains, so there is nothing to orthogonalize",
+        ("Use adamw.",),
     ),
     "bitsandbytes-missing": Text(
         "training.optimizer.name = {name} needs bitsandbytes, which cannot be imported ({error})",

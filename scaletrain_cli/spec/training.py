@@ -81,6 +81,27 @@ class LayoutSpec(Section):
 
 
 _ADDED_TO_THE_GRADIENT = ("adam", "sgd", "momentum")  # weight decay as L2 regularization
+_MUON_MOMENTUM = 0.95  # torch.optim.Muon's default, K. Jordan's
+
+
+class MuonSpec(Section):
+    """Muon (arXiv:2502.16982): the matrices of the blocks are orthogonalized, AdamW updates all other parameters."""
+
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="factor of the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for which "
+        "rates of AdamW fit; original: sqrt(max(1, rows / columns))",
+    )
+    adamw_lr: Positive | None = Field(
+        default=None, description="peak learning rate of the parameters that AdamW updates; null: optimizer.lr"
+    )
+    nesterov: bool = True
+    newton_schulz_steps: Annotated[int, Field(strict=True, ge=1, le=20)] = Field(
+        default=5, description="iterations that orthogonalize a matrix"
+    )
+    newton_schulz_dtype: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="bf16, as torch.optim.Muon; fp32: slower, with less rounding"
+    )
 
 
 class OptimizerSpec(Section):
@@ -109,7 +130,7 @@ class OptimizerSpec(Section):
         description="factor of the learning rate per block, from the head down (arXiv:2106.08254)",
     )
     momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
-        default=0.9, description="momentum coefficient of momentum and muon"
+        default=0.9, description="coefficient of momentum and muon; default 0.95 with muon"
     )
     state_dtype: Annotated[
         Literal["fp32", "bf16", "fp8"], used_when(where_not("training.optimizer.name", "sgd", "adamw_8bit"))
@@ -117,13 +138,19 @@ class OptimizerSpec(Section):
     master_weights: Annotated[bool, used_when(where("training.precision", "bf16", "fp16", "fp8", "fp4"))] = Field(
         default=True, description="fp32 copy of 16-bit weights, which is updated; the engine has it, false is planned"
     )
+    muon: Annotated[MuonSpec, used_when(where("training.optimizer.name", "muon"))] = LEFT_OUT
 
     @model_validator(mode="before")
     @classmethod
-    def _weight_decay_by_optimizer(cls, value: Any) -> Any:
-        """Return a weight decay of 0 unless it is set, for optimizers that would add it to the gradient."""
+    def _defaults_by_optimizer(cls, value: Any) -> Any:
+        """Return a weight decay of 0 unless it is set, for optimizers that would add it to the gradient.
+
+        And the momentum of Muon.
+        """
         if isinstance(value, dict) and value.get("name") in _ADDED_TO_THE_GRADIENT:
             return {"weight_decay": 0.0, **value}
+        if isinstance(value, dict) and value.get("name") == "muon":
+            return {"momentum": _MUON_MOMENTUM, **value}
         return value
 
 
@@ -177,6 +204,34 @@ class AveragingSpec(Section):
     every: Annotated[Whole, used_when(where_not("training.averaging.name", "none"))] = Field(
         default=1, description="steps between updates of the average"
     )
+
+
+_OF_GROUPS = used_when(where_not("training.local_sgd.groups", 1))
+
+
+class LocalSGDSpec(Section):
+    """Groups of data-parallel ranks that train alone and meet in outer steps (DiLoCo, arXiv:2311.08105)."""
+
+    groups: Whole = Field(default=1, description="groups, each with its own optimizer states; 1: ordinary training")
+    inner_steps: Annotated[Whole, _OF_GROUPS] = Field(
+        default=100, description="steps from one outer step to the next; there is one after the last step, too"
+    )
+    outer_optimizer: Annotated[Literal["nesterov", "sgd"], _OF_GROUPS] = Field(
+        default="nesterov",
+        description="sgd: without momentum; with a rate of 1 it takes the mean of the groups' weights",
+    )
+    outer_learning_rate: Annotated[Positive, _OF_GROUPS] = Field(
+        default=0.7, description="default 0.7 with nesterov, 1 with sgd"
+    )
+    outer_momentum: Annotated[Fraction, used_when(where("training.local_sgd.outer_optimizer", "nesterov"))] = 0.9
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_by_optimizer(cls, value: Any) -> Any:
+        """Return an outer learning rate of 1 for sgd, unless it is set."""
+        if isinstance(value, dict) and value.get("outer_optimizer") == "sgd":
+            return {"outer_learning_rate": 1.0, **value}
+        return value
 
 
 class DPOSpec(Section):
@@ -279,6 +334,7 @@ class TrainingSpec(Section):
     )
     early_stopping: EarlyStoppingSpec = LEFT_OUT
     averaging: AveragingSpec = LEFT_OUT
+    local_sgd: LocalSGDSpec = LEFT_OUT
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
     compile: bool | Literal["auto"] = Field(
         default="auto",

@@ -12,7 +12,7 @@ from scaletrain_cli.worker.checkpoint_commit import staging_path
 from tests.drills.campaign.damages import damage_files
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
-from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, kill, text_specs
+from tests.drills.campaign.kills import FINE_TUNING, OPTIMIZERS, ZERO_STAGES, kill, text_specs
 from tests.drills.campaign.requests import request
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import drill_spec
@@ -32,6 +32,17 @@ def test_kills_at_random_times_lose_nothing(dataset: Path, chance: random.Random
 @pytest.mark.parametrize("kind", FINE_TUNING)
 def test_kills_of_fine_tuning_at_random_times_lose_nothing(kind: str, dataset: Path, chance: random.Random) -> None:
     found = kill(text_specs(dataset, {kind: FINE_TUNING[kind]}), 2, chance)
+    assert found.kills >= 2
+    assert found.failed_resumes == []
+    assert found.different == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Muon, ZeRO-3", "local SGD of Muon, ZeRO-2"])
+def test_kills_with_muon_and_local_sgd_at_random_times_lose_nothing(
+    kind: str, dataset: Path, chance: random.Random
+) -> None:
+    found = kill(text_specs(dataset, {kind: OPTIMIZERS[kind]}), 2, chance)
     assert found.kills >= 2
     assert found.failed_resumes == []
     assert found.different == []
@@ -70,6 +81,15 @@ def test_save_requests_at_random_times_are_fulfilled(dataset: Path, chance: rand
 def test_runs_resumed_with_other_sizes_train_on_the_same_samples(dataset: Path) -> None:
     found = reshard(dataset)
     assert found.reshards == 6
+    assert found.other_values == []
+    assert found.other_samples == []
+    assert found.loss < 1e-4
+
+
+@pytest.mark.long
+def test_a_run_with_muon_resumed_in_other_stages_keeps_every_value(dataset: Path) -> None:
+    found = reshard(dataset, ["ZeRO 3, 1, 2"], training__optimizer="{name: muon, lr: 1.0e-3}")
+    assert found.reshards == 2
     assert found.other_values == []
     assert found.other_samples == []
     assert found.loss < 1e-4

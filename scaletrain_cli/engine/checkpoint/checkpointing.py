@@ -30,9 +30,12 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.parameters import base_names
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir import checkpoints
 from scaletrain_cli.rundir.base_weights import Digests, check_same_base, digests_of, to_document, weight_files
 from scaletrain_cli.rundir.checkpoints import STATE_FILE, Checkpoint, FileDigest, checkpoints_to_prune
@@ -120,6 +123,7 @@ class Checkpointer:
         attempt: int,
         faults: Faults,
         average: WeightAverage | None,
+        local_sgd: LocalSGD | None = None,
         replicated: dict[str, Stateful],
         base: BaseFiles | None = None,
         expected_seconds: float,
@@ -135,6 +139,7 @@ class Checkpointer:
         self._composed, self._mesh, self._base = composed, mesh, base
         self._not_stored = base_names(spec)
         self._average, self._attempt, self._replicated = average, attempt, replicated
+        self._local_sgd = local_sgd
         self.engine_was_built()
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
@@ -148,7 +153,7 @@ class Checkpointer:
     def engine_was_built(self) -> None:
         """Save and restore the present engine from now on."""
         self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._not_stored)
-        self._snapshot = Snapshot(self._states, self._average)
+        self._snapshot = Snapshot(self._states, self._average, self._local_sgd)
         self._allocated = False
 
     @property
@@ -257,6 +262,8 @@ class Checkpointer:
         parts = {name: part.state_dict() for name, part in self._replicated.items()}
         if self._average is not None:
             parts["average"] = {"taken": self._average.taken}
+        if self._local_sgd is not None:
+            parts["local_sgd"] = {"groups": self._local_sgd.groups.size}
         saved = {"client": client_state, "counters": counters(self._composed.engine), "parts": parts}
         if self._base is not None:
             saved["base"] = to_document(self._base.folder, self._base.digests)
@@ -360,7 +367,12 @@ class Checkpointer:
             check_same_base(checkpoint.path.name, state.get("base"), self._base.folder, self._base.digests)
         if self._average is not None:
             self._average.taken = state["parts"]["average"]["taken"]
-        restore_state(reader, self._states, self._average, self._composed.engine)
+        saved_groups = state["parts"].get("local_sgd", {}).get("groups", 1)
+        groups = 1 if self._local_sgd is None else self._local_sgd.groups.size
+        if saved_groups != groups:
+            params = {"checkpoint": checkpoint.path.name, "saved": saved_groups, "groups": groups}
+            raise UsageError(Reason("engine.local-sgd-groups-differ", params))
+        restore_state(reader, self._states, self._average, self._composed.engine, self._local_sgd)
         self._snapshot.frozen_changed()
         set_counters(self._composed.engine, state["counters"])
         for name, part in self._replicated.items():

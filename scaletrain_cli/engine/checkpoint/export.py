@@ -34,7 +34,7 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
     write_peft,
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
-from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
+from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
 from scaletrain_cli.engine.data.images.captions import caption_tokens
 from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.model import outline
@@ -433,7 +433,10 @@ def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: i
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The weights of a checkpoint, and of ``base`` those that it does not store. ``kind``: weights or averages."""
+    """The weights of a checkpoint, and of ``base`` those that it does not store.
+
+    ``kind``: weights, averages, or the outer weights of local SGD.
+    """
 
     reader: StateReader
     kind: str
@@ -455,6 +458,8 @@ def _open(checkpoint: Path, kind: str, model: AnyModel) -> SavedWeights:
     if not isinstance(found, Checkpoint):
         raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
     reader = StateReader(checkpoint, _NO_RANK, (), found.files)
+    if kind == WEIGHT and OUTER in reader.kinds:
+        kind = OUTER
     if kind not in reader.kinds:
         raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
     base = None

@@ -287,7 +287,7 @@ class StateReader:
     def read(self, kind: str, part: Slice) -> Tensor:
         """Return the values of a slice, flat. Raises ScaletrainError if the files do not have all of it."""
         key, found, values = f"{kind}/{part.name}", 0, torch.zeros(part.numel)
-        for file, saved in self._sources(part):
+        for file, saved in self._sources(key, part):
             shared = list(overlaps(saved, part))
             if not shared:
                 continue
@@ -311,13 +311,16 @@ class StateReader:
             raise UsageError(Reason("engine.layout-bound-states", {"checkpoint": self._folder.name}))
         return {}
 
-    def _sources(self, part: Slice) -> Iterator[tuple[ShardFile, Slice]]:
-        """Yield the files to read from: the rank's own if it has the whole slice, else all that have parts of it."""
+    def _sources(self, key: str, part: Slice) -> Iterator[tuple[ShardFile, Slice]]:
+        """Yield the files to read from: the rank's own if it has the whole slice, else all that have parts of it.
+
+        Ranks of other groups of local SGD have the slice under other keys.
+        """
         own = None if self._own is None else self._own.header.slices.get(part.name)
-        if self._own is not None and own is not None and own.contains(part):
+        if self._own is not None and own is not None and own.contains(part) and key in self._own.keys:
             yield self._own, own
         else:
-            yield from self._index.get(part.name, [])
+            yield from ((file, saved) for file, saved in self._index.get(part.name, []) if key in file.keys)
 
     @cached_property
     def _files(self) -> list[ShardFile]:

@@ -28,6 +28,7 @@ from scaletrain_cli.engine.optim.deepspeed_optimizer import (
     master_weights,
     use_master_weights,
 )
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, shard_spec_of
 from scaletrain_cli.errors import UsageError
@@ -111,7 +112,8 @@ class ShardedState:
 
     def place_of_counts(self, weight: Tensor) -> torch.device | None:
         """Return the device of the tensor that counts a weight's steps; None if the optimizer counts without one."""
-        if not type(self._optimizer).__module__.startswith("torch."):
+        kind = type(self._optimizer)
+        if not (kind.__module__.startswith("torch.") or getattr(kind, "counts_like_torch", False)):
             return None
         beside = self._optimizer.defaults.get("fused") or self._optimizer.defaults.get("capturable")
         return weight.device if beside else torch.device("cpu")
@@ -205,7 +207,7 @@ def _owned(found: list[PlacedSlice], parameter: Any, mesh: Mesh, *, sharded: boo
         return []
     if sharded:  # ZeRO leaves no equal copies on replicas
         return found
-    replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.replicas
+    replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.synchronous
     return [share for placed in found if (share := _share(placed, replicas)).slice.numel > 0]
 
 
@@ -289,6 +291,8 @@ def _tensor(text: str) -> Tensor:
 
 
 WEIGHT, AVERAGE = "weight", "average"
+# Of local SGD: the outer weights and their momentum. States of group g, above the first one, have names with "@g".
+OUTER, OUTER_MOMENTUM = "outer", "outer_momentum"
 
 
 class Counts(NamedTuple):
@@ -321,11 +325,36 @@ class CountedState(Protocol):
     def opaque(self, shard: int) -> dict[str, Tensor]: ...
 
 
+class StateOfGroup:
+    """The state of one group of local SGD, as that of a run without groups, without the outer state."""
+
+    def __init__(self, state: CountedState, group: int) -> None:
+        self._state, self._mark = state, f"@{group}" if group else ""
+
+    @property
+    def kinds(self) -> set[str]:
+        own = {kind for kind in self._state.kinds if kind not in (OUTER, OUTER_MOMENTUM)}
+        first = {kind for kind in own if "@" not in kind}
+        return {kind.removesuffix(self._mark) for kind in own if kind.endswith(self._mark)} if self._mark else first
+
+    def has(self, kind: str, name: str) -> bool:
+        return self._state.has(kind + self._mark, name)
+
+    def counts_of(self, name: str) -> Mapping[str, float]:
+        return self._state.counts_of(name)
+
+    def read(self, kind: str, part: Slice) -> Tensor:
+        return self._state.read(kind + self._mark, part)
+
+    def opaque(self, shard: int) -> dict[str, Tensor]:
+        return self._state.opaque(shard)
+
+
 class Snapshot:
     """Copies the state of a rank into host buffers that are allocated once, pinned if there is a GPU."""
 
-    def __init__(self, states: ShardedState, average: WeightAverage | None) -> None:
-        self._states, self._average = states, average
+    def __init__(self, states: ShardedState, average: WeightAverage | None, local_sgd: LocalSGD | None = None) -> None:
+        self._states, self._average, self._local_sgd = states, average, local_sgd
         self._buffers: dict[str, Tensor] = {}
         self._frozen: list[Entry] | None = None
         self._pinned = states.device.type == "cuda"
@@ -340,8 +369,9 @@ class Snapshot:
         counts, counters = Counts({}, {}), self._states.counter_names()
         for shard in self._states.shards:
             with self._states.weight(shard) as weight:
+                group = 0 if self._local_sgd is None else self._local_sgd.groups.rank
                 for kind, values in self._kinds(shard, weight, counters):
-                    entries += self._copied(shard, kind, values)
+                    entries += self._copied(shard, f"{kind}@{group}" if group else kind, values)
                 states = self._states.optimizer_states(weight)
                 own = {name: float(value) for name, value in states.items() if name in counters}
             counts = counts.with_shard(shard, own)
@@ -374,6 +404,10 @@ class Snapshot:
         elementwise = is_elementwise(states, weight)
         for name, value in sorted(states.items()):  # sorted, so that equal states make equal files
             yield (name if elementwise else f"{OPAQUE}/{shard.index}/{name}"), value
+        if self._local_sgd is not None and self._local_sgd.groups.rank == 0:
+            yield OUTER, self._local_sgd.outer[shard.index]
+            if self._local_sgd.momentum:
+                yield OUTER_MOMENTUM, self._local_sgd.momentum[shard.index]
         if self._average is not None and self._average.taken:
             yield AVERAGE, self._average.averages[shard.index]
 
@@ -399,13 +433,25 @@ class Snapshot:
 
 
 @torch.no_grad()
-def restore_state(reader: CountedState, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
+def restore_state(
+    reader: CountedState,
+    states: ShardedState,
+    average: WeightAverage | None,
+    engine: Any,
+    local_sgd: LocalSGD | None = None,
+) -> None:
     """Write the state of a checkpoint into a rank's shards, in a new engine or one that has trained. Collective.
 
     Parameters whose weights the reader does not have keep theirs, and have no states of the optimizer yet. Raises
     ScaletrainError if the checkpoint is incomplete, and UsageError if another layout cannot read it.
     """
     averages: list[Tensor] = []
+    if local_sgd is not None:
+        for shard in states.shards:
+            local_sgd.outer[shard.index].view(-1).copy_(_whole(shard, OUTER, reader))
+            if local_sgd.momentum:
+                local_sgd.momentum[shard.index].view(-1).copy_(_whole(shard, OUTER_MOMENTUM, reader))
+        reader = StateOfGroup(reader, local_sgd.groups.rank)
     for shard in states.shards:
         opaque = reader.opaque(shard.index)
         first = shard.slices[0].slice.name if shard.slices else None

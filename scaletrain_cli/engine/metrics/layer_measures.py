@@ -365,8 +365,9 @@ class LayerMeasures:
         factor = 1.0
         if measured.largest_norm > 0 and math.isfinite(norm):
             factor = max(1.0, (norm / ranks + 1e-6) / measured.largest_norm)  # as DeepSpeed and torch clip
+        groups = self._mesh.groups.size  # of local SGD, whose sums are of as many models: a mean of their squares
         columns = {
-            name: columns_of(sums[number * width : (number + 1) * width], factor)
+            name: columns_of([each / groups for each in sums[number * width : (number + 1) * width]], factor)
             for number, name in enumerate(self.names)
         }
         return MeasuredLayers(measured.step, {name: found for name, found in columns.items() if found})

@@ -15,6 +15,7 @@ from scaletrain_cli.engine.metrics.memory_measurement import watching_activation
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -43,7 +44,7 @@ class PlanCheck:
     record: RunRecord
     attempt: int
     composed: Composed
-    average: WeightAverage | None
+    kept_beside: WeightAverage | LocalSGD | None  # weights beside the optimizer's
     mesh: Mesh
     consensus: RankConsensus
     device: torch.device
@@ -73,9 +74,9 @@ class PlanCheck:
             return
         self._done = True
         held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
-        if self.average is not None:
+        if self.kept_beside is not None:
             offloaded = self.record.plan.layout.offload != "none"
-            held["host" if offloaded else "optimizer_states"] += self.average.bytes
+            held["host" if offloaded else "optimizer_states"] += self.kept_beside.bytes
         if saved.bytes is not None:
             held["activations"] = saved.bytes
         if on_gpu:

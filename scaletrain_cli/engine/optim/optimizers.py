@@ -1,7 +1,7 @@
 """Build the optimizer of a run spec: from torch, bitsandbytes, or another package.
 
 ZeRO hands an optimizer flat parts of the parameter groups, split anywhere, so it must update each element by itself.
-Muon orthogonalizes whole matrices and is left out: DeepSpeed's own Muon clips before orthogonalizing in one ZeRO stage
+Muon, which needs whole matrices, is in ``muon.py``. DeepSpeed's own Muon clips before orthogonalizing in one ZeRO stage
 and after it in the others, and does not gather matrices that tensor parallelism has sharded, so that a spec would train
 differently in different layouts.
 """
@@ -17,6 +17,7 @@ from torch import nn
 
 from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.materialization import names_of_parameters
+from scaletrain_cli.engine.optim.muon import ORTHOGONALIZED, Muon
 from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
@@ -39,7 +40,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
     and position embeddings; a tied head is the token embedding. ``TrainedModel.never_decays`` names
     further parameters, such as positions of images, and a parameter with ``limits`` has a group of its own. The
     parameters of a stage are grouped by learning rate, weight decay, limits and the steps that they have trained,
-    because ZeRO has one step counter per group.
+    because ZeRO has one step counter per group, and by whether Muon orthogonalizes them.
     """
     limits = model.limits() if isinstance(model, TrainedModel) else {}
     if stage is None:
@@ -67,7 +68,11 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
         {
             "params": found,
             "weight_decay": each[0].weight_decay,
-            SCHEDULE: [(phase.last_step, *one) for phase, one in zip(stage.phases, each, strict=True)],
+            SCHEDULE: [
+                (phase.last_step, one.lr_factor, one.weight_decay)
+                for phase, one in zip(stage.phases, each, strict=True)
+            ],
+            **({ORTHOGONALIZED: True} if each[0].orthogonalized else {}),
             **({} if limit is None else {LIMITS: limit}),
         }
         for (_, each, limit), found in members.items()
@@ -132,7 +137,7 @@ def build_optimizer(
     """Return the optimizer that ``training.optimizer`` names, over a model's parameters or over parameter groups.
 
     ``BUILDERS`` has the built-in optimizers; others come from the entry points ``scaletrain.optimizers``. Raises
-    UsageError if the library of the optimizer is not installed, or if it needs whole matrices.
+    UsageError if the library of the optimizer is not installed, or if the groups have no matrices for Muon.
     """
     settings = spec.training.optimizer
     groups = parameter_groups(model_or_groups, settings) if isinstance(model_or_groups, nn.Module) else model_or_groups
@@ -142,7 +147,7 @@ def build_optimizer(
         return build(groups, settings, device.type == "cuda" or layout.offload != "none")
     if (found := optimizer_extension(settings.name)) is not None:
         return load_reference(found.build)(groups, settings)  # type: ignore[no-any-return]
-    raise UsageError(Reason("engine.optimizer-needs-matrices", {"name": settings.name}))
+    raise LookupError(f"unknown optimizer: {settings.name}")
 
 
 def _adamw(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
@@ -168,6 +173,12 @@ def _lion(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.O
     return lion(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)  # type: ignore[no-any-return]
 
 
+def _muon(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
+    if not any(group.get(ORTHOGONALIZED) for group in groups):
+        raise UsageError(Reason("engine.muon-without-matrices"))
+    return Muon(groups, settings, fused)
+
+
 # By ``training.optimizer.name``: parameter groups, settings, and whether to use torch's fused kernel.
 BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimizer]] = {
     "adamw": _adamw,
@@ -176,6 +187,7 @@ BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimize
     "momentum": _sgd,
     "adamw_8bit": _adamw_8bit,
     "lion": _lion,
+    "muon": _muon,
 }
 
 

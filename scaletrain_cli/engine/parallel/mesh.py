@@ -94,6 +94,9 @@ class Mesh:
     expert: Axis = Axis()
     expert_replicas: Axis = Axis()
 
+    synchronous: Axis = Axis()  # replicas that reduce gradients together: all, or those of a group of local SGD
+    groups: Axis = Axis()  # ranks of the groups of local SGD that update the same elements
+
     pipeline_ends: Axis = Axis()  # the first and the last stage, which share a tied embedding
 
     @classmethod
@@ -112,6 +115,7 @@ def coordinates_of(layout: Layout, rank: int) -> dict[str, int]:
         "data": replica // layout.sequence_parallel,
         "sequence": replica % layout.sequence_parallel,
         "tensor": tensor_rank,
+        "group": replica // layout.sequence_parallel * layout.local_sgd_groups // layout.data_parallel,
         "expert": replica % layout.expert_parallel,
         "expert_replica": replica // layout.expert_parallel,
     }
@@ -129,14 +133,28 @@ def build_mesh(layout: Layout) -> Mesh:
     def axis(*varying: str) -> Axis:
         return _axis(lambda rank: tuple(v for k, v in coordinates_of(layout, rank).items() if k not in varying))
 
+    def in_group(rank: int) -> tuple[int, ...]:
+        place = coordinates_of(layout, rank)
+        return place["pipeline"], place["tensor"], place["group"]
+
+    def beside(rank: int) -> tuple[int, ...]:
+        """Return a key that is equal for the ranks at the same place in all groups."""
+        place = coordinates_of(layout, rank)
+        data = place["data"] % (layout.data_parallel // layout.local_sgd_groups)
+        return place["pipeline"], place["tensor"], place["sequence"], data
+
+    replicas = axis("data", "sequence", "group", "expert", "expert_replica")
+    local = layout.local_sgd_groups > 1
     return Mesh(
         pipeline=axis("pipeline"),
-        data=axis("data", "expert", "expert_replica"),
+        data=axis("data", "group", "expert", "expert_replica"),
         sequence=axis("sequence", "expert", "expert_replica"),
         tensor=axis("tensor"),
-        replicas=axis("data", "sequence", "expert", "expert_replica"),
-        expert=axis("data", "sequence", "expert"),
-        expert_replicas=axis("data", "sequence", "expert_replica"),
+        replicas=replicas,
+        expert=axis("data", "sequence", "group", "expert"),
+        expert_replicas=axis("data", "sequence", "group", "expert_replica"),
+        synchronous=_axis(in_group) if local else replicas,
+        groups=_axis(beside) if local else Axis(),
         pipeline_ends=_axis(end),
     )
 

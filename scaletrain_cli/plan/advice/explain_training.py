@@ -9,7 +9,7 @@ from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.engine_states import stage_tensors, trained_bytes
-from scaletrain_cli.plan.parameters import model_parameters, training_stages, trains_everything
+from scaletrain_cli.plan.parameters import model_parameters, names_what_trains, training_stages
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.stages import stages_in, zero_shards
 from scaletrain_cli.plan.trained_stages import TrainedStage, trained_count, trained_stages
@@ -22,7 +22,7 @@ _MOST_GROUPS = 8  # groups of one learning rate and weight decay that are shown
 
 def training_questions(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
     """Yield the questions about what trains, for runs that do not train everything alike, and about the reference."""
-    if workload_of(spec.model).counts_tokens and framework_of(spec).is_engine and not trains_everything(spec):
+    if workload_of(spec.model).counts_tokens and framework_of(spec).is_engine and names_what_trains(spec):
         yield _what_trains(spec, plan)
     if plan.time.reference:
         yield _reference(plan)
@@ -45,7 +45,7 @@ def _memory_rows(spec: RunSpec, plan: RunPlan, trained: TrainedStage) -> Iterato
     layout, memory = plan.layout, plan.memory
     fullest = max(range(len(memory.by_stage)), key=lambda index: memory.by_stage[index].peak)
     stage = stages_in(spec, layout)[fullest]
-    elements = sum(group.elements for group, _ in stage_tensors(spec, layout, stage, trained).trained)
+    elements = sum(group.elements for group, *_ in stage_tensors(spec, layout, stage, trained).trained)
     learned = elements * trained_bytes(spec)[0] // (zero_shards(layout) if layout.zero_stage == 3 else 1)
     adapter = spec.transformer.adapter is not None
     sizes = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
@@ -30,6 +31,7 @@ def warnings(
         *_about_host_memory(spec, layout, memory, durability),
         *_about_device(spec, device),
         *_about_attention(spec, layout, memory, time, device),
+        *_about_local_sgd(spec, layout, time, device),
         *workload_of(spec.model).layout_warnings(spec, layout, time),
         *_about_durability(spec, durability, time),
     )
@@ -94,6 +96,36 @@ def _about_attention(
     peak, step = workload.memory(fused, layout, device).peak, workload.time(fused, layout, device)[0].step
     costs = {"seq_len": model.seq_len, "times": time.step / step, "bytes": max(0, memory.peak - peak)}
     yield Reason("plan.capped-attention", costs)
+
+
+def _about_local_sgd(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Iterator[Reason]:
+    """Yield whether groups of local SGD train faster than one group, in the same layout, and from which interval on.
+
+    With an outer step after each step, its time would be ``inner_steps`` times its mean.
+    """
+    groups, settings = layout.local_sgd_groups, spec.training.local_sgd
+    if groups == 1:
+        return
+    alone = settings.model_copy(update={"groups": 1})
+    training = spec.training.model_copy(update={"local_sgd": alone})
+    together = (
+        workload_of(spec.model)
+        .time(spec.model_copy(update={"training": training}), replace(layout, local_sgd_groups=1), device)[0]
+        .step
+    )
+    never = spec.training.model_copy(
+        update={"local_sgd": settings.model_copy(update={"inner_steps": spec.total_steps})}
+    )
+    inner = workload_of(spec.model).time(spec.model_copy(update={"training": never}), layout, device)[0].step
+    every = min(settings.inner_steps, spec.total_steps)
+    outer = max(0.0, time.step - inner) / max(1 / every - 1 / spec.total_steps, 1e-12)
+    inner -= outer / spec.total_steps
+    params = {"groups": groups, "step": time.step, "together": together, "outer": outer, "inner_steps": every}
+    if inner >= together:
+        yield Reason("plan.local-sgd-saves-nothing", params)
+    else:
+        params |= {"least": max(1, math.ceil(outer / (together - inner))), "times": together / time.step}
+        yield Reason("plan.local-sgd-saves" if time.step < together else "plan.local-sgd-too-often", params)
 
 
 def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iterator[Reason]:

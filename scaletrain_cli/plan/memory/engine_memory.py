@@ -37,6 +37,8 @@ from scaletrain_cli.plan.memory.states import (
     step_temporary_bytes,
     weight_bytes,
 )
+from scaletrain_cli.plan.muon import muon_temporary_bytes
+from scaletrain_cli.plan.parameters import has_muon
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import (
     MOST_BLOCKS,
@@ -224,6 +226,8 @@ def _size_of_stage(
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
         else:
             step = offload_step_bytes(spec, layout, stage, trained)
+        if has_muon(spec):
+            step += muon_temporary_bytes(model, training.optimizer.muon, layout, stage.start, stage.blocks)
         backward = activations.backward(stage, trained, copied=offloaded)
         states, host = engine_states(spec, layout, stage, trained=trained)
         states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))

@@ -101,10 +101,14 @@ class Group(NamedTuple):
 
 
 class SharedGroup(NamedTuple):
-    """A group, and whether its tensors are experts, which fewer ranks share than the others."""
+    """A group, and whether its tensors are experts, which fewer ranks share than the others.
+
+    ``orthogonalized``: Muon updates it, and AdamW the other groups.
+    """
 
     group: Group
     experts: bool = False
+    orthogonalized: bool = False
 
 
 class StageTensors(NamedTuple):
@@ -168,7 +172,10 @@ def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, tra
                 sizes.setdefault((number, expert > 1 and each.experts > 0), []).append(elements)
         for key, found in sizes.items():
             runs.setdefault(key, []).append((tuple(found), times))
-    groups = [(number, SharedGroup(Group(tuple(found)), experts)) for (number, experts), found in runs.items()]
+    groups = [
+        (number, SharedGroup(Group(tuple(found)), experts, number in trained.orthogonalized))
+        for (number, experts), found in runs.items()
+    ]
     return StageTensors(
         tuple(group for number, group in groups if number is not None),
         tuple(group for number, group in groups if number is None),
@@ -349,8 +356,21 @@ def engine_states(
 
     ``trained``: what trains; None: what the first step trains.
     """
-    return states_of_tensors(
-        spec, layout, stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1)), replica
+    trained = trained or stage_of_step(spec, 1)
+    tensors = stage_tensors(spec, layout, stage, trained)
+    if trained.runs and layout.pipeline_parallel > 1:
+        sizes = layout.tensor_parallel, layout.expert_parallel
+        missing = _most_groups(spec.transformer, *sizes, stages_in(spec, layout), trained) - len(tensors.trained)
+        tensors = tensors._replace(trained=tensors.trained + (SharedGroup(_ANCHOR),) * missing)
+    return states_of_tensors(spec, layout, tensors, replica)
+
+
+@lru_cache(maxsize=1024)
+def _most_groups(model: ModelSpec, tensor: int, expert: int, stages: tuple[Stage, ...], trained: TrainedStage) -> int:
+    """Return the parameter groups of the stage with most; others have a number in place of each that they lack."""
+    return max(
+        len(_named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained).trained)
+        for stage in stages
     )
 
 
@@ -359,51 +379,57 @@ def states_of_tensors(
 ) -> tuple[ModelStates, int]:
     """Return the same for any model, from its tensors on one rank."""
     ranks = _ranks(spec, layout)
-    # A pipeline stage that trains nothing has an optimizer of one number.
+    # A pipeline stage that trains nothing has an optimizer of one number; see also ``_most_groups``.
     shared_groups = tensors.trained or (SharedGroup(_ANCHOR),)
-    shared = [(group, ranks(experts)) for group, experts in shared_groups]
+    shared = [(group, ranks(experts)) for group, experts, *_ in shared_groups]
     training, zero = spec.training, layout.zero_stage
     frozen = _frozen_bytes(spec, layout, tensors, weight_bytes(training.precision))
     element, gradient = trained_bytes(spec)
-    # The tensors that the optimizer updates, as (elements, number of such tensors).
-    parts: list[tuple[int, int]]
+    # The tensors that the optimizer updates, as (elements, number of such tensors), for each group.
+    parts: list[list[tuple[int, int]]]
     if zero == 3:
-        parts = [(group.pieces(ranks), 1) for group, ranks in shared]
-        held = sum(size for size, _ in parts)
+        parts = [[(group.pieces(ranks), 1)] for group, ranks in shared]
+        held = sum(size for [(size, _)] in parts)
         weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared if ranks > 1))
         gradients = gradient * held
     elif zero == 0:
-        parts = [(size, times) for group, _ in shared for sizes, times in group.runs for size in sizes]
-        held = sum(size * times for size, times in parts)
+        parts = [[(size, times) for sizes, times in group.runs for size in sizes] for group, *_ in shared]
+        held = sum(size * times for part in parts for size, times in part)
         weights, gradients = element * held, gradient * held
     else:
         padded = [_padded(group.elements, ranks) for group, ranks in shared]
-        parts = [(size // ranks, 1) for size, (_, ranks) in zip(padded, shared, strict=True)]
-        held = sum(size for size, _ in parts)
+        parts = [[(size // ranks, 1)] for size, (_, ranks) in zip(padded, shared, strict=True)]
+        held = sum(size for [(size, _)] in parts)
         weights = element * sum(padded)
         gradients = gradient * _gradient_elements(spec, layout, shared_groups, replica, sum(padded), held)
     weights += frozen
-    optimizer = training.optimizer.name
+    optimizer, largest_part = training.optimizer.name, max(size for part in parts for size, _ in part)
     dtype = training.optimizer.state_dtype
-    states = sum(moment_bytes(optimizer, size, dtype) * times for size, times in parts)
-    states += optimizer_constant_bytes(optimizer, max(size for size, _ in parts))
+    states = sum(
+        moment_bytes(optimizer if optimizer != "muon" or group.orthogonalized else "adamw", size, dtype) * times
+        for group, part in zip(shared_groups, parts, strict=True)
+        for size, times in part
+    )
+    states += optimizer_constant_bytes(optimizer, largest_part)
     master = chosen_master(spec, MasterWeights.OF_EACH_PARTITION, engine=True)
     states += (master_bytes(training.precision, zero, master) if zero else 0) * held
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # the averaged weights, in fp32
+    if layout.local_sgd_groups > 1:  # outer weights, and their momentum
+        states += (2 if training.local_sgd.outer_optimizer == "nesterov" else 1) * MASTER_BYTES * held
     if layout.offload == "none":
         return ModelStates(weights, gradients, states), 0
     states += MASTER_BYTES * held  # the gradient that the optimizer reads, beside its master weights
     if zero == 3:
         kept, offloaded = weights, 0
         if layout.offload == "optimizer+params":  # gathered parameters that stay on the device
-            frozen_groups = [(group, ranks(experts)) for group, experts in tensors.frozen]
+            frozen_groups = [(group, ranks(experts)) for group, experts, *_ in tensors.frozen]
             own = weight_bytes(training.precision)
             kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
             kept += own * sum(_persistent(group, ranks) for group, ranks in frozen_groups)
             offloaded = element * held + own * sum(group.pieces(ranks) for group, ranks in frozen_groups)
         if spec.layout.offload_device == "nvme":
             largest = max(-(-group.largest // ranks) for group, ranks in shared)
-            states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), SUB_GROUP_ELEMENTS)
+            states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(largest_part, SUB_GROUP_ELEMENTS)
             offloaded = (
                 min(offloaded, element * (NVME_PARAMETER_BUFFERS * largest + NVME_WEIGHTS_IN_MEMORY))
                 if offloaded
@@ -411,7 +437,7 @@ def states_of_tensors(
             )
         return ModelStates(kept, 0, 0), states + gradients + offloaded
     # Host copies of the new weights before they go to the device, and of one gradient that arrives from it.
-    host = states + element * (held + max(group.largest for group, _ in shared))
+    host = states + element * (held + max(group.largest for group, *_ in shared))
     if zero == 2 and gradient == element:  # gradients accumulate on the host
         gradients = 0
         if layout.gradient_accumulation_steps > 1:
@@ -433,7 +459,7 @@ def trained_bytes(spec: RunSpec) -> tuple[int, int]:
 def trained_parameters(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> tuple[int, int]:
     """Return (elements of trained parameters on one rank, elements of the largest quantized matrix)."""
     tensors = stage_tensors(spec, layout, stage, trained)
-    return sum(group.elements for group, _ in tensors.trained), tensors.largest_quantized
+    return sum(group.elements for group, *_ in tensors.trained), tensors.largest_quantized
 
 
 # What trains on a pipeline stage whose parameters are all frozen (engine/parallel/pipeline.py).
@@ -449,9 +475,9 @@ def _ranks(spec: RunSpec, layout: Layout) -> Callable[[bool], int]:
 def _frozen_bytes(spec: RunSpec, layout: Layout, tensors: StageTensors, element: int) -> int:
     """Return the bytes of frozen weights; ``element``: bytes of one that is not quantized."""
     ranks = _ranks(spec, layout)
-    frozen = [(group, ranks(experts)) for group, experts in tensors.frozen]
+    frozen = [(group, ranks(experts)) for group, experts, *_ in tensors.frozen]
     if layout.zero_stage < 3:
-        return tensors.quantized + element * sum(group.elements for group, _ in frozen)
+        return tensors.quantized + element * sum(group.elements for group, *_ in frozen)
     shards = sum(group.pieces(ranks) + (_persistent(group, ranks) if ranks > 1 else 0) for group, ranks in frozen)
     return tensors.quantized + element * shards
 
@@ -467,9 +493,9 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage, trained: Tra
     ranks = _ranks(spec, layout)
     element, gradient = trained_bytes(spec)
     groups = stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1)).trained
-    partition = sum(_padded(group.elements, ranks(experts)) // ranks(experts) for group, experts in groups)
+    partition = sum(_padded(group.elements, ranks(experts)) // ranks(experts) for group, experts, *_ in groups)
     added = gradient * partition if layout.zero_stage == 1 and gradient != element else 0
-    return added + element * max((group.largest for group, _ in groups), default=0)
+    return added + element * max((group.largest for group, *_ in groups), default=0)
 
 
 def _gradient_elements(
@@ -491,7 +517,7 @@ def _gradient_elements(
             return partition
         return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
     flat = spec.training.precision in ("bf16", "fp8", "fp4") and not same_type and layout.offload == "none"
-    return padded if flat else sum(group.elements for group, _ in groups)
+    return padded if flat else sum(group.elements for group, *_ in groups)
 
 
 def _padded(elements: int, ranks: int) -> int:
@@ -522,7 +548,7 @@ def _touched(groups: tuple[SharedGroup, ...], replicas: int, holders: int, repli
         _touched_of(group, holders, replica // apart, padded)
         if experts
         else _touched_of(group, replicas, replica, padded)
-        for group, experts in groups
+        for group, experts, *_ in groups
     )
 
 

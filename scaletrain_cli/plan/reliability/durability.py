@@ -17,6 +17,8 @@ from scaletrain_cli.plan.memory.states import (
     chosen_master,
     weight_bytes,
 )
+from scaletrain_cli.plan.muon import orthogonalized_elements
+from scaletrain_cli.plan.parameters import has_muon, names_what_trains
 from scaletrain_cli.plan.result import Durability, Layout, Time
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
@@ -54,6 +56,10 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
     optimizer = training.optimizer
     each = checkpoint_bytes_per_parameter(training.precision, stage, optimizer.name, master, optimizer.state_dtype)
     stored = workload_of(spec.model).stored_parameters(spec)
+    if has_muon(spec) and not names_what_trains(spec):  # AdamW has two moments of each of the other parameters
+        adamw = checkpoint_bytes_per_parameter(training.precision, stage, "adamw", master, optimizer.state_dtype)
+        muon = orthogonalized_elements(spec.transformer)
+        return max(muon * each + (trained - muon) * adamw for trained, _ in stored)
     return max(trained * each + frozen * weight_bytes(training.precision) for trained, frozen in stored)
 
 

@@ -193,4 +193,5 @@ class Bounds:
             world_size=data * alone.model_parallel,
             gradient_accumulation_steps=1,
             global_batch_size=data * micro_batch,
+            local_sgd_groups=1,
         )

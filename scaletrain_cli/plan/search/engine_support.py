@@ -13,12 +13,18 @@ from scaletrain_cli.plan.axes import AXES, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.parameters import model_parameters, training_stages, trains_everything
+from scaletrain_cli.plan.parameters import (
+    has_adapter,
+    has_muon,
+    model_parameters,
+    training_stages,
+    trains_everything,
+)
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.extensions import optimizer_extension
+from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, optimizer_extension
 
 # Optimizers of bitsandbytes, which update their states on the device that has the gradients.
 _BESIDE_GRADIENTS = ("adamw_8bit", "lion")
@@ -76,6 +82,7 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     yield from workload.engine_layout_rules(spec, layout)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
+    yield from _about_local_sgd(spec)
     yield from _about_what_trains(spec, layout)
     if spec.training.precision == "fp8" and layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
@@ -128,8 +135,10 @@ def _about_fp8(spec: RunSpec) -> Iterator[Rule]:
 def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     name, away, device = spec.training.optimizer.name, layout.offload, spec.layout.offload_device
     key = "training.optimizer.name"
-    if name == "muon":
-        yield Rule(key, name, "engine-muon")
+    if name == "muon" and not has_muon(spec):
+        yield Rule(key, name, "engine-muon-family", {"family": spec.model.family})
+    elif name == "muon" and has_adapter(spec.model):
+        yield Rule(key, name, "engine-muon-adapter")
     if away not in ENGINE.offload:
         yield Rule("layout.offload", away, "engine-offload", fix={"allowed": list(ENGINE.offload)})
     elif away != "none" and (name in _BESIDE_GRADIENTS or ((found := optimizer_extension(name)) and not found.offload)):
@@ -140,6 +149,32 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     averaging = spec.training.averaging.name
     if averaging != "none" and away != "none" and device == "nvme":
         yield Rule("training.averaging.name", averaging, "engine-nvme-averaging")
+
+
+def _about_local_sgd(spec: RunSpec) -> Iterator[Rule]:
+    """Yield the settings that ranks in different groups would have to agree on in each step, or average differently."""
+    training, key = spec.training, "training.local_sgd.groups"
+    if training.local_sgd.groups == 1:
+        return
+    params = {"groups": training.local_sgd.groups}
+    if training.objective != "causal_lm" or spec.model.family not in BUILT_IN_FAMILIES:
+        yield Rule("training.objective", training.objective, "local-sgd-objective", params)
+        return
+    if training.precision == "fp16":
+        yield Rule("training.precision", "fp16", "local-sgd-fp16", params)
+    if training.averaging.name != "none":
+        yield Rule("training.averaging.name", training.averaging.name, "local-sgd-averaging", params)
+    if training.optimizer.name in _BESIDE_GRADIENTS[:1]:
+        yield Rule("training.optimizer.name", training.optimizer.name, "local-sgd-8-bit", params)
+    if training.trainable or has_adapter(spec.model):
+        yield Rule(key, params["groups"], "local-sgd-trains-everything")
+    if training.gradient_clipping_by == "adaptive":
+        yield Rule("training.gradient_clipping_by", "adaptive", "local-sgd-adaptive-clipping", params)
+    if spec.data.packing == "documents" or spec.data.loss_mask != "none":
+        name = "packing" if spec.data.packing == "documents" else "loss_mask"
+        yield Rule(f"data.{name}", getattr(spec.data, name), "local-sgd-all-tokens", params)
+    if spec.transformer.bias_update_speed:
+        yield Rule("model.bias_update_speed", spec.transformer.bias_update_speed, "local-sgd-router-bias", params)
 
 
 def _about_what_trains(spec: RunSpec, layout: Layout) -> Iterator[Rule]:

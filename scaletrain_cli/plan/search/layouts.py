@@ -101,6 +101,7 @@ def build_layout(
             spec, framework_of(spec), tokens, axes.tensor, memory_bytes(spec.cluster)
         ),
         compile=chosen_compile(spec),
+        local_sgd_groups=spec.training.local_sgd.groups,
     )
 
 
@@ -134,8 +135,10 @@ def describe(layout: Layout) -> str:
         "context": layout.context_parallel,
         "expert": layout.expert_parallel,
     }
+    groups = layout.local_sgd_groups
     parts = [f"ZeRO-{layout.zero_stage}", f"data parallel {layout.data_parallel}"]
     parts += [f"{name} parallel {degree}" for name, degree in degrees.items() if degree > 1]
+    parts += [f"{groups} groups of local SGD"] if groups > 1 else []
     parts += [f"micro-batch {layout.micro_batch_size}"]
     parts += [f"activation checkpointing {layout.activation_checkpointing}"]
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
@@ -160,6 +163,19 @@ def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
     if stage != "auto" and stage < needed:
         yield Rule("layout.zero_stage", stage, "offload-zero-stage", {"offload": offload, "needed": needed})
     yield from _batch_rules(spec, axes)
+    yield from _group_rules(spec, axes)
+
+
+def _group_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    """Yield what groups of local SGD rule out: each is a run of its own with data parallelism."""
+    key, groups = "training.local_sgd.groups", spec.training.local_sgd.groups
+    if groups == 1:
+        return
+    if axes.data % groups:
+        yield Rule(key, groups, "local-sgd-divides-data", {"data_parallel": axes.data})
+    for name, degree in (("pipeline_parallel", axes.pipeline), ("expert_parallel", axes.expert)):
+        if degree > 1:
+            yield Rule(f"layout.{name}", degree, "local-sgd-axis", {"groups": groups})
 
 
 def _wrong_product(spec: RunSpec, axes: Axes) -> Rule:

@@ -122,6 +122,18 @@ def data_traffic(
     return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
 
 
+def outer_traffic(spec: RunSpec, layout: Layout, link: Link, trained: int) -> tuple[float, int]:
+    """Return the mean seconds and bytes per step of the outer steps of local SGD; ``trained``: parameters of a rank.
+
+    Ranks at the same place of each group all-reduce the fp32 elements that they update, once in ``inner_steps`` steps;
+    nothing overlaps it.
+    """
+    groups, stride = layout.local_sgd_groups, layout.world_size // layout.local_sgd_groups
+    size = 4 * (trained if layout.zero_stage == 0 else -(-trained // zero_shards(layout)))
+    every = min(spec.training.local_sgd.inner_steps, spec.total_steps)
+    return link.reduce(size, groups, stride) / every, int(2 * size * (groups - 1) / groups / every)
+
+
 def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, table: int) -> float:
     """Return the seconds per step in which first and last stage all-reduce the gradients of a tied embedding.
 

@@ -168,8 +168,8 @@ def stage_sizes(
         parameters = stage_parameters(per_rank, blocks, stage.position, stage.start)
         return StageSizes(parameters, parameters)
     tensors = stage_tensors(spec, layout, stage, trained)
-    learned = sum(group.elements for group, _ in tensors.trained)
-    return StageSizes(learned + sum(group.elements for group, _ in tensors.frozen), learned)
+    learned = sum(group.elements for group, *_ in tensors.trained)
+    return StageSizes(learned + sum(group.elements for group, *_ in tensors.frozen), learned)
 
 
 def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:

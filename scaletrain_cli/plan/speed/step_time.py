@@ -15,8 +15,17 @@ from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
+from scaletrain_cli.plan.muon import muon_seconds, muon_sent_bytes
+from scaletrain_cli.plan.parameters import has_muon
 from scaletrain_cli.plan.result import LIKELY, Layout, Network, Time
-from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, stall_seconds, tied_seconds
+from scaletrain_cli.plan.speed.communication import (
+    data_traffic,
+    exposed,
+    outer_traffic,
+    sent_bytes,
+    stall_seconds,
+    tied_seconds,
+)
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.offload import offload_seconds
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
@@ -28,7 +37,7 @@ from scaletrain_cli.plan.speed.stage_time import (
     stage_times,
     time_stages,
 )
-from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.plan.stages import Stage, zero_shards
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import RunSpec
 
@@ -111,7 +120,7 @@ def trained_stage_time(
     for stage, held in zip(stages, time_stages(per_rank, blocks), strict=True):
         if id(stage) not in once:
             sizes = stage_sizes(spec, layout, per_rank, blocks, held, trained)
-            once[id(stage)] = _once_per_step(spec, layout, device, rate, link, profile, stage, sizes, held.blocks)
+            once[id(stage)] = _once_per_step(spec, layout, device, rate, link, profile, stage, sizes, held)
     schedule = one_forward_one_backward(
         [stage.seconds for stage in stages],
         m,
@@ -166,10 +175,10 @@ def _once_per_step(
     profile: FrameworkProfile,
     stage: MicroBatchTime,
     sizes: StageSizes,
-    blocks: int,
+    held: Stage,
 ) -> _OncePerStep:
-    """Return what a stage of ``blocks`` blocks does once per step; ``sizes``: the parameters of one rank."""
-    data = data_traffic(spec, layout, link, profile, sizes.parameters, blocks, sizes.trained)
+    """Return what the stage ``held`` does once per step; ``sizes``: the parameters of one rank."""
+    data = data_traffic(spec, layout, link, profile, sizes.parameters, held.blocks, sizes.trained)
     # With v chunks per stage, the traffic of a chunk may also overlap passes of the stage's other chunks.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
@@ -178,7 +187,16 @@ def _once_per_step(
     reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout, profile))
     gather = exposed(data.gather, windows * forward, overlaps * profile.gather_overlap)
     optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained, sizes.parameters)
-    return _OncePerStep(reduce + gather, optimizer, data.sent)
+    sent, communication = data.sent, reduce + gather
+    if layout.local_sgd_groups > 1:
+        seconds, outer = outer_traffic(spec, layout, link, sizes.trained)
+        sent, communication = sent + outer, communication + seconds
+    if has_muon(spec):
+        settings = spec.training.optimizer.muon
+        own = rates(device, "bf16" if settings.newton_schulz_dtype == "bf16" else spec.training.precision)
+        optimizer += muon_seconds(spec.transformer, settings, layout, held.start, held.blocks, own, link)
+        sent += muon_sent_bytes(spec.transformer, settings, layout, held.start, held.blocks)
+    return _OncePerStep(communication, optimizer, sent)
 
 
 def _optimizer_seconds(

@@ -195,9 +195,27 @@ _ENGINE = {
     "engine-fp8-zero-3": Text(
         "not with fp8, whose matrix products keep the weights that stage 3 gathers", ("Use 1, 2 or auto.",)
     ),
-    "engine-muon": Text(
-        "orthogonalizes full matrices, which ZeRO and tensor parallelism shard", ("Use adamw or lion.",)
+    "local-sgd-divides-data": Text("must divide layout.data_parallel = {data_parallel}", ("Use a divisor, or 1.",)),
+    "local-sgd-axis": Text(
+        "not with {groups:of group} of local SGD, each of which has data, tensor and sequence parallelism only",
+        ("Use 1, or training.local_sgd.groups: 1.",),
     ),
+    "local-sgd-objective": Text("local SGD trains text models with causal_lm only", ("Use one group.",)),
+    "local-sgd-fp16": Text("each of {groups:of group} would have a loss scale of its own", ("Use bf16.",)),
+    "local-sgd-averaging": Text("the outer weights of local SGD are an average already", ("Use none.",)),
+    "local-sgd-8-bit": Text("its blocks of 8-bit states cannot be stored once per group", ("Use adamw.",)),
+    "local-sgd-trains-everything": Text("needs all weights to train in all steps, without adapters", ("Use 1.",)),
+    "local-sgd-adaptive-clipping": Text("each of {groups:of group} would have a history of its own", ("Use norm.",)),
+    "local-sgd-all-tokens": Text(
+        "groups would have different numbers of tokens that count, and equal weights in the outer step",
+        ("Remove the key, or use training.local_sgd.groups: 1.",),
+    ),
+    "local-sgd-router-bias": Text("would have to count the loads of experts over all groups", ("Use 0.",)),
+    "engine-muon-family": Text(
+        "orthogonalizes the matrices of transformer blocks of text models, which {family} does not have",
+        ("Use adamw or lion.",),
+    ),
+    "engine-muon-adapter": Text("is not defined for the factors of adapters", ("Use adamw.",)),
     "engine-nvme-frozen": Text(
         "offload to NVMe does not support frozen parameters", ("Use offload_device: cpu, or layout.offload: none.",)
     ),

@@ -20,7 +20,7 @@ from scaletrain_cli.spec import DataSpec
 from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.forked_attempts import ForkedRun
-from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, Kills, kill, text_specs, vision_specs
+from tests.drills.campaign.kills import FINE_TUNING, OPTIMIZERS, ZERO_STAGES, Kills, kill, text_specs, vision_specs
 from tests.drills.campaign.requests import request
 from tests.drills.training_runs import drill_spec
 from tests.drills.vision_runs import draw_pairs
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"all without; of {', '.join(PARTS)}")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--fine-tuning-kills", type=int, default=40)
+    parser.add_argument("--optimizer-kills", type=int, default=40)
     parser.add_argument("--vision-kills", type=int, default=40)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--damages", type=int, default=200)
@@ -105,6 +106,12 @@ def _kills(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
 def _fine_tuning_kills(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
     found = kill(text_specs(dataset, FINE_TUNING), options.fine_tuning_kills, chance)
     return _lines_of_kills("fine-tuning", ", ".join(FINE_TUNING), found)
+
+
+def _optimizer_kills(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
+    found = kill(text_specs(dataset, OPTIMIZERS), options.optimizer_kills, chance)
+    states = "losses, weights, moments and outer states"
+    return _lines_of_kills("a killed run", "; ".join(OPTIMIZERS), found, states)
 
 
 def _vision_kills(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
@@ -166,6 +173,7 @@ def _elastic(dataset: Path, options: argparse.Namespace, chance: random.Random) 
 PARTS: dict[str, Callable[[Path, argparse.Namespace, random.Random], list[Line]]] = {
     "kills": _kills,
     "fine-tuning-kills": _fine_tuning_kills,
+    "optimizer-kills": _optimizer_kills,
     "vision-kills": _vision_kills,
     "requests": _requests,
     "damages": _damages,

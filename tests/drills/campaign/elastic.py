@@ -7,8 +7,10 @@ import io
 import json
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,13 +45,13 @@ class Elastic:
     other_samples: list[str] = field(default_factory=list)
 
 
-def reshard(dataset: Path) -> Elastic:
-    """Run both chains and return the sum of their results."""
+def reshard(dataset: Path, chains: Collection[str] = CHAINS.keys(), **overrides: Any) -> Elastic:
+    """Run the chains and return the sum of their results."""
     found = Elastic()
-    spec = drill_spec(dataset, **_BATCH)
+    spec = drill_spec(dataset, **_BATCH, **overrides)
     undisturbed = ForkedRun.create(spec, noting_samples)
     undisturbed.attempts_to_end()
-    for name, links in CHAINS.items():
+    for name, links in ((name, CHAINS[name]) for name in chains):
         run = ForkedRun.create(spec, noting_samples)
         for number, (settings, last) in enumerate(links):
             resize(run, [f"{key}={value}" for key, value in settings.items()])

@@ -41,7 +41,14 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
     "SFT in two stages": {**_SFT, "training__trainable": _STAGES},
     "DPO with LoRA": {**_DPO, **_LORA},
 }
-
+_MUON = {"training__optimizer": "{name: muon, lr: 1.0e-3}"}
+_GROUPS = {"training__local_sgd": "{groups: 2, inner_steps: 7}"}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Muon, ZeRO-1": {**_MUON, "layout__zero_stage": 1},
+    "Muon, ZeRO-3": {**_MUON, "layout__zero_stage": 3},
+    "local SGD, ZeRO-0": {**_GROUPS, "layout__zero_stage": 0},
+    "local SGD of Muon, ZeRO-2": {**_GROUPS, **_MUON},
+}
 
 _EMA = "{name: ema, every: 1, decay: 0.9}"
 # By name the family and its settings. The micro-batches of CLIP share one InfoNCE loss (GradCache).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -120,7 +120,10 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
         trainer.save(last, wait=True)
     pieces = local_pieces(trainer.composed.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
     losses, norms = [[step.values[name] for step in measured] for name in ("loss", "grad_norm")]
-    return RankReport(losses, norms, pieces, states.bytes, saved.bytes)
+    held = states.bytes
+    if trainer.local_sgd is not None:
+        held = replace(held, optimizer_states=held.optimizer_states + trainer.local_sgd.bytes)
+    return RankReport(losses, norms, pieces, held, saved.bytes)
 
 
 def stray_state_bytes(run: LayoutRun) -> int:

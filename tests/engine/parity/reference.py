@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,8 +40,12 @@ class Trained:
 
 
 def train_alone(spec: RunSpec) -> Trained:
-    """Train all steps of a run in fp32, whatever the spec says, in a forked process with one thread, as ranks are."""
-    return on_ranks(1, _train, spec, connected=False)[0]
+    """Train all steps of a run in fp32, whatever the spec says, in a forked process with one thread, as ranks are.
+
+    Of local SGD one process per group.
+    """
+    groups = spec.training.local_sgd.groups
+    return on_ranks(groups, _train, spec, connected=groups > 1)[0]
 
 
 def _train(spec: RunSpec) -> Trained:
@@ -49,20 +54,121 @@ def _train(spec: RunSpec) -> Trained:
     model = first_weights(spec)
     optimizer = torch.optim.AdamW(model.parameters(), betas=settings.betas, eps=settings.eps)
     optimizer.param_groups.clear()
+    muon = MuonOfBlocks(model, spec) if settings.name == "muon" else None
+    outer = OuterLoop(model, spec) if training.local_sgd.groups > 1 else None
     losses, norms = [], []
     for step in range(1, spec.total_steps + 1):
         set_groups(optimizer, dict(model.named_parameters()), spec, step)
         first = (step - 1) * training.global_batch_size
         positions = range(first, first + training.global_batch_size)
+        if outer is not None:
+            share = training.global_batch_size // training.local_sgd.groups
+            positions = positions[dist.get_rank() * share :][:share]
         drawn = [sample_at(position, seed=training.seed, samples=len(sequences)) for position in positions]
         loss = batch_loss(model, spec, torch.from_numpy(sequences.rows(drawn)), torch.tensor(positions))
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(_trained(model), training.gradient_clipping).item())
+        if muon is not None:
+            muon.step(learning_rate(step, spec.total_steps, training))
         optimizer.step()
         update_correction_biases(model)
         losses.append(loss.item())
+        if outer is not None:
+            losses[-1], norms[-1] = mean(losses[-1]), mean(norms[-1] ** 2) ** 0.5
+            if step % training.local_sgd.inner_steps == 0 or step == spec.total_steps:
+                outer.step()
     return Trained(losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()})
+
+
+def mean(value: float) -> float:
+    """Return the mean over the processes."""
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+class OuterLoop:
+    """The outer optimizer of DiLoCo in each of some plain processes: torch.optim.SGD on a copy of the weights."""
+
+    def __init__(self, model: nn.Module, spec: RunSpec) -> None:
+        settings = spec.training.local_sgd
+        self._inner = list(model.parameters())
+        self._outer = [nn.Parameter(parameter.detach().clone()) for parameter in self._inner]
+        nesterov = settings.outer_optimizer == "nesterov"
+        momentum = settings.outer_momentum if nesterov else 0.0
+        self._optimizer = torch.optim.SGD(self._outer, settings.outer_learning_rate, momentum, nesterov=nesterov)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the mean difference of the groups from the outer weights as a gradient, and continue from the result."""
+        for inner, outer in zip(self._inner, self._outer, strict=True):
+            outer.grad = outer - inner
+            dist.all_reduce(outer.grad)
+            outer.grad /= dist.get_world_size()
+        self._optimizer.step()
+        for inner, outer in zip(self._inner, self._outer, strict=True):
+            inner.copy_(outer)
+
+
+def in_fp32(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return what torch's iteration, which is always in bf16, would in fp32; the longer side is that of the columns."""
+    a, b, c = coefficients
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / max(float(x.norm()), eps)
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+class MuonOfBlocks:
+    """torch.optim.Muon over views of the matrices of the blocks, each expert's and each fused projection's alone."""
+
+    def __init__(self, model: nn.Module, spec: RunSpec) -> None:
+        own, settings = spec.transformer, spec.training.optimizer
+        queries, keys = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
+        fused = {"c_attn": (queries, keys, keys), "qkv_proj": (queries, keys, keys)}
+        self._whole = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if re.search(r"\.(layers|h)\.", name) and parameter.ndim > 1 and "bias" not in name
+            if min(parameter.shape) > 1
+        }
+
+        def parts(name: str, values: Tensor) -> list[Tensor]:
+            if values.ndim == 3:
+                return [part for one in values.unbind() for part in (one.chunk(2) if "gate_up" in name else (one,))]
+            values = values.T if own.family == "gpt" else values
+            if "gate_up" in name:
+                return list(values.chunk(2))
+            return list(values.split(fused.get(name.split(".")[-2], values.shape[0])))
+
+        if settings.muon.newton_schulz_dtype == "fp32":
+            torch.optim._muon._zeropower_via_newtonschulz = in_fp32  # type: ignore[assignment]
+        self._parts = parts
+        self._views = {
+            name: [nn.Parameter(view) for view in parts(name, parameter.data)]
+            for name, parameter in self._whole.items()
+        }
+        self._optimizer = torch.optim.Muon(
+            [view for views in self._views.values() for view in views],
+            weight_decay=settings.weight_decay,
+            momentum=settings.momentum,
+            nesterov=settings.muon.nesterov,
+            ns_steps=settings.muon.newton_schulz_steps,
+            adjust_lr_fn=settings.muon.adjust_lr,
+        )
+
+    def step(self, rate: float) -> None:
+        """Update the matrices, and leave their parameters without gradients."""
+        self._optimizer.param_groups[0]["lr"] = rate
+        for name, parameter in self._whole.items():
+            assert parameter.grad is not None
+            for view, gradient in zip(self._views[name], self._parts(name, parameter.grad), strict=True):
+                view.grad = gradient
+            parameter.grad = None
+        self._optimizer.step()
 
 
 def set_groups(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], spec: RunSpec, step: int) -> None:
@@ -91,7 +197,10 @@ def wanted(spec: RunSpec, name: str, step: int) -> tuple[float, float] | None:
     below = layers - int(numbers[1]) if numbers else layers + 1 if "embed" in name else 0
     factor = settings.layer_decay**below
     if not groups:
-        return settings.lr * factor, settings.weight_decay
+        rate = settings.lr
+        if settings.name == "muon" and settings.muon.adamw_lr is not None:  # of what Muon leaves to AdamW
+            rate = settings.muon.adamw_lr
+        return rate * factor, settings.weight_decay
     for group in groups:
         active = group.start_step <= step <= (group.end_step or spec.total_steps)
         if active and any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):

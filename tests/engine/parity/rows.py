@@ -126,6 +126,16 @@ _NO_AUXILIARY_LOSS = (
 )
 _SMOOTHING = ("training.label_smoothing=0.1",)
 
+# In bf16 a difference in the last bit of a gradient may round a momentum to another number.
+MUON = (
+    "training.optimizer={name: muon, lr: 1.0e-3, eps: 1.0e-6, muon: {adamw_lr: 2.0e-3, newton_schulz_dtype: fp32}}",
+)
+LOCAL_SGD = ("training.local_sgd={groups: 2, inner_steps: 3}",)
+_ORIGINAL = (
+    "training.optimizer={name: muon, lr: 1.0e-3, eps: 1.0e-6, muon: {adjust_lr: original, nesterov: false, "
+    "newton_schulz_steps: 3, newton_schulz_dtype: fp32}}",
+)
+
 
 # Windows of 8 of the 32 tokens, and an original context of 16 tokens.
 _WINDOWS = ("model.sliding_window=8", "model.layer_types=[sliding_attention, full_attention]")
@@ -175,7 +185,11 @@ def families() -> list[Row]:
         Row(3, data=2, tensor=2),
         Row(2, data=2, sequence=2, checkpointing="full"),
     ]
-    return [with_features(row, name, *keys) for name, keys in FAMILIES.items() for row in layouts]
+    with_muon = [(name, (*FAMILIES[name], *MUON)) for name in ("phi3", "deepseek")]
+    return [
+        *(with_features(row, name, *keys) for name, keys in FAMILIES.items() for row in layouts),
+        *(with_features(row, f"{name} muon", *keys) for name, keys in with_muon for row in layouts[:2]),
+    ]
 
 
 def features() -> list[Row]:
@@ -218,6 +232,26 @@ def features() -> list[Row]:
         with_features(Row(1, data=2, pipeline=2, accumulation=4), "split", "layout.pipeline_split=[1, 2]"),
         with_features(Row(2, data=2, tensor=2), "activation offload", "layout.activation_offload=true"),
         with_features(Row(3, data=2, tensor=2), "chunked loss", "training.cross_entropy=chunked"),
+        with_features(Row(0, data=2, tensor=2), "muon", *MUON),
+        with_features(Row(1, data=2, accumulation=4), "muon", *MUON),
+        with_features(Row(2, data=4, tensor=2), "muon", *MUON),
+        with_features(Row(3, data=2, tensor=2), "muon", *MUON),
+        with_features(Row(3, data=2, sequence=2), "muon original", *_ORIGINAL),
+        with_features(cubed, "muon", *MUON),
+        with_features(Row(1, tensor=2, pipeline=4), "muon", *MUON, "model.num_hidden_layers=4"),
+        with_features(Row(2, data=2), "muon offload", *MUON, "layout.offload=optimizer"),
+        with_features(Row(0, data=2), "muon experts", *MUON, *_MIXTURE),
+        with_features(Row(1, data=2, tensor=2), "muon experts", *MUON, *_MIXTURE),
+        with_features(Row(3, data=2, tensor=2, sequence=2), "muon gated experts", *MUON, *_MIXTURE, *_GATED),
+        with_features(Row(1, data=2, tensor=2), "muon gpt", *MUON, *_GPT),
+        with_features(Row(0, data=2), "local sgd", *LOCAL_SGD),
+        with_features(Row(1, data=4), "local sgd", *LOCAL_SGD),
+        with_features(Row(2, data=4, sequence=2), "local sgd", *LOCAL_SGD),
+        with_features(Row(3, data=4, tensor=2), "local sgd", *LOCAL_SGD),
+        with_features(Row(2, data=2, tensor=2), "local sgd muon", *LOCAL_SGD, *MUON),
+        with_features(
+            Row(1, data=4), "local sgd of means", "training.local_sgd={groups: 4, inner_steps: 2, outer_optimizer: sgd}"
+        ),
         with_features(Row(3, data=2), "compiled", "training.compile=true"),
         with_features(Row(1, tensor=2, pipeline=2), "compiled", "training.compile=true"),
     ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.parity.comparison import BF16, FP32, difference
+from tests.engine.parity.comparison import BF16, FP32, Difference, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import LayoutRun, stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import Row, families, features, grid, in_bf16
+from tests.engine.parity.rows import MUON, Row, families, features, grid, in_bf16
 from tests.engine.parity.table import ACTIVATIONS
 
 STEPS = 8
@@ -37,9 +38,13 @@ FEATURES = [
         "zero3 dp2 sp2 documents",
         "zero2 tp2 ga4 label smoothing",
         "zero3 dp2 tp2 olmo2",
+        "zero3 dp2 tp2 muon",
+        "zero0 dp2 local sgd",
     )
 ]
 RESUMED = [CUT[4], CUT[6], pytest.param(NAMED["zero2 dp2 sp2 groups of experts"], marks=pytest.mark.long)]
+RESUMED += [pytest.param(NAMED["zero1 dp2 tp2 muon experts"], marks=pytest.mark.long), NAMED["zero3 dp2 tp2 muon"]]
+RESUMED += [pytest.param(NAMED["zero2 dp4 sp2 local sgd"], marks=pytest.mark.long), NAMED["zero0 dp2 local sgd"]]
 ROWS = [*CUT, *FEATURES]
 LONG = [
     NAMED["zero1 dp2 pp2 ga4 split"],
@@ -47,6 +52,8 @@ LONG = [
     *(row for row in NAMED.values() if "documents" in row.name and row.name != "zero3 dp2 sp2 documents"),
     NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"],
     NAMED["zero3 dp2 tp2 deepseek"],
+    *(row for row in NAMED.values() if "muon" in row.name and row.name != "zero3 dp2 tp2 muon"),
+    *(row for row in NAMED.values() if "local sgd" in row.name and row.name != "zero0 dp2 local sgd"),
 ]
 rows = pytest.mark.parametrize(
     "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)], ids=lambda row: row.name
@@ -99,6 +106,20 @@ def test_bf16_differs_by_rounding_alone(row: Row, alone, undisturbed) -> None:
     found = difference(undisturbed(row).trained, alone(row.reference))
     assert found.within(BF16), found
     assert not found.within(FP32)
+
+
+def test_local_sgd_of_two_ranks_is_equal_to_two_plain_processes(alone, undisturbed) -> None:
+    row = NAMED["zero0 dp2 local sgd"]
+    ours, plain = undisturbed(row).trained, alone(row.reference)
+    assert ours.losses == plain.losses
+    assert all(torch.equal(ours.weights[name], values) for name, values in plain.weights.items())
+
+
+@pytest.mark.long
+def test_muon_with_iterations_in_bf16_differs_from_torch_by_rounding_alone(alone, undisturbed) -> None:
+    row = replace(NAMED["zero3 dp2 tp2 muon"], overrides=(MUON[0].replace("fp32}}", "bf16}}"),))
+    found = difference(undisturbed(row).trained, alone(row.reference))
+    assert found.within(Difference(loss=1e-4, norm=1e-3, weight=1e-3)), found
 
 
 @pytest.mark.parametrize("row", RESUMED, ids=lambda row: row.name)

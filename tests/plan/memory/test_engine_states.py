@@ -12,6 +12,7 @@ from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.muon import orthogonalized_elements
 from scaletrain_cli.plan.parameters import stage_at, trains_everything
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
@@ -166,6 +167,10 @@ PARTLY = {
     "data": [
         Row(1, trainable=("model.embed_tokens*", "*norm*", "lm_head*"), types="bf16 fp32"),
         Row(2, layer_decay=0.8),
+        Row(0, optimizer="muon"),
+        Row(1, optimizer="muon", types="bf16 fp32"),
+        Row(2, optimizer="muon", types="bf16 bf16"),
+        Row(3, optimizer="muon", offload="optimizer"),
         Row(3, trainable=(BLOCK, "*norm*", "lm_head*@7"), step=7, types="bf16 fp32"),
     ],
     "adapters": [
@@ -189,6 +194,7 @@ PARTLY = {
     "experts": [
         Row(2, expert=2, trainable=("*experts*", "*gate.weight@5"), step=5),
         Row(3, expert=2, trainable=(ATTENTION,)),
+        Row(2, expert=2, optimizer="muon"),
     ],
 }
 
@@ -233,6 +239,14 @@ def test_an_average_of_the_weights_is_one_more_fp32_copy_of_what_a_rank_updates(
         plain, averaged = states(Row(zero)), states(Row(zero, averaging="ema"))
         assert averaged.optimizer_states - plain.optimizer_states == plain.optimizer_states // (2 if zero == 0 else 3)
         assert averaged[:2] == plain[:2]
+
+
+def test_muon_has_half_the_moments_of_adamw_for_the_matrices_of_blocks() -> None:
+    matrices = orthogonalized_elements(Row(0).spec.transformer)
+    assert matrices == 3 * (36 * 40 + 2 * 36 * 20 + 40 * 36 + 3 * 36 * 50)
+    for zero in (0, 1):
+        saved = states(Row(zero)).optimizer_states - states(Row(zero, optimizer="muon")).optimizer_states
+        assert saved == pytest.approx(4 * matrices / (RANKS if zero else 1), abs=4 * 12 * RANKS)  # padding
 
 
 @pytest.mark.parametrize("zero", range(4))

@@ -20,7 +20,13 @@ SMALL = {
     "head_dim": 64,
     "intermediate_size": 1536,
 }
+GROUPS = {"training__local_sgd": {"groups": 2}, "layout__tensor_parallel": 1, "layout__pipeline_parallel": 1}
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
+BIASED_EXPERTS = EXPERTS | {
+    "model__scoring_func": "sigmoid",
+    "model__topk_method": "noaux_tc",
+    "model__bias_update_speed": 0.01,
+}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,26 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
         ({"training__precision": "fp16", "training__grad_dtype": "bf16"}, "fp16 gradients accumulate in fp32 or fp16"),
         ({"training__grad_dtype": "fp16"}, "training.grad_dtype = fp16"),
         ({"training__precision": "tf32", "cluster__gpu": "cpu"}, "training.precision = tf32: needs an NVIDIA GPU"),
-        ({"training__optimizer": {"name": "muon"}}, "training.optimizer.name = muon: orthogonalizes full matrices"),
+        (
+            {"training__optimizer": {"name": "muon"}, "layout__offload": "optimizer", "layout__offload_device": "nvme"},
+            "training.optimizer.name = muon: offload to NVMe supports only Adam's two moments",
+        ),
+        (
+            {
+                "training__optimizer": {"name": "muon"},
+                "model__adapter": {"name": "lora", "rank": 4},
+                "model__weights": "w",
+            },
+            "training.optimizer.name = muon: is not defined for the factors of adapters",
+        ),
+        ({**GROUPS, "training__precision": "fp16"}, "training.precision = fp16: each of 2 groups would have a loss"),
+        ({**GROUPS, "training__averaging": {"name": "ema"}}, "training.averaging.name = ema: the outer weights"),
+        ({**GROUPS, "training__optimizer": {"name": "adamw_8bit"}}, "adamw_8bit: its blocks of 8-bit states"),
+        ({**GROUPS, "training__trainable": [{"match": "*.mlp.*"}]}, "local_sgd.groups = 2: needs all weights to train"),
+        ({**GROUPS, "training__gradient_clipping_by": "adaptive"}, "adaptive: each of 2 groups would have a history"),
+        ({**GROUPS, "data__loss_mask": "document_starts"}, "data.loss_mask = document_starts: groups would have"),
+        ({**GROUPS, "data__packing": "documents"}, "data.packing = documents: groups would have different numbers"),
+        ({**GROUPS, **BIASED_EXPERTS}, "model.bias_update_speed = 0.01: would have to count the loads of experts"),
         ({"training__optimizer": {"name": "lion"}, "layout__offload": "optimizer"}, "updates its states on the device"),
         (
             {"training__optimizer": {"name": "sgd"}, "layout__offload": "optimizer", "layout__offload_device": "nvme"},
@@ -91,6 +116,8 @@ def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
         {"training__optimizer": {"name": "momentum"}, "layout__offload": "optimizer"},
         {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "training__cross_entropy": "chunked"},
         {"training__averaging": {"name": "ema"}, "layout__activation_offload": True},
+        {"training__optimizer": {"name": "muon"}, "layout__offload": "optimizer", "layout__tensor_parallel": 2},
+        {**GROUPS, "training__optimizer": {"name": "muon"}, "layout__zero_stage": 3},
     ],
     ids=lambda overrides: " ".join(key.rpartition("__")[2] for key in overrides),
 )
