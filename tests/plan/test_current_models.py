@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.plan import submittable
 from scaletrain_cli.plan.architecture import (
     architecture,
@@ -26,7 +27,7 @@ from scaletrain_cli.spec import ModelSpec, presets
 from scaletrain_cli.spec.hugging_face import from_config
 from scaletrain_cli.spec.loading import complete
 from scaletrain_cli.spec.presets import hub_presets
-from tests.plan.specs import model_of, spec_of
+from tests.plan.specs import DATA_ALONE, model_of, spec_of
 
 CONFIGS = Path(__file__).parents[1] / "spec/hugging_face"
 # Folders of CONFIGS by preset.
@@ -88,17 +89,16 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("folder", CURRENT.values())
 def test_a_model_has_as_many_parameters_as_its_modules_in_transformers(folder: str) -> None:
-    config = smaller(config_of(folder))
-    model = model_from(config)
-    assert parameter_count(model) == count_of_transformers(config)
-    assert sum(parameter.numel for parameter in model_parameters(model)) == parameter_count(model)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("folder", CURRENT.values())
-def test_a_whole_model_has_as_many_parameters_as_its_modules_in_transformers(folder: str) -> None:
     config = config_of(folder)
     assert parameter_count(model_from(config)) == count_of_transformers(config)
+
+
+@pytest.mark.parametrize("folder", CURRENT.values())
+def test_the_named_tensors_of_a_model_are_all_of_its_parameters(folder: str) -> None:
+    model = model_from(smaller(config_of(folder)))
+    found = model_parameters(model)
+    assert sum(parameter.numel for parameter in found) == parameter_count(model)
+    assert len({parameter.name for parameter in found}) == len(found)
 
 
 @pytest.mark.parametrize(("preset", "folder"), CURRENT.items())
@@ -123,7 +123,10 @@ def test_models_have_the_names_of_the_hub() -> None:
 
 @pytest.mark.parametrize("preset", CURRENT)
 def test_every_current_model_is_planned_and_only_what_the_engine_builds_may_be_submitted(preset: str) -> None:
-    spec = spec_of(preset, cluster__nodes=128, training__global_batch_size=1024, **{"layout__zero_stage": 3})
+    experts = 8 if presets()[preset].get("num_experts") else 1
+    alone = {**DATA_ALONE, "layout__expert_parallel": experts, "layout__activation_checkpointing": "full"}
+    sizes = {"cluster__nodes": 128, "training__global_batch_size": 1024, "layout__zero_stage": 3}
+    spec = spec_of(preset, **alone, **sizes)
     plan = make_plan(spec)
     assert plan.model.parameters == parameter_count(spec.transformer)
     assert plan.memory.peak > 0
@@ -212,6 +215,13 @@ def test_the_stages_of_a_hybrid_model_hold_all_of_its_blocks(preset: str) -> Non
         assert sum(held) == parameter_count(model)
     halves = architecture(model, tensor_parallel=2)
     assert parameter_count(model) / 2 < halves.parameters < parameter_count(model) * 0.51
+
+
+def test_tensor_ranks_divide_the_groups_of_a_state_space_layer() -> None:
+    spec = spec_of("nemotron-h-8b", cluster__gpus_per_node=16, layout__tensor_parallel=16)
+    with pytest.raises(InfeasibleError) as found:
+        make_plan(spec)
+    assert "mamba.groups" in str(found.value)
 
 
 def test_a_state_space_layer_has_the_flops_of_megatron_lm() -> None:

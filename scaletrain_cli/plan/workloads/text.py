@@ -183,6 +183,13 @@ class TextWorkload(Workload):
         if inner % axes.tensor:
             params = {"name": "intermediate_size", "width": inner}
             yield Rule(tensor, axes.tensor, "divide-width", params, _near(inner, axes.tensor))
+        if model.mamba is not None:  # as Megatron-LM (ssm/mamba_mixer.py)
+            sharded = {"mamba.num_heads": model.mamba.num_heads}
+            sharded |= {} if model.mamba.dt_rank else {"mamba.groups": model.mamba.groups}
+            for name, count in sharded.items():
+                if count % axes.tensor:
+                    params = {"name": name, "width": count}
+                    yield Rule(tensor, axes.tensor, "divide-width", params, _near(count, axes.tensor))
         local_heads = max(1, heads // axes.tensor)
         if local_heads % axes.sequence:
             fix = _near(local_heads, axes.sequence)
