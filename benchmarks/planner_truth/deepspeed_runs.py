@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner_truth.architectures import known_model
+from planner_truth.deepspeed_programs import program_of
 from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
 from planner_truth.table import Measured, Table, number, whole
 from planner_truth.train_runs import COLUMNS, TRUTH
@@ -55,6 +57,8 @@ _NETWORKS: tuple[tuple[str, str, float | None], ...] = (
 # Links of authors who do not print them with the run: InternLM prints those of its nodes with InternEvo's.
 _SITES = {"xtuner": "4x100gb roce"}
 _PLAIN = r"gpt|bert|opt|bloom|falcon|pythia|neox|megatron|turing"
+# bf16_master_weights_and_grads and bf16_optimizer_states of DeepSpeed's section bf16
+_NARROW = {"state_dtype": "bf16", "master_weights": False}
 _RECOMPUTED = ("full", "selective")
 
 
@@ -66,7 +70,6 @@ def build(row: Mapping[str, str]) -> Case:
     tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1) or 1
     sequence, context = whole(row, "sp", 1), whole(row, "cp", 1)
     data = whole(row, "dp", max(1, gpus // (tensor * pipeline * sequence * context)))
-    stage = re.search(r"\d", row["dp_sharding"])
     micro = whole(row, "mbs")
     name, per_node, between = _machines(row)
     precision = row["precision"] or "bf16"
@@ -74,7 +77,7 @@ def build(row: Mapping[str, str]) -> Case:
         raise Unmapped(f"precision {precision}")
     # Before FlashAttention, Megatron-DeepSpeed ran Megatron's fused kernels; these runs have little traffic of ZeRO.
     fused = "megatron-deepspeed" in notes and _unfused(notes)
-    return build_case(
+    case = build_case(
         "megatron" if fused else "deepspeed",
         _model(row, tensor),
         Degrees(
@@ -86,7 +89,7 @@ def build(row: Mapping[str, str]) -> Case:
             context=context,
             expert=whole(row, "ep", 1),
             tensor_sequence=False,
-            zero_stage=int(stage[0]) if stage else 0,
+            zero_stage=_zero_stage(row),
             checkpointing=next((k for k in _RECOMPUTED if row["act_recompute"].startswith(k)), "none"),
             offload=row["cpu_offload"] if row["cpu_offload"] not in ("", "0") else "none",
         ),
@@ -94,21 +97,35 @@ def build(row: Mapping[str, str]) -> Case:
         Machines(name, gpus, per_node, *between, cpus_per_gpu=1 if per_node > 1 else None),
         global_batch=whole(row, "gbs_samples", data * micro * whole(row, "grad_accum", 1)),
         micro_batch=micro,
-        training={"precision": precision, "grad_dtype": _grad_dtype(row, notes), "compile": row["compile"] == "1"},
+        training={
+            "precision": precision,
+            "grad_dtype": _grad_dtype(row),
+            "compile": row["compile"] == "1",
+            **({"optimizer": _NARROW} if row["optimizer"].endswith("-bf16-states") else {}),
+        },
         planner={"attention": "materialised" if _unfused(notes) else "flash"},
         env={"CUDA_LAUNCH_BLOCKING": "1"} if "cuda_launch_blocking=1" in notes else None,
     )
+    return replace(case, program=program_of(row))
 
 
-def _grad_dtype(row: Mapping[str, str], notes: str) -> str:
-    """Return the type in which gradients accumulate: fp32 where DeepSpeed's BF16_Optimizer runs, else as weights.
+def _zero_stage(row: Mapping[str, str]) -> int:
+    """Return the ZeRO stage; with bf16 and stage 0, 1: BF16_Optimizer shards its states too (bf16_optimizer.py)."""
+    return max(_configured_stage(row), int(row["precision"] == "bf16"))
 
-    BF16_Optimizer runs in stage 0 and, with Megatron-DeepSpeed's settings, in stage 1 (engine.py
-    ``_configure_bf16_optimizer``).
+
+def _configured_stage(row: Mapping[str, str]) -> int:
+    """Return the stage of DeepSpeed's configuration, which notes may have beside that of the column."""
+    found = re.findall(r"; printed stage (\d)", row["notes"]) or re.findall(r"\d", row["dp_sharding"])
+    return int(found[0]) if found else 0
+
+
+def _grad_dtype(row: Mapping[str, str]) -> str:
+    """Return the type in which gradients accumulate: fp32 for bf16 in stage 0, else that of the weights.
+
+    These are DeepSpeed's defaults (engine.py ``get_data_types``); BF16_Optimizer runs only with the former.
     """
-    if row["precision"] != "bf16":
-        return row["precision"]
-    return "fp32" if "megatron-deepspeed" in notes and row["dp_sharding"][-1:] in ("0", "1") else "bf16"
+    return "fp32" if row["precision"] == "bf16" and _configured_stage(row) == 0 else row["precision"] or "bf16"
 
 
 def _unfused(notes: str) -> bool:
@@ -136,8 +153,9 @@ def _model(row: Mapping[str, str], tensor: int) -> dict[str, Any]:
     name = row["model"].lower()
     if any(not row[key] for key in ("layers", "hidden", "heads", "vocab")):
         return known_model(row, tensor)
-    plain = re.search(_PLAIN, name) is not None
     hidden, heads = whole(row, "hidden"), whole(row, "heads")
+    # A gated MLP has another width than 4 x hidden, as in AuroraGPT, which is a Llama.
+    plain = re.search(_PLAIN, name) is not None and whole(row, "ffn", 4 * hidden) == 4 * hidden
     ffn = whole(row, "ffn", 4 * hidden if plain else -(-8 * hidden // 3 // 256) * 256)
     vocab = whole(row, "vocab")
     return transformer(
@@ -154,16 +172,18 @@ def _model(row: Mapping[str, str], tensor: int) -> dict[str, Any]:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Return step time, memory of the kind that the source names, and the share of the device's peak."""
+    """Return step time, and memory of the kind that the source names.
+
+    Programs print GB of 2^30 bytes (torch.cuda.max_memory_allocated() / 1024**3), unless the note says 1e9.
+    """
     memory, note = number(truth, "peak_mem_gib"), truth["mem_unit_note"].lower()
-    gigabytes = re.search(r"\bgb\b", note) is not None and "1024" not in note and "gib" not in note
     kind = "allocated" if re.search("allocated|maxmem", note) else "reserved" if "reserved" in note else "peak"
     seconds, rate = number(truth, "step_time_s"), number(truth, "tokens_per_s_per_gpu")
     if seconds is None and rate and inputs["gbs_samples"]:
         seconds = whole(inputs, "gbs_samples") * whole(inputs, "seq_len") / (rate * whole(inputs, "n_gpus"))
     return Measured(
         step_seconds=seconds,
-        memory_bytes=None if memory is None else memory * (1e9 if gigabytes else 2**30),
+        memory_bytes=None if memory is None else memory * (1e9 if "1e9" in note else 2**30),
         memory_kind=kind,
         ran=truth["oom"] != "1",
     )
@@ -171,7 +191,7 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
 
 TABLE = Table(
     file="deepspeed_2026_11.csv",
-    input_columns=COLUMNS,
+    input_columns=COLUMNS | {"source"},
     truth_columns=TRUTH,
     build=build,
     measure=measure,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner_truth.architectures import read_dimensions
 from planner_truth.mapping import Case, Unmapped
 from planner_truth.scores import Errors, Ranking, Run, Verdicts, errors, kendall_tau, ranking, verdicts
 from planner_truth.sets import TruthSet
@@ -14,6 +15,7 @@ from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Memory, Time
 from scaletrain_cli.plan.search.layout_search import evaluate
 from scaletrain_cli.plan.search.layouts import division_problems
@@ -93,6 +95,7 @@ def judge(table: Table, directory: Path, framework: str | None = None) -> Outcom
     """Predict every row of a file; count the rows that cannot be mapped by reason."""
     if not (directory / table.file).is_file():
         return Outcome((), {}, missing=True)
+    read_dimensions(directory)
     judged, skipped = [], Counter[str]()
     for row in table.read(directory):
         try:
@@ -112,12 +115,15 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
     device = find_accelerator(case.spec.cluster)
     try:
         predicted = evaluate(case.spec, case.layout, device)
+        memory = predicted.memory
+        if case.program is not None:
+            memory = plan_memory(case.spec, case.layout, device, case.program)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
     if measured.mfu is None and measured.step_seconds:
         measured = replace(measured, mfu=predicted.time.mfu * predicted.time.step / measured.step_seconds)
     refused = any(case.spec.inconsistencies()) or bool(division_problems(case.spec, resolve_axes(case.spec)))
-    return Judged(row, table.panel(row.inputs), case, measured, predicted.time, predicted.memory, refused)
+    return Judged(row, table.panel(row.inputs), case, measured, predicted.time, memory, refused)
 
 
 def _under(spec: RunSpec, framework: str) -> RunSpec:

@@ -9,18 +9,21 @@ from planner_truth.table import whole
 
 _GPUS = {("H100", 80): "h100-sxm-80gb", ("A100", 80): "a100-sxm-80gb", ("A100", 40): "a100-sxm-40gb"}
 # The README's section titles: 1600 Gbit/s of RoCE per node of A100; for H100 it says nothing; 8 x 400 is usual.
+# SHARD_GRAD_OP keeps weights gathered from the forward to the backward pass.
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}
 _NODE_GBIT = {"A100": 1600, "H100": 3200}
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """Return the run of a row: FULL_SHARD, and MPT's architecture.
+    """Return the run of a row: fully sharded or SHARD_GRAD_OP, and MPT's architecture.
 
     MPT has LayerNorm without bias, no biases, ALiBi, GELU, tied embeddings and flash attention.
     """
     gpu = _GPUS.get((row["gpu"], whole(row, "gpu_mem_gb", 0)))
     if gpu is None:
         raise Unmapped(f"no catalogue name for {row['gpu']} with {row['gpu_mem_gb']} GB")
-    if row["dp_sharding"] != "FULL_SHARD":
+    stage = _STAGES.get(row["dp_sharding"])
+    if stage is None:
         raise Unmapped(f"sharding {row['dp_sharding'] or 'not given'}")
     pure = "mode PURE" in row["notes"]
     return build_case(
@@ -40,7 +43,7 @@ def build(row: Mapping[str, str]) -> Case:
         ),
         Degrees(
             data=whole(row, "dp"),
-            zero_stage=3,
+            zero_stage=stage,
             checkpointing="full" if row["act_recompute"] == "full" else "none",
         ),
         Machines(

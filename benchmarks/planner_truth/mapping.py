@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from scaletrain_cli.plan.axes import resolve_axes
+from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.spec import RunSpec
@@ -23,10 +24,11 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One run as the planner gets it."""
+    """One run as the planner gets it; ``program``: what sizes its memory, if not the framework of the spec."""
 
     spec: RunSpec
     layout: Layout
+    program: Framework | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from planner_truth.architectures import known_model
+from planner_truth.architectures import model_of
 from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case, padded_vocab, transformer
 from planner_truth.table import whole
 
@@ -18,6 +18,9 @@ _GPUS = {
     "GB200": ("gb200-186gb", 64, "infiniband-ndr"),
     "GB300": ("gb300-279gb", 64, "infiniband-xdr"),
 }
+
+# NVIDIA/NeMo, nemo/collections/llm/recipes, finetune_performance_optimizations: peft.target_modules = linear_qkv.
+_ADAPTER = {"name": "lora", "rank": 16, "targets": ["q_proj", "k_proj", "v_proj"]}
 
 
 def build_paper(row: Mapping[str, str]) -> Case:
@@ -60,18 +63,21 @@ def build_paper(row: Mapping[str, str]) -> Case:
 
 def build_recipe(row: Mapping[str, str]) -> Case:
     """Return a run of NVIDIA's recipes: distributed optimizer, tensor with sequence parallelism, no recomputation."""
-    if re.search("lora", row["workload"] + row["notes"], re.IGNORECASE):
-        raise Unmapped("LoRA fine-tuning: frozen weights")
     if "tokendrop" in row["model"]:
         raise Unmapped("experts that drop tokens")
+    if not row["tp"]:
+        raise Unmapped("the table has no layout")
     precision = _precision(row["precision"])
     gpus, tensor = whole(row, "n_gpus"), whole(row, "tp", 1)
     pipeline, context = whole(row, "pp", 1), whole(row, "cp", 1)
+    model = model_of(row, tensor)
+    if is_adapter(row):
+        model["adapter"] = _ADAPTER
     if gpus % (tensor * pipeline * context):
         raise Unmapped("the degrees do not multiply to the number of GPUs")
     return build_case(
         "megatron",
-        known_model(row, tensor),
+        model,
         Degrees(
             data=gpus // (tensor * pipeline * context),
             tensor=tensor,
@@ -92,6 +98,13 @@ def build_recipe(row: Mapping[str, str]) -> Case:
     )
 
 
+def is_adapter(row: Mapping[str, str]) -> bool:
+    """Return whether a row is fine-tuning of adapters."""
+    return re.search("lora|adapter", row["workload"], re.IGNORECASE) is not None or (
+        "LoRA Performance" in row["notes"]  # the section of Megatron-Bridge's page
+    )
+
+
 def _precision(text: str) -> str:
     if re.search("fp4", text, re.IGNORECASE):
         raise Unmapped("4-bit precision")
@@ -99,7 +112,7 @@ def _precision(text: str) -> str:
         return "fp8"
     if re.search("bf16", text, re.IGNORECASE):
         return "bf16"
-    raise Unmapped(f"precision {text}")
+    raise Unmapped("the table has no precision" if text in ("", "see notes") else f"precision {text}")
 
 
 def _checkpointing(row: Mapping[str, str]) -> str:

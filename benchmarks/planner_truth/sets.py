@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_truth import deepspeed_runs, megatron_ci, mlperf, nanotron, train_runs, vision, vtrain
+from planner_truth import (
+    bigscience,
+    deepspeed_runs,
+    megatron_ci,
+    megatron_runs,
+    mlperf,
+    nanotron,
+    train_runs,
+    vision,
+    vtrain,
+)
 from planner_truth.table import Measured, Table
 
 Quantity = Literal["memory", "time", "fits", "ranking"]
@@ -63,12 +73,27 @@ def _seven_billion_class(inputs: Mapping[str, str], measured: Measured) -> bool:
     return hidden.isdigit() and int(hidden) >= 4096
 
 
+def _adapters(inputs: Mapping[str, str], measured: Measured) -> bool:
+    return megatron_runs.is_adapter(inputs)
+
+
+def _zero_3(inputs: Mapping[str, str], measured: Measured) -> bool:
+    return bigscience.is_zero_3(inputs["notes"])
+
+
+def _except(condition: Callable[[Mapping[str, str], Measured], bool]) -> Callable[[Mapping[str, str], Measured], bool]:
+    return lambda inputs, measured: not condition(inputs, measured)
+
+
 def _both(*conditions: Callable[[Mapping[str, str], Measured], bool]) -> Callable[[Mapping[str, str], Measured], bool]:
     return lambda inputs, measured: all(condition(inputs, measured) for condition in conditions)
 
 
 _N, _V, _T, _M = nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE
 _P, _D = mlperf.TABLE, deepspeed_runs.TABLE
+_RECIPES = ("nemo-perf-2407", "megatron-bridge")
+_NEMO, _BRIDGE = (_both(_of("set", name), _except(_adapters)) for name in _RECIPES)
+_RECIPES_LORA = _both(_of("set", *_RECIPES), _adapters)
 _BIG_A100 = _both(_of("set", "bigscience"), _of("gpu", "A100"))
 
 SETS = (
@@ -115,7 +140,14 @@ SETS = (
         _T,
         "time",
         "BigScience, V100, step time",
-        _both(_of("set", "bigscience"), _of("gpu", "V100")),
+        _both(_of("set", "bigscience"), _of("gpu", "V100"), _except(_zero_3)),
+    ),
+    TruthSet(
+        "bigscience-v100-zero-3-time",
+        _T,
+        "time",
+        "BigScience, V100, DeepSpeed ZeRO-3",
+        _both(_of("set", "bigscience"), _of("gpu", "V100"), _zero_3),
     ),
     TruthSet("bigscience-memory", _T, "memory", "BigScience, A100, nvidia-smi", _BIG_A100, "Calculon 43 %"),
     TruthSet("bigscience-rank", _T, "ranking", "BigScience, A100, ranking", _BIG_A100, "Calculon tau 0.37"),
@@ -133,16 +165,18 @@ SETS = (
     TruthSet("torchtitan-memory", _T, "memory", "torchtitan, reserved", _of("set", "torchtitan")),
     TruthSet("internevo-time", _T, "time", "InternEvo, step time", _of("set", "internevo")),
     TruthSet("internevo-memory", _T, "memory", "InternEvo, memory", _of("set", "internevo")),
-    TruthSet("nemo-time", _T, "time", "NeMo 24.07, H100 fp8, step time", _of("set", "nemo-perf-2407")),
-    TruthSet("bridge-time", _T, "time", "Megatron-Bridge, step time", _of("set", "megatron-bridge")),
+    TruthSet("nemo-time", _T, "time", "NeMo 24.07, H100 fp8, step time", _NEMO),
+    TruthSet("bridge-time", _T, "time", "Megatron-Bridge, step time", _BRIDGE),
+    TruthSet("recipes-lora-time", _T, "time", "NeMo and Megatron-Bridge, LoRA", _RECIPES_LORA),
     TruthSet("torchtune-memory", _T, "memory", "torchtune, memory", _of("set", "torchtune")),
     TruthSet("mlperf-gpt3-time", _P, "time", "MLPerf GPT-3 175B, step time", _of("benchmark", "gpt3"), target="≤ 15 %"),
-    TruthSet("mlperf-lora-time", _P, "time", "MLPerf Llama 2 LoRA (as full)", _of("benchmark", "llama2_70b_lora")),
+    TruthSet("mlperf-lora-time", _P, "time", "MLPerf Llama 2 70B LoRA, step time", _of("benchmark", "llama2_70b_lora")),
     TruthSet("deepspeed-time", _D, "time", "DeepSpeed, step time", target="≤ 15 %", by="set"),
     TruthSet(
         "deepspeed-time-5", _D, "time", "DeepSpeed, step time, MFU ≥ 5 %", _mfu_above_five_percent, "", "≤ 15 %", "set"
     ),
     TruthSet("deepspeed-time-low", _D, "time", "DeepSpeed, step time, MFU < 5 %", _mfu_below_five_percent, by="set"),
+    TruthSet("deepspeed-fits", _D, "fits", "DeepSpeed, fits"),
     TruthSet("deepspeed-memory", _D, "memory", "DeepSpeed, peak memory", target="≤ 10 %", by="set"),
     TruthSet("timm-time", vision.TIMM, "time", "timm, ResNet, ConvNeXt and ViT, RTX 3090"),
     TruthSet("dle-time", vision.DLE, "time", "NVIDIA examples, ResNet-50, V100 and A100"),

@@ -23,13 +23,25 @@ _BUILDERS: dict[str, Callable[[Mapping[str, str]], Case]] = {
 }
 
 
+# Mappings of sets without one of their own, by words of the framework.
+_FRAMEWORKS: tuple[tuple[str, Callable[[Mapping[str, str]], Case]], ...] = (
+    ("megatron|nemo", megatron_runs.build_recipe),
+    ("fsdp|titan|torchtune|litgpt|composer|accelerate", fsdp_runs.build_plain),
+)
+
+
 def build(row: Mapping[str, str]) -> Case:
-    """Return the run of a row, by the set that it belongs to."""
-    if re.search("lora|adapter", row["workload"], re.IGNORECASE):
-        raise Unmapped("fine-tuning of adapters: frozen weights")
+    """Return the run of a row, by the set that it belongs to, else by its framework."""
+    if re.search(r"\bm?t5\b|\bt0", row["model"], re.IGNORECASE):
+        raise Unmapped("encoder and decoder (T5)")
     builder = _BUILDERS.get(row["set"])
     if builder is None:
-        raise Unmapped(f"no mapping for the set {row['set']}")
+        name = row["framework"].lower()
+        builder = next((each for words, each in _FRAMEWORKS if re.search(words, name)), None)
+    if builder is None:
+        raise Unmapped(f"no mapping for the framework {row['framework'] or 'of the row, which has none'}")
+    if megatron_runs.is_adapter(row) and builder is not megatron_runs.build_recipe:
+        raise Unmapped("fine-tuning of adapters: the row has no rank, layers or length of sequences")
     return builder(row)
 
 

@@ -37,7 +37,8 @@ def test_70b_on_64_gpus_needs_zero_3_and_recomputation() -> None:
 
 def test_the_chosen_layout_is_the_fastest_that_fits_with_a_margin() -> None:
     plan = make_plan(spec_of("llama-7b", cluster__nodes=4))
-    roomy = [a for a in plan.alternatives if a.peak_bytes <= 0.92 * plan.memory.capacity]
+    # Fuller devices are more likely to run out of memory, which counts as time.
+    roomy = [a for a in plan.alternatives if a.peak_bytes <= 0.85 * plan.memory.capacity]
     assert plan.time.step <= 1.02 * min(a.step_seconds for a in roomy)
 
 

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, FrameworkProfile
 from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
-from scaletrain_cli.plan.memory.engine_memory import engine_stage_memory
+from scaletrain_cli.plan.memory.engine_memory import ENGINE_PROGRAM, Program, engine_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, blocks_per_stage
@@ -78,6 +78,8 @@ class DeepSpeed(Framework):
     # The engine draws the same dropout masks in every layout, which no fused kernel supports.
     keeps_dropped_scores = True
     profile = _PROFILE
+    # What else than this project's engine differs in is for published runs (benchmarks/planner_truth).
+    program: ClassVar[Program] = ENGINE_PROGRAM
     # stage_1_and_2.py use_multi_rank_bucket_allreduce; engine.py allreduce_gradients.
     reduces_whole_gradients = True
     reduces_after_backward = True
@@ -97,7 +99,7 @@ class DeepSpeed(Framework):
         self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
     ) -> Callable[[Stage], StageMemory]:
         """Return a function from a pipeline stage to the bytes that DeepSpeed allocates on one of its ranks."""
-        return engine_stage_memory(spec, layout, device, per_rank)
+        return engine_stage_memory(spec, layout, device, per_rank, self.program)
 
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield that the figures for states and buffers are from DeepSpeed's source."""

@@ -118,6 +118,7 @@ def token_activations(
     adapter_element: int = 0,
     dora: bool = False,
     repeats: bool = False,
+    fused_norms: bool = False,
 ) -> TokenActivations:
     """Return the activation bytes per token of one transformer block on one rank.
 
@@ -125,18 +126,21 @@ def token_activations(
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
     ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
     ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``. Of a hybrid model
-    the bytes of a block with experts, or without, are the mean over those of its layers.
+    the bytes of a block with experts, or without, are the mean over those of its layers. ``fused_norms``: RMSNorm has a
+    kernel, which saves no fp32 values, also in eager blocks.
     """
     if model.block_types:
         kernels = BlockKernels(element_bytes, tensor_parallel, sequence_parallel, fused_attention, repeats=repeats)
         return _hybrid_activations(model, kernels, experts if experts is not None else model.num_experts > 0, compiled)
-    t, hidden = tensor_parallel, model.hidden_size
+    t, hidden, has_kernels = tensor_parallel, model.hidden_size, compiled or fused_norms
     fused = fused_attention and not materializes_scores(model)
     attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled, repeats)
     # Beside their norms, attention and MLP save their inputs: the outputs of norms before them, or the hidden states.
-    norms = 2 * _norm(model, element_bytes, compiled) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
+    norms = 2 * _norm(model, element_bytes, has_kernels) + (
+        2 * hidden if model.hidden_dropout else 0
+    )  # a mask is a byte
     if model.norm_position == "pre_and_post":
-        norms += 2 * (_norm(model, element_bytes, compiled) - element_bytes * hidden)
+        norms += 2 * (_norm(model, element_bytes, has_kernels) - element_bytes * hidden)
     routing = 0
     mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
     if model.num_experts and experts is not False:
@@ -144,7 +148,7 @@ def token_activations(
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
             norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
     saved = norms + attention + element_bytes * mlp + routing
-    first_norm = _norm(model, element_bytes, compiled)
+    first_norm = _norm(model, element_bytes, has_kernels)
 
     def working(saved: int, attention: int, *, mixes: bool) -> int:
         """Return the gradients alive at once; ``mixes``: the core of attention has a backward pass.
@@ -278,8 +282,8 @@ def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool, 
     return TokenActivations(-(-saved // count), -(-attention // count), element * hidden, working)
 
 
-def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:
-    if model.norm_kind == "rmsnorm" and compiled:
+def _norm(model: ModelSpec, element_bytes: int, has_kernels: bool) -> int:
+    if model.norm_kind == "rmsnorm" and has_kernels:
         return element_bytes * 2 * model.hidden_size + _FP32  # input, output and inverse root
     if model.norm_kind == "rmsnorm":
         return rms_norm_bytes(model.hidden_size, element_bytes, normalized_bytes(model, element_bytes))
@@ -375,8 +379,11 @@ def loss_bytes(
     cross_entropy: str = "whole",
     *,
     trains_head: bool = True,
+    entry_bytes: int | None = None,
 ) -> int:
     """Return the bytes of one rank at the peak of the loss, with the final norm's activations.
+
+    ``entry_bytes``: bytes per token and vocabulary entry of another program's whole loss; None: of this project's.
 
     ``chunked`` computes the gradients together with the loss, chunk by chunk (engine/model/loss.py): the gradient of
     the hidden states, the head's gradient summed in fp32, and beside it the head's gradient of one chunk; the last two
@@ -395,7 +402,7 @@ def loss_bytes(
         return kept + element_bytes * hidden + (_FP32 + element_bytes) * head + logits
     if cross_entropy == "liger":
         return kept + (2 * element_bytes + _FP32) * hidden + (_FP32 + element_bytes) * head
-    return kept + entry * tokens * entries
+    return kept + (entry if entry_bytes is None else entry_bytes) * tokens * entries
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:

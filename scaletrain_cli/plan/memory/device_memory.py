@@ -48,10 +48,13 @@ def verdict(fits: bool, probability: float) -> str:
     return "tight" if probability > _TIGHT else "fits"
 
 
-def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-    """Return the memory of the worst rank against the device, and of each pipeline stage."""
+def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework | None = None) -> Memory:
+    """Return the memory of the worst rank against the device, and of each pipeline stage.
+
+    ``framework``: None for the one that ``planner.framework`` names.
+    """
     per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-    framework = framework_of(spec)
+    framework = framework or framework_of(spec)
     size = framework.stage_memory(spec, layout, device, per_rank)
     stages = tuple(map(size, framework.pipeline_stages(spec, layout.pipeline_parallel)))
     worst = max(stages, key=lambda stage: stage.peak)

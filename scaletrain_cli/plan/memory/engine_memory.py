@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, architecture
@@ -30,11 +31,13 @@ from scaletrain_cli.plan.memory.engine_states import (
 from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
+    BufferBytes,
     ModelStates,
     communication_buffer_bytes,
     saved_weight_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
+    uses_bf16_optimizer,
     weight_bytes,
 )
 from scaletrain_cli.plan.muon import muon_temporary_bytes
@@ -59,6 +62,21 @@ from scaletrain_cli.spec import RunSpec
 _FRAGMENTATION_DIVISOR = 20
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a training program sets in DeepSpeed and allocates for its loss; the defaults are this project's engine."""
+
+    bucket_elements: int | None = None  # reduce_bucket_size; None: ``zero_buffers``
+    loss_entry_bytes: int | None = None  # of a whole loss per token and vocabulary entry; None: ``loss_bytes``
+    # Whether BF16_Optimizer keeps the 16-bit gradients beside the fp32 ones (bf16.immediate_grad_update is off).
+    keeps_16_bit_gradients: bool = False
+    foreach: bool = False  # whether AdamW is torch's foreach instead of a fused one
+    fused_norms: bool = False  # whether RMSNorm is a kernel of its own, as Megatron-LM's
+
+
+ENGINE_PROGRAM = Program()
+
+
 class ActivationPhases(NamedTuple):
     """Bytes of one micro-batch: saved by all blocks, those that exist only while one runs backward, and the loss."""
 
@@ -73,7 +91,8 @@ class _FixedBytes(NamedTuple):
     states: ModelStates
     host: int  # states in the node's memory
     backward: int  # gradients and recomputed activations of one block's backward pass
-    buffers: int  # communication
+    buffers: BufferBytes
+    second: int  # gradients of one micro-batch, before they are added to those of others
     step: int  # temporary memory of the optimizer's update
 
 
@@ -109,7 +128,7 @@ def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
 class _Activations:
     """The activations of the blocks of one layout."""
 
-    def __init__(self, spec: RunSpec, layout: Layout, device: Accelerator) -> None:
+    def __init__(self, spec: RunSpec, layout: Layout, device: Accelerator, program: Program = ENGINE_PROGRAM) -> None:
         self._model, adapter = spec.transformer, spec.transformer.adapter
         self._recompute, self._tokens = recomputation(spec, layout), local_tokens(spec, layout)
         self._of_block = functools.partial(
@@ -125,6 +144,7 @@ class _Activations:
             adapter_element=trained_bytes(spec)[0] if adapter is not None else 0,
             dora=adapter is not None and adapter.dora,
             repeats=repeats_keys(spec, device),
+            fused_norms=program.fused_norms,
         )
         self._known: dict[tuple[BlockTraining, bool], TokenActivations] = {}
 
@@ -164,14 +184,14 @@ class _Activations:
 
 
 def engine_stage_memory(
-    spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
+    spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture, program: Program = ENGINE_PROGRAM
 ) -> Callable[[Stage], StageMemory]:
     """Return a function from a pipeline stage of this layout to its bytes on one rank.
 
     ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages. If stages of
     the run train different parameters, the bytes are those of the one with the highest peak.
     """
-    sizes = [_size_of_stage(spec, layout, device, per_rank, trained) for trained in trained_stages(spec)]
+    sizes = [_size_of_stage(spec, layout, device, per_rank, trained, program) for trained in trained_stages(spec)]
     if len(sizes) == 1:
         return sizes[0]
     return lambda stage: max((size(stage) for size in sizes), key=lambda memory: memory.peak)
@@ -182,18 +202,31 @@ def trained_stage_memory(
 ) -> tuple[StageMemory, ...]:
     """Return the bytes on one rank of each pipeline stage while the run trains what ``trained`` states."""
     per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-    size = _size_of_stage(spec, layout, device, per_rank, trained)
+    size = _size_of_stage(spec, layout, device, per_rank, trained, ENGINE_PROGRAM)
     return tuple(map(size, stages_in(spec, layout)))
 
 
 def _size_of_stage(
-    spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture, trained: TrainedStage
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    per_rank: Architecture,
+    trained: TrainedStage,
+    program: Program,
 ) -> Callable[[Stage], StageMemory]:
     training, model = spec.training, spec.transformer
     element, shards = weight_bytes(training.precision), zero_shards(layout)
     tokens = local_tokens(spec, layout)
-    activations = _Activations(spec, layout, device)
-    loss = loss_bytes(model, element, tokens, layout.tensor_parallel, layout.cross_entropy, trains_head=trained.head)
+    activations = _Activations(spec, layout, device, program)
+    loss = loss_bytes(
+        model,
+        element,
+        tokens,
+        layout.tensor_parallel,
+        layout.cross_entropy,
+        trains_head=trained.head,
+        entry_bytes=program.loss_entry_bytes,
+    )
     offloaded = spec.layout.activation_offload
     own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
@@ -209,9 +242,10 @@ def _size_of_stage(
         if own != element:  # adapters in fp32
             precision = grad_dtype = "fp32"
         count, dequantized = trained_parameters(spec, layout, stage, trained)
-        buffers = between + element * dequantized
+        buffers, second = BufferBytes(0, 0, 0), 0
+        bf16_optimizer = layout.offload == "none" and uses_bf16_optimizer(precision, grad_dtype, zero)
         if count:  # a stage of a pipeline that trains nothing has no optimizer
-            buffers += communication_buffer_bytes(
+            buffers = communication_buffer_bytes(
                 count,
                 shard.largest_block,
                 zero,
@@ -220,10 +254,24 @@ def _size_of_stage(
                 shards,
                 pipeline=layout.pipeline_parallel > 1,
                 gathered=shard.parameters,
+                bucket_elements=program.bucket_elements,
+                bf16_optimizer=bf16_optimizer,
             )
-            buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
+            if bf16_optimizer and program.keeps_16_bit_gradients:
+                buffers = buffers.plus(element * count)
+            second = second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
+        buffers = buffers.plus(between + element * dequantized)
         if layout.offload == "none":
-            step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
+            step = step_temporary_bytes(
+                count,
+                precision,
+                grad_dtype,
+                zero,
+                shards,
+                training.optimizer.name,
+                foreach=device.is_cpu or program.foreach,
+                casts=training.optimizer.master_weights,
+            )
         else:
             step = offload_step_bytes(spec, layout, stage, trained)
         if has_muon(spec):
@@ -231,7 +279,7 @@ def _size_of_stage(
         backward = activations.backward(stage, trained, copied=offloaded)
         states, host = engine_states(spec, layout, stage, trained=trained)
         states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
-        return _FixedBytes(states, host, backward, buffers, step)
+        return _FixedBytes(states, host, backward, buffers, second, step)
 
     cache: dict[Stage, _FixedBytes] = {}
 
@@ -242,15 +290,17 @@ def _size_of_stage(
         found = cache.get(alike)
         if found is None:
             found = cache[alike] = fixed_bytes(stage)
-        states, host, backward, buffers, step = found
+        states, host, backward, buffers, second, step = found
         chunks = chunks_in_flight(layout, stage.position)
         saved = (activations.saved(stage, trained, chunks) + chunks * mask) // layout.virtual_pipeline
+        kept = saved - saved // chunks  # after the backward pass of one micro-batch
         if offloaded:
-            host, saved = host + saved, 0
+            host, saved, kept = host + saved, 0, 0
         phases = (
-            PhaseMemory(saved, loss if stage.last else 0, buffers, 0),
-            PhaseMemory(saved + backward, 0, buffers, 0),
-            PhaseMemory(0, 0, 0, step),
+            PhaseMemory(saved, loss if stage.last else 0, buffers.loss, 0),
+            PhaseMemory(saved + backward, 0, buffers.backward, 0),
+            PhaseMemory(kept + backward, 0, buffers.backward + second, 0),
+            PhaseMemory(0, 0, buffers.step, step),
         )
         worst = max(phases, key=sum)
         return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)

@@ -412,7 +412,8 @@ def states_of_tensors(
     )
     states += optimizer_constant_bytes(optimizer, largest_part)
     master = chosen_master(spec, MasterWeights.OF_EACH_PARTITION, engine=True)
-    states += (master_bytes(training.precision, zero, master) if zero else 0) * held
+    # FP16_Optimizer, DeepSpeed's of stage 0 in 16 bits, has master weights too (fused_optimizer.py __init__).
+    states += (master_bytes(training.precision, zero, master) if zero or element < MASTER_BYTES else 0) * held
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # the averaged weights, in fp32
     if layout.local_sgd_groups > 1:  # outer weights, and their momentum
         states += (2 if training.local_sgd.outer_optimizer == "nesterov" else 1) * MASTER_BYTES * held

@@ -66,17 +66,20 @@ class ZeroBuffers:
     overlap_comm: bool
 
 
-def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool, trained: int | None = None) -> ZeroBuffers:
+def zero_buffers(
+    parameters: int, zero_stage: int, *, pipeline: bool, trained: int | None = None, bucket_elements: int | None = None
+) -> ZeroBuffers:
     """Return the buffer settings for a rank with ``parameters`` parameters; ``pipeline``: with pipeline stages.
 
-    ``trained``: the parameters that have gradients (None: all); stage 3 gathers the others, too.
+    ``trained``: the parameters that have gradients (None: all); stage 3 gathers the others, too. ``bucket_elements``:
+    the size of the gradient buckets in another program on DeepSpeed; None: as this project's engine sets it.
 
     ``overlap_comm`` is on where DeepSpeed can overlap gradient reduction with the backward pass: of each micro-batch in
     stages 2 and 3, of the last micro-batch in stage 1 (``stage_1_and_2.py process_gradients``). It is off in stage 0,
     which reduces after the last micro-batch, and in stage 1 with a pipeline, whose engine turns it off
     (``engine.py _configure_zero_optimizer``).
     """
-    bucket = max(2, min(parameters if trained is None else trained, _LARGEST_BUCKET_ELEMENTS))
+    bucket = bucket_elements or max(2, min(parameters if trained is None else trained, _LARGEST_BUCKET_ELEMENTS))
     bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
     gathered = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
     return ZeroBuffers(
@@ -89,6 +92,18 @@ def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool, trained: i
     )
 
 
+class BufferBytes(NamedTuple):
+    """Bytes of DeepSpeed's buffers in the phases of a step: the loss, the backward passes, the optimizer's update."""
+
+    loss: int
+    backward: int
+    step: int
+
+    def plus(self, bytes_: int) -> BufferBytes:
+        """Return these buffers beside others of ``bytes_`` bytes, which the update does not need."""
+        return BufferBytes(self.loss + bytes_, self.backward + bytes_, self.step)
+
+
 def communication_buffer_bytes(
     parameters: int,
     largest_block: int,
@@ -99,28 +114,39 @@ def communication_buffer_bytes(
     *,
     pipeline: bool,
     gathered: int | None = None,
-) -> int:
-    """Return the bytes of gradient buckets and, in stage 3, of gathered weights during the backward pass.
+    bucket_elements: int | None = None,
+    bf16_optimizer: bool = False,
+) -> BufferBytes:
+    """Return the bytes of gradient buckets and, in stage 3, of gathered weights.
 
     ``parameters`` and ``largest_block``: elements on the rank that train, and of its largest block; ``weight_bytes``
     and ``gradient_bytes``: bytes per element; ``data_parallel``: the ranks that share the states; ``gathered``: all
-    elements on the rank, which stage 3 gathers (None: all train).
+    elements on the rank, which stage 3 gathers (None: all train); ``bucket_elements``: see ``zero_buffers``;
+    ``bf16_optimizer``: DeepSpeed's BF16_Optimizer runs, which has no buckets (``uses_bf16_optimizer``).
+
+    Stages 1 and 2 allocate their buckets before each backward pass and free them after it (``stage_1_and_2.py``
+    setup_buckets, _release_ipg_buffers); stage 3 keeps its only one (``stage3.py`` _setup_for_real_optimizer). The
+    reduction copies the gradients of a full bucket into one tensor more (allreduce_bucket: ``flatten``;
+    ``coalesced_collectives.py`` reduce_scatter_coalesced: ``cat``).
     """
     if data_parallel == 1 and zero_stage == 0:
-        return 0
+        return BufferBytes(0, 0, 0)
     every = parameters if gathered is None else gathered
-    buffers = zero_buffers(every, zero_stage, pipeline=pipeline, trained=parameters)
+    buffers = zero_buffers(every, zero_stage, pipeline=pipeline, trained=parameters, bucket_elements=bucket_elements)
     if zero_stage == 0:
-        return min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
-    if zero_stage == 1:
-        # Buckets in the accumulation dtype, two if communication overlaps. BF16_Optimizer has none, so for it this is a
-        # slight overestimate.
-        return buffers.reduce_bucket_size * gradient_bytes * (2 if buffers.overlap_comm else 1)
-    buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
-    if zero_stage == 2:
-        return buckets
+        flattened = min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
+        return BufferBytes(flattened, flattened, 0)
+    if bf16_optimizer:
+        return BufferBytes(0, 0, 0)
+    # Stage 1 has buckets in the accumulation dtype.
+    bucket = buffers.reduce_bucket_size * (gradient_bytes if zero_stage == 1 else weight_bytes)
+    copied = min(bucket, parameters * (gradient_bytes if zero_stage == 1 else weight_bytes))
+    if zero_stage < 3:
+        buckets = bucket * (2 if buffers.overlap_comm else 1)
+        return BufferBytes(buckets, buckets + copied, 0)
     live = min(every, max(buffers.max_live_parameters, 2 * largest_block))
-    return buckets // 2 + (live + buffers.prefetch_bucket_size) * weight_bytes  # stage 3 has one bucket
+    weights = (live + buffers.prefetch_bucket_size) * weight_bytes
+    return BufferBytes(bucket + weights, bucket + copied + weights, bucket)
 
 
 # Bytes per parameter. AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 copy of the
@@ -252,6 +278,11 @@ def gathered_weight_bytes(spec: RunSpec) -> float:
     return _STORED_BYTES.get(spec.training.weight_dtype, weight_bytes(spec.training.precision))
 
 
+def uses_bf16_optimizer(precision: str, grad_dtype: str, zero_stage: int) -> bool:
+    """Return whether DeepSpeed's BF16_Optimizer runs: in stage 1 with bf16 weights and fp32 gradients."""
+    return zero_stage == 1 and precision in ("bf16", "fp8") and gradient_bytes(precision, grad_dtype) == _FP32_BYTES
+
+
 def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int:
     """Return the bytes of an optimizer's states per parameter, without the fp32 master weight.
 
@@ -354,22 +385,43 @@ def second_gradient_bytes(
 
 
 def step_temporary_bytes(
-    parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, optimizer: str = "adamw"
+    parameters: int,
+    precision: str,
+    grad_dtype: str,
+    zero_stage: int,
+    data_parallel: int,
+    optimizer: str = "adamw",
+    *,
+    foreach: bool = False,
+    casts: bool = True,
 ) -> int:
     """Return the bytes of temporary tensors of the optimizer's update, when no activations exist.
 
-    torch's foreach AdamW allocates one fp32 tensor as large as what it updates, for the root of the second moment. ZeRO
-    adds an fp32 copy of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``). Stage 3 does both for
-    one sub-group at a time. BF16_Optimizer copies no partition; before the update it casts all its fp32 gradients to 16
-    bits to reduce them (``engine.py allreduce_bucket``: ``tensor.to(communication_data_type)``).
+    torch's ``foreach`` AdamW, which ranks on CPUs use, allocates one fp32 tensor as large as what it updates, for the
+    root of the second moment; its fused AdamW on GPUs allocates none. ZeRO flattens the gradients of the partition, and
+    casts them to fp32 (``stage_1_and_2.py step``, ``stage3.py _prepare_fp32_grad_for_sub_group``: ``flatten`` and
+    ``.to``): 6 bytes per element of 16-bit gradients, 4 of fp32 ones. Stage 3 does so for one sub-group at a time.
+    Stages 1 and 2 accumulate 16-bit gradients in fp32 in one flat tensor, which they use as it is. BF16_Optimizer
+    copies no partition; before the update it casts all its fp32 gradients to 16 bits to reduce them (``engine.py
+    allreduce_bucket``: ``tensor.to(communication_data_type)``). Without ZeRO, FP16_Optimizer casts each 16-bit gradient
+    to fp32 and then flattens all of them (``fused_optimizer.py step``). ``casts``: master weights are fp32.
     """
-    root = _FP32_BYTES if optimizer in ("adamw", "adam") else 0
+    root = _FP32_BYTES if foreach and optimizer in ("adamw", "adam") else 0
+    sixteen = weight_bytes(precision) == 2
+    accumulated = gradient_bytes(precision, grad_dtype)
     if zero_stage == 0:
-        return root * parameters
+        return (2 * _FP32_BYTES if sixteen else root) * parameters
     partition = -(-parameters // data_parallel)
-    if zero_stage == 1 and weight_bytes(precision) == 2 and gradient_bytes(precision, grad_dtype) == 4:
+    if zero_stage == 1 and sixteen and accumulated == _FP32_BYTES:
         return max(root * partition, 2 * parameters if data_parallel > 1 else 0)
-    return (root + _FP32_BYTES) * (min(partition, SUB_GROUP_ELEMENTS) if zero_stage == 3 else partition)
+    if zero_stage == 3:
+        partition = min(partition, SUB_GROUP_ELEMENTS)
+    elif sixteen and accumulated == _FP32_BYTES:
+        return root * partition
+    if not casts:
+        return (accumulated + root) * partition
+    copied = accumulated if accumulated < _FP32_BYTES else 0
+    return (_FP32_BYTES + max(copied, root)) * partition
 
 
 # Bytes per element that an offloaded optimizer keeps on the host beside its states: fp32 gradients of its partition,

@@ -20,6 +20,7 @@ from scaletrain_cli.plan.memory.states import (
     gradient_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
+    uses_bf16_optimizer,
     weight_bytes,
 )
 from scaletrain_cli.plan.parameters import Stage, model_parameters
@@ -117,15 +118,22 @@ def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage
     read = activation_phases(text, layout, device, parts.language)
     count, every = trained_count(spec, stage), sum(each.numel for each in model_parameters(model))
     block = architecture.architecture(model.text_config).block.parameters
-    buffers = communication_buffer_bytes(count, block, zero, element, grads, shards, pipeline=False, gathered=every)
+    flat = uses_bf16_optimizer(training.precision, training.grad_dtype, zero)
+    buffers = communication_buffer_bytes(
+        count, block, zero, element, grads, shards, pipeline=False, gathered=every, bf16_optimizer=flat
+    )
     steps = layout.gradient_accumulation_steps
-    buffers += second_gradient_bytes(count, training.precision, training.grad_dtype, zero, shards, steps)
-    update = step_temporary_bytes(count, training.precision, training.grad_dtype, zero, shards, training.optimizer.name)
+    second = second_gradient_bytes(count, training.precision, training.grad_dtype, zero, shards, steps)
+    optimizer = training.optimizer.name
+    update = step_temporary_bytes(
+        count, training.precision, training.grad_dtype, zero, shards, optimizer, foreach=device.is_cpu
+    )
     saved = seen.kept + read.saved
     phases = (
-        PhaseMemory(saved, read.loss, buffers, 0),
-        PhaseMemory(max(saved + read.backward, seen.backward), 0, buffers, 0),
-        PhaseMemory(0, 0, 0, update),
+        PhaseMemory(saved, read.loss, buffers.loss, 0),
+        PhaseMemory(max(saved + read.backward, seen.backward), 0, buffers.backward, 0),
+        PhaseMemory(max(read.backward, seen.backward - seen.kept), 0, buffers.backward + second, 0),
+        PhaseMemory(0, 0, buffers.step, update),
     )
     worst = max(phases, key=sum)
     outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)

@@ -19,6 +19,7 @@ from scaletrain_cli.plan.memory.states import (
     rank_states,
     second_gradient_bytes,
     step_temporary_bytes,
+    uses_bf16_optimizer,
     weight_bytes,
 )
 from scaletrain_cli.plan.parameters import Stage
@@ -87,13 +88,18 @@ def _rank_memory(
     else:
         states = rank_states(spec, layout, Shard(count, 0, largest), framework.master_weights)
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
-    buffers = communication_buffer_bytes(count, largest, zero, element, grads, shards, pipeline=False, gathered=every)
-    buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, layout.gradient_accumulation_steps)
-    step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
+    flat = uses_bf16_optimizer(precision, grad_dtype, zero)
+    buffers = communication_buffer_bytes(
+        count, largest, zero, element, grads, shards, pipeline=False, gathered=every, bf16_optimizer=flat
+    )
+    second = second_gradient_bytes(count, precision, grad_dtype, zero, shards, layout.gradient_accumulation_steps)
+    optimizer = training.optimizer.name
+    step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, optimizer, foreach=device.is_cpu)
     phases = (
-        PhaseMemory(held.kept, logits, buffers, 0),
-        PhaseMemory(held.backward, 0, buffers, 0),
-        PhaseMemory(0, 0, 0, step),
+        PhaseMemory(held.kept, logits, buffers.loss, 0),
+        PhaseMemory(held.backward, 0, buffers.backward, 0),
+        PhaseMemory(held.backward - held.kept, 0, buffers.backward + second, 0),
+        PhaseMemory(0, 0, buffers.step, step),
     )
     worst = max(phases, key=sum)
     fragmentation = int(framework.fragmentation * sum(worst))

@@ -1,4 +1,6 @@
-"""Count what DeepSpeed holds after a backward pass, and what it saves, in bytes per parameter; prints JSON.
+"""Count what DeepSpeed holds after a backward pass, allocates in an update, and saves; prints JSON.
+
+All counts are bytes per parameter.
 
 Run by test_states.py as a process of its own: it initialises torch.distributed and leaves buffers behind.
 """
@@ -11,6 +13,7 @@ import os
 import sys
 import tempfile
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ CASES = [
     ("bf16", "fp32", 1),
     ("bf16", "bf16", 2),
     ("bf16", "fp32", 3),
+    ("bf16", "bf16", 3),
+    ("fp32", "fp32", 2),
 ]
 
 
@@ -60,20 +65,47 @@ def count(deepspeed: Any, folder: Path, precision: str, grad_dtype: str, stage: 
     if precision == "bf16":
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": grad_dtype}
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # as on a GPU
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     batch = torch.ones(1, 256, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    for step in range(2):  # moments exist after the first step
+    for _ in range(2):  # moments exist after the first step
         engine.backward(engine(batch).sum())
         gc.collect()
         held = total_bytes(live_tensors()) - total_bytes(earlier)
-        if step == 0:
-            engine.step()
+        allocated = most_allocated(engine.step)
     target = folder / f"{precision}-{grad_dtype}-{stage}"
     engine.save_checkpoint(str(target), tag="t", save_latest=False)
     saved = sum(file.stat().st_size for file in target.rglob("*.pt"))
     engine.destroy()
-    return {"held": held / parameters, "saved": saved / parameters}
+    return {"held": held / parameters, "update": allocated / parameters, "saved": saved / parameters}
+
+
+def most_allocated(function: Any) -> int:
+    """The most bytes at once of tensors that a call creates."""
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    known = {tensor.untyped_storage()._cdata for tensor in live_tensors()}
+    alive: dict[int, int] = {}
+    most = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            result = called(*args, **(kwargs or {}))
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in known and storage._cdata not in alive:
+                        alive[storage._cdata] = storage.nbytes()
+                        weakref.finalize(storage, alive.pop, storage._cdata, None)
+            most = max(most, sum(alive.values()))
+            return result
+
+    with Count():
+        function()
+    return most
 
 
 def live_tensors() -> list[Any]:

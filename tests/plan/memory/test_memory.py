@@ -60,8 +60,8 @@ def test_memory_grows_with_the_micro_batch() -> None:
 
 
 def test_a_small_step_on_a_large_model_peaks_in_the_optimizer() -> None:
-    spec = spec_of("llama-7b", cluster__nodes=1, model__seq_len=16, training__precision="fp32")
-    memory = memory_of(spec, stage=2)
+    short = {"cluster__nodes": 1, "model__seq_len": 16, "training__precision": "fp32"}
+    memory = memory_of(spec_of("llama-7b", training__global_batch_size=8, **short), stage=2)
     assert memory.activations == memory.logits == memory.communication_buffers == 0
 
 

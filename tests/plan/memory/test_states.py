@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.plan.memory.states import (
     MOMENT_BYTES,
+    SUB_GROUP_ELEMENTS,
+    BufferBytes,
     MasterWeights,
     checkpoint_bytes_per_parameter,
+    communication_buffer_bytes,
     model_state_bytes,
     optimizer_state_bytes_per_parameter,
+    step_temporary_bytes,
 )
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.search.engine_support import submittable
@@ -132,6 +136,8 @@ def live_bytes() -> dict[str, dict[str, float]]:
         ("bf16", "fp32", 1),
         ("bf16", "bf16", 2),
         ("bf16", "fp32", 3),
+        ("bf16", "bf16", 3),
+        ("fp32", "fp32", 2),
     ],
 )
 def test_deepspeed_holds_and_saves_what_the_planner_says(
@@ -140,6 +146,8 @@ def test_deepspeed_holds_and_saves_what_the_planner_says(
     counted = live_bytes[f"{precision} {grad_dtype} {stage}"]
     held = sum(model_state_bytes(10**6, precision, grad_dtype, stage, data_parallel=1)) / 10**6
     assert counted["held"] == pytest.approx(held, rel=0.01)
+    update = step_temporary_bytes(10**6, precision, grad_dtype, stage, data_parallel=1) / 10**6
+    assert counted["update"] == pytest.approx(update, rel=0.02, abs=0.05)
     assert counted["saved"] == pytest.approx(checkpoint_bytes_per_parameter(precision, stage), rel=0.05)
 
 
@@ -183,3 +191,42 @@ def test_fp4_products_are_as_much_faster_as_the_device_has_them() -> None:
     assert compute("fp4", "gb300-279gb") < compute("fp8", "gb300-279gb") < compute("bf16", "gb300-279gb")
     spec = spec_of("llama-7b", training__precision="fp4")
     assert "fp4-device" in {rule.code for rule in submittable(spec, make_plan(spec))}
+
+
+def test_the_update_of_16_bit_weights_without_zero_casts_and_flattens_the_gradients() -> None:
+    """FP16_Optimizer: 24 bytes per parameter in all, so 1.3B over two tensor ranks took 14.9 GiB of each V100.
+
+    DeepSpeed's own run (Megatron-DeepSpeed, examples_deepspeed/rebase/README.md), max_memory_allocated.
+    """
+    on_rank = 658_000_000
+    held = 16 * on_rank + step_temporary_bytes(on_rank, "fp16", "fp16", zero_stage=0, data_parallel=8)
+    assert held / 2**30 == pytest.approx(14.884, rel=0.02)
+
+
+def test_stage_3_updates_one_sub_group_at_a_time() -> None:
+    """6.86B over four H100 took 31.4 GiB with fp32 master weights (DeepSpeedExamples, bf16_master_weight)."""
+    parameters = 6_860_000_000
+    update = step_temporary_bytes(parameters, "bf16", "bf16", zero_stage=3, data_parallel=4)
+    assert update == 6 * SUB_GROUP_ELEMENTS
+    states = model_state_bytes(parameters, "bf16", "bf16", zero_stage=3, data_parallel=4)
+    assert (sum(states) + update) / 2**30 == pytest.approx(31.38, rel=0.02)
+
+
+def test_foreach_adamw_needs_the_root_of_the_second_moment() -> None:
+    assert [step_temporary_bytes(100, "fp32", "fp32", 0, 1, foreach=each) for each in (False, True)] == [0, 400]
+    assert [step_temporary_bytes(100, "bf16", "fp32", 2, 1, name, foreach=True) for name in ("adamw", "sgd")] == [
+        400,
+        0,
+    ]
+
+
+def test_buffers_follow_the_phases_of_a_step() -> None:
+    def buffers(stage: int, **more: bool) -> BufferBytes:
+        return communication_buffer_bytes(10**9, 10**8, stage, 2, 2, 8, pipeline=False, bucket_elements=10**8, **more)
+
+    bucket = 2 * 10**8
+    assert buffers(2) == (2 * bucket, 3 * bucket, 0)  # two buckets while they are filled, and the one being reduced
+    gathered = 2 * (10**9 + 5 * 10**7)
+    assert buffers(3) == (bucket + gathered, 2 * bucket + gathered, bucket)
+    assert buffers(1, bf16_optimizer=True) == (0, 0, 0)
+    assert communication_buffer_bytes(10**9, 10**8, 0, 2, 2, 1, pipeline=False) == (0, 0, 0)

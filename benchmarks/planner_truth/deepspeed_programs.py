@@ -1,0 +1,59 @@
+"""Programs on DeepSpeed, or like it, that others measured: their buffers, and the memory of their loss.
+
+The planner's ``deepspeed`` is this project's engine, which sizes DeepSpeed's buckets by the model and computes its loss
+with three fp32 values per logit. The programs here leave the buckets at DeepSpeed's default, and differ in the loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from scaletrain_cli.plan.frameworks.deepspeed import DeepSpeed
+from scaletrain_cli.plan.frameworks.megatron import Megatron
+from scaletrain_cli.plan.memory.engine_memory import Program
+
+# deepspeed/runtime/zero/config.py, reduce_bucket_size
+_DEFAULT_BUCKET = 500_000_000
+# Values per logit at the peak of torch's cross-entropy: the log-probabilities, and the gradients of nll_loss and
+# log_softmax. transformers casts the logits of Llama's family to fp32 before it (modeling_llama.py, ``.float()``);
+# those of GPT-2, OPT and BLOOM stayed in the dtype of the model (modeling_gpt2.py of version 4).
+_VALUES = 3
+
+
+class Transformers(DeepSpeed):
+    """Modules of transformers or of the program itself, with torch's cross-entropy in fp32."""
+
+    program = Program(_DEFAULT_BUCKET, 4 * _VALUES, keeps_16_bit_gradients=True)
+
+
+class TransformersIn16Bits(DeepSpeed):
+    """The same with logits in 16 bits."""
+
+    program = Program(_DEFAULT_BUCKET, 2 * _VALUES, keeps_16_bit_gradients=True)
+
+
+class MegatronDeepSpeed(DeepSpeed):
+    """Megatron-DeepSpeed, whose loss and norms are those of Megatron-LM (vocab_parallel_cross_entropy, apex)."""
+
+    program = Program(_DEFAULT_BUCKET, Megatron().logit_bytes, keeps_16_bit_gradients=True, fused_norms=True)
+
+
+class InternEvo(DeepSpeed):
+    """InternEvo's HybridZeroOptimizer, which flattens and casts gradients as DeepSpeed does, with torch's AdamW."""
+
+    program = Program(foreach=True)
+
+
+def is_megatron(row: Mapping[str, str]) -> bool:
+    """Return whether notes or source of a row name Megatron-DeepSpeed or Megatron-LM."""
+    return re.search("megatron", row["notes"] + row["source"], re.IGNORECASE) is not None
+
+
+def program_of(row: Mapping[str, str]) -> DeepSpeed:
+    """Return the program of a row of deepspeed_2026_11.csv, from its notes, source, model and precision."""
+    if is_megatron(row):
+        return MegatronDeepSpeed()
+    if re.search("gpt-?2|opt|bloom", row["model"].lower()) and row["precision"] in ("fp16", "bf16"):
+        return TransformersIn16Bits()
+    return Transformers()
