@@ -29,8 +29,8 @@ def test_a_small_model_needs_no_zero() -> None:
     assert make_plan(spec_of("gpt2", training__precision="fp32")).layout.zero_stage == 0
 
 
-def test_70b_on_64_gpus_needs_zero_3_and_recomputation() -> None:
-    layout = make_plan(spec_of("llama-70b", cluster__nodes=8)).layout
+def test_70b_on_64_data_parallel_gpus_needs_zero_3_and_recomputation() -> None:
+    layout = make_plan(spec_of("llama-70b", cluster__nodes=8, **DATA_ALONE)).layout
     assert layout.zero_stage == 3
     assert layout.activation_checkpointing != "none"
 
