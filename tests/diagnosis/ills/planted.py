@@ -71,6 +71,9 @@ ILLS: dict[str, Ill] = {
     "a source of noise": Ill(
         _text("data.source=null", NOISE, "training.steps=240"), ("source-stands-still",), "data.sources"
     ),
+    "validation data of another tokenizer": Ill(
+        _text("evaluation.every=20", plant="other-validation"), ("validation-far-above",), "data", 60
+    ),
     "a spike": Ill(_text(fault="spike step=100-104 factor=20"), ("loss-spikes",), "data", 100),
     "a batch that gives NaN": Ill(
         _text("guard.nan=rollback", "checkpoint.every=10", fault="nan step=60"), ("not-finite",), "data", 60
@@ -97,6 +100,7 @@ ILLS: dict[str, Ill] = {
     "a slow disk": Ill(_text("training.steps=100", plant="slow-reads 0.15"), ("data-wait",), "data.loader.workers"),
     "a slow rank": Ill(_text(_TWO, "training.steps=120", fault="slow-rank rank=1 seconds=0.03"), ("slow-rank",)),
     "a rank stopped in part": Ill(_text(_TWO, "training.steps=120", plant="stopped 0.8"), ("slow-rank",)),
+    "a niced rank among busy cores": Ill(_text(_TWO, "training.steps=60", plant="niced 12"), ("slow-rank",)),
     "a link of 40 Mbit/s": Ill(_text(_TWO, "training.steps=120", plant="slow-link 40"), ("communication-bound",)),
     "a third of a core": Ill(_text("training.steps=200", *_NO_PAUSES, plant="cpu-limit 0.33"), ("cpu-throttled",)),
     "memory that grows on rank 1": Ill(

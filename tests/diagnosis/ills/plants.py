@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,6 +152,25 @@ def _stopped_in_part(share: float) -> Iterator[Strike]:
     yield strike
 
 
+def yield_to_others(niceness: float) -> None:
+    """Give rank 1 a lower priority than that of other processes on its cores (``_busy_cores``)."""
+    if os.environ["RANK"] == "1":
+        os.nice(int(niceness))
+
+
+@contextlib.contextmanager
+def _busy_cores(_niceness: float) -> Iterator[Strike]:
+    """Keep every core busy with a process of the usual priority."""
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+    try:
+        yield lambda attempt: None
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 @contextlib.contextmanager
 def _preempted_after(step: float) -> Iterator[Strike]:
     """Preempt the run after a step, which leaves the rest of its steps to another attempt."""
@@ -189,6 +209,25 @@ def _with_labels(labels: Callable[[Any], Any]) -> None:
         return loss(self, model, hidden, batch._replace(labels=labels(batch)))
 
     NextToken.loss = changed  # type: ignore[method-assign]
+
+
+def validation_of_other_tokens() -> None:
+    """Validate on other numbers for the same tokens, as on data that another tokenizer has prepared."""
+    import torch
+
+    from scaletrain_cli.engine.data.batches import BatchReader
+    from scaletrain_cli.engine.data.rows import NOT_COUNTED
+
+    in_order = BatchReader.in_order
+
+    def others(tokens: Any) -> Any:
+        return torch.where(tokens == NOT_COUNTED, tokens, (tokens * 5 + 1) % 384)
+
+    def changed(self: Any, count: int) -> Iterator[Any]:
+        for batch in in_order(self, count):
+            yield batch._replace(tokens=others(batch.tokens), labels=others(batch.labels))
+
+    BatchReader.in_order = changed  # type: ignore[method-assign, assignment]
 
 
 def slow_reads(seconds: float) -> None:
@@ -286,6 +325,8 @@ _IN_RANK: dict[str, Callable[..., None]] = {
     "labels-twice": labels_of_the_token_after_next,
     "labels-unshifted": labels_of_the_same_token,
     "slow-reads": slow_reads,
+    "other-validation": validation_of_other_tokens,
+    "niced": yield_to_others,
     "class-of-chance": class_of_chance,
     "one-class": one_class,
     "dead-layer": dead_layer,
@@ -297,6 +338,7 @@ _IN_RANK: dict[str, Callable[..., None]] = {
 
 _AROUND: dict[str, Callable[..., contextlib.AbstractContextManager[Strike]]] = {
     "stopped": _stopped_in_part,
+    "niced": _busy_cores,
     "slow-link": _slow_link,
     "cpu-limit": _cpu_limit,
     "preempted": _preempted_after,
