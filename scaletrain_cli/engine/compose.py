@@ -45,7 +45,12 @@ from scaletrain_cli.engine.model.quantization import quantize_when_loaded
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.objectives import build_objective
 from scaletrain_cli.engine.objectives.base import Objective
-from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale, master_weights
+from scaletrain_cli.engine.optim.deepspeed_optimizer import (
+    allow_fp16_on_cpu,
+    average_over_copies,
+    fix_loss_scale,
+    master_weights,
+)
 from scaletrain_cli.engine.optim.muon import Muon, connect_muon
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, keep_within_limits, parameter_groups
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
@@ -220,6 +225,7 @@ def compose(
         shards = ShardedState(engine, model, mesh).shards
         connect_muon(optimizer, shards, master_weights(engine), model, spec, layout, mesh, device)
     fix_loss_scale(engine)
+    average_over_copies(engine, mesh.copies)
     count_replicated_experts_once(engine, mesh)
     synchronized = spec.training.synchronizes_batch_norm(layout.micro_batch_size, mesh.data.size)
     averages = isinstance(model, VisionModel) and not synchronized
@@ -243,10 +249,10 @@ def _sharded_transformer(spec: RunSpec, layout: Layout, mesh: Mesh, device: torc
     model = outline(spec.transformer)
     keep_stage(model, mesh.pipeline, spec.layout.pipeline_split)
     assign_dropout_keys(model, spec.training.seed)
-    place_dropout(model, mesh.tensor, mesh.sequence)
+    place_dropout(model, mesh)
     shard_over_tensor_ranks(model, mesh.tensor)
     shard_experts(model, mesh)
-    shard_attention_over_sequence(model, mesh.sequence)
+    shard_attention_over_sequence(model, mesh)
     if model.lm_head is not None:
         choose_cross_entropy(model.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
     if spec.training.precision == "fp8":

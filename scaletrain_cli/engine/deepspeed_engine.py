@@ -21,6 +21,7 @@ from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.memory.states import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import locked, make_folder
 from scaletrain_cli.spec import RunSpec
@@ -97,7 +98,7 @@ def _largest_shard(spec: RunSpec, layout: Layout) -> int:
     heads = model.num_attention_heads * model.head_dim
     experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # one parameter each
     widest = max(model.vocab_size, model.max_position_embeddings, model.intermediate_size, 3 * heads, experts)
-    return -(-model.hidden_size * widest // (layout.data_parallel * layout.sequence_parallel))
+    return -(-model.hidden_size * widest // zero_shards(layout))
 
 
 def precision_config(spec: RunSpec) -> dict[str, Any]:
@@ -210,9 +211,8 @@ def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_fold
         trained=sum(size for size, trains in sizes if trains),
     )
     config: dict[str, Any] = {
-        # DeepSpeed takes sequence ranks for data-parallel ones, so it counts each sequence that many times, and of the
-        # groups of local SGD it knows one.
-        "train_batch_size": layout.global_batch_size * layout.sequence_parallel // layout.local_sgd_groups,
+        # of the ranks over which ZeRO shards, which are all that it knows; sequence and context ranks count too
+        "train_batch_size": layout.micro_batch_size * layout.gradient_accumulation_steps * zero_shards(layout),
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": 0.0,  # set before each step where DeepSpeed clips
@@ -224,6 +224,7 @@ def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_fold
             "stage3_max_live_parameters": buffers.max_live_parameters,
             "stage3_param_persistence_threshold": buffers.param_persistence_threshold,
             "overlap_comm": buffers.overlap_comm,
+            "zero_hpz_partition_size": layout.zero_secondary_shard_size,
         },
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
@@ -237,17 +238,20 @@ def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_fold
 
 
 class ModelParallelUnit:
-    """Tensor parallelism in the form that DeepSpeed requires (its ``mpu``); sequence ranks count as replicas."""
+    """Tensor parallelism in the form that DeepSpeed requires (its ``mpu``); sequence and context ranks are replicas.
+
+    Of these it knows only the ones over which ZeRO shards.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._tensor, self._replicas = mesh.tensor, mesh.synchronous
+        self._tensor, self._replicas = mesh.tensor, mesh.shards
         # DeepSpeed needs a group even for one rank.
-        self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.synchronous)}
+        self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.shards)}
 
     @classmethod
     def of(cls, mesh: Mesh) -> ModelParallelUnit | None:
         """Return None if every rank is a replica, or if a pipeline has DeepSpeed's own grid. Collective."""
-        alone = mesh.tensor.size == 1 and mesh.groups.size == 1
+        alone = mesh.tensor.size == mesh.groups.size == mesh.copies.size == 1
         return None if alone or mesh.pipeline.size > 1 else cls(mesh)
 
     def get_model_parallel_group(self) -> Any:

@@ -33,7 +33,10 @@ ENGINE = "scaletrain_cli.engine.evaluation"
 RUN_VARIABLE, STEP_VARIABLE = "SCALETRAIN_EVALUATED_RUN", "SCALETRAIN_EVALUATED_STEP"
 _POLL_SECONDS, _RETRY_SECONDS = 5.0, 60.0
 _HASH_CHARACTERS = 12
-_ONE = ("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel")
+_ONE = (
+    *("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel"),
+    "expert_parallel",
+)
 
 
 @dataclass(frozen=True)

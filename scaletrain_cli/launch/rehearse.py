@@ -49,7 +49,10 @@ _SETTINGS = (
     "notify=[]",
 )
 # Of the planned layout, which a job on fewer nodes keeps; the other degrees follow from the number of devices.
-_KEPT = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "zero_stage", "activation_checkpointing")
+_KEPT = (
+    *("tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel"),
+    *("zero_stage", "activation_checkpointing"),
+)
 
 
 def chosen_items(items: Sequence[str], skipped: Sequence[str]) -> tuple[str, ...]:

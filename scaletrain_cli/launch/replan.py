@@ -35,10 +35,11 @@ MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "notify", "telemetry", "code"),
     *("env", "training.micro_batch_size", "data.loader", "data.cache", "data.stages", "data.skip"),
 )
-# Fields that the planner sets where they are `auto`; a user may have pinned them.
+# Fields that the planner sets where they are `auto`; a user may have pinned them. One context rank is the default.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
-    *("layout.expert_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"),
+    *("layout.context_parallel", "layout.expert_parallel", "layout.zero_stage"),
+    *("layout.activation_checkpointing", "training.micro_batch_size"),
 )
 # The fields that decide how states are sharded over the ranks.
 _SHARDING = (
@@ -233,6 +234,8 @@ def _for_a_resume(problem: Problem) -> Problem:
 def _pins_to_release(spec: RunSpec) -> Iterator[Problem]:
     """Yield the pinned fields to set to `auto` so that a plan exists: one field if that suffices, else all of them."""
     pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
+    if spec.layout.context_parallel == 1:
+        del pins["layout.context_parallel"]
     alone = [key for key in pins if _can_be_planned(spec, [key])]
     together = list(pins) if not alone and len(pins) > 1 and _can_be_planned(spec, list(pins)) else []
     code = "launch.resume-pinned-together" if together else "launch.resume-pinned"

@@ -45,7 +45,8 @@ class Layout:
 
     world_size = data x tensor x pipeline x sequence x context. ``cross_entropy``: ``whole``, ``chunked`` or ``liger``;
     ``compile``: whether blocks are compiled. ``local_sgd_groups``: the groups of data-parallel ranks that reduce
-    gradients, and shard states, among themselves only.
+    gradients, and shard states, among themselves only. ``zero_shard_size``: ranks over which ZeRO shards, 0 for all
+    replicas. ``zero_secondary_shard_size``: ranks that have a second copy of the weights between them (hpZ); 1: none.
     """
 
     world_size: int
@@ -65,6 +66,8 @@ class Layout:
     cross_entropy: str = "whole"
     compile: bool = False
     local_sgd_groups: int = 1
+    zero_shard_size: int = 0
+    zero_secondary_shard_size: int = 1
 
 
 # The fields of StageMemory that add up to its peak.

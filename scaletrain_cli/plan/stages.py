@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -162,13 +163,25 @@ def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0)
 
 
 def zero_shards(layout: Layout) -> int:
-    """Return the number of ranks over which ZeRO shards dense parameters: the replicas of a group of local SGD."""
-    return replicas(layout) // layout.local_sgd_groups
+    """Return the number of ranks over which ZeRO shards dense parameters.
+
+    The replicas of a group of local SGD, or with ``layout.zero_shard_size`` a group of all replicas.
+    """
+    alike = replicas(layout) // layout.local_sgd_groups
+    return min(layout.zero_shard_size, alike) or alike
 
 
 def replicas(layout: Layout) -> int:
     """Return the number of ranks that have the same part of the model: data x sequence x context."""
     return layout.data_parallel * layout.sequence_parallel * layout.context_parallel
+
+
+def sequence_multiple(sequence: int, context: int) -> int:
+    """Return the number that the length of a sequence must be a multiple of, to be sharded over its ranks.
+
+    Context ranks have two equal chunks each, so that causal attention costs each the same.
+    """
+    return math.lcm(2 * context, context * sequence) if context > 1 else sequence
 
 
 def rows_per_sample(spec: RunSpec) -> int:

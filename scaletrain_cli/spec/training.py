@@ -62,6 +62,16 @@ class LayoutSpec(Section):
     context_parallel: AutoWhole = 1
     expert_parallel: AutoWhole = "auto"
     zero_stage: ZeroStage = "auto"
+    zero_shard_size: Annotated[Whole | None, used_when(where("layout.zero_stage", 2, 3))] = Field(
+        default=None,
+        description="ZeRO-2 and 3: neighboring ranks over which states are sharded; other groups have copies of them "
+        "(MiCS, arXiv:2205.00119); null: all",
+    )
+    zero_secondary_shard_size: Annotated[Whole, used_when(where("layout.zero_stage", 3))] = Field(
+        default=1,
+        description="ZeRO-3: neighboring ranks that have all weights a second time between them, from which every pass "
+        "but the first of a step gathers them (hpZ, arXiv:2306.10209); 1: none",
+    )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     selective_scope: Annotated[Literal["block", "attention"], _SELECTIVE] = Field(
         default="block", description="recomputed by selective checkpointing: whole blocks or their attention"

@@ -78,6 +78,10 @@ def layout_text(layout: Layout) -> str:
     }
     used = [f"{name} {degree}" for name, degree in axes.items() if degree > 1] or ["one rank"]
     extras = [f"ZeRO-{layout.zero_stage}"]
+    if layout.zero_shard_size:
+        extras[0] += f" over {layout.zero_shard_size} ranks"
+    if layout.zero_secondary_shard_size > 1:
+        extras.append(f"weights twice over {layout.zero_secondary_shard_size} ranks")
     if layout.expert_parallel > 1:
         extras.append(f"expert {layout.expert_parallel}")
     if layout.virtual_pipeline > 1:

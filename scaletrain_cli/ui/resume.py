@@ -82,6 +82,7 @@ def _rows(record: RunRecord) -> dict[str, str]:
         "tensor parallel": str(layout.tensor_parallel),
         "pipeline parallel": str(layout.pipeline_parallel),
         "sequence parallel": str(layout.sequence_parallel),
+        "context parallel": str(layout.context_parallel),
         "expert parallel": str(layout.expert_parallel),
         "ZeRO stage": str(layout.zero_stage),
         "activation checkpointing": layout.activation_checkpointing,

@@ -150,6 +150,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),
     "layout.tensor_sequence_parallel": ("true", ("layout.tensor_parallel=1",), ("layout.tensor_parallel=2",)),
     "layout.expert_tensor_parallel": ("2", (), EXPERTS),
+    "layout.zero_shard_size": ("2", ("layout.zero_stage=1",), ("layout.zero_stage=2",)),
+    "layout.zero_secondary_shard_size": ("2", ("layout.zero_stage=2",), ("layout.zero_stage=3",)),
     "layout.offload_device": ("nvme", (), ("layout.offload=optimizer",)),
     "cluster.per_node_mtbf": ("9h", ("cluster.mean_time_between_interruptions=3h",), ("cluster.spot=true",)),
     "cluster.kubernetes.rdma_count": ("4", (), ("cluster.kubernetes.rdma_resource=rdma/a",)),

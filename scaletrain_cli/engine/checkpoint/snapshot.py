@@ -205,9 +205,10 @@ def _owned(found: list[PlacedSlice], parameter: Any, mesh: Mesh, *, sharded: boo
     alike = shard_spec_of(parameter) is None and mesh.tensor.rank > 0
     if alike or getattr(parameter, "ds_pipe_replicated", False):
         return []
-    if sharded:  # ZeRO leaves no equal copies on replicas
-        return found
-    replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.synchronous
+    if sharded:  # ZeRO leaves no equal copies on the ranks over which it shards
+        replicas = mesh.copies
+    else:
+        replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.synchronous
     return [share for placed in found if (share := _share(placed, replicas)).slice.numel > 0]
 
 

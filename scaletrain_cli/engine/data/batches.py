@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -184,7 +185,7 @@ def padded_to(spec: RunSpec, layout: Layout) -> PaddedTo:
 class BatchReader:
     """Reads the batches of one rank.
 
-    Tensor and pipeline ranks of a replica get the same batch, sequence ranks a part of each sequence.
+    Tensor and pipeline ranks of a replica get the same batch, sequence and context ranks a part of each sequence.
     ``padded_to``: see the function; with "step" the rows of evaluations are padded to seq_len. Text has no padding.
     ``padding_multiple``: the tokens of a row on one rank are a multiple of it, or as many as of seq_len.
     ``mask_document_starts``: the label of the first token of a document in text is ignored.
@@ -322,7 +323,7 @@ class BatchReader:
         divisor = None if counted is None else torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32)
         if isinstance(self.sequences, RowSequences):
             return self._rows(self.sequences, indices, places, divisor, of_training)
-        part = self._part_of(self.sequences.seq_len)
+        part, length = self.mesh.part, self.sequences.seq_len
         flat = [index for batch in indices for index in batch]
         rows = self.sequences.rows(flat)
         tokens, labels = rows[:, :-1], rows[:, 1:]
@@ -334,18 +335,21 @@ class BatchReader:
                 row[places_of_ends] = NOT_COUNTED
         shape = (len(indices), self.layout.micro_batch_size, -1)
         batch = StepBatch(
-            tokens=_tensor(tokens[:, part]).view(shape),
-            labels=_tensor(labels[:, part]).view(shape),
+            tokens=_tensor(part.take(tokens)).view(shape),
+            labels=_tensor(part.take(labels)).view(shape),
             samples=torch.tensor(places),
-            positions=torch.arange(part.start, part.stop),
+            positions=part.places(length),
             divisor=divisor,
             sources=self._sources(indices),
         )
         if not self.within_documents:
             return batch
-        documents, positions = (_tensor(each).view(shape) for each in _documents(ends, self.sequences.seq_len))
+        numbers, positions = _documents(ends, length)
+        documents = _tensor(numbers).view(shape)
         segments = _joined([segments_of(each) for each in documents])
-        return batch._replace(documents=documents, segments=segments, positions=positions[..., part].contiguous())
+        return batch._replace(
+            documents=documents, segments=segments, positions=_tensor(part.take(positions)).view(shape)
+        )
 
     def _sources(self, indices: list[list[int]]) -> Tensor | None:
         if not isinstance(self.sequences, JoinedSequences):
@@ -380,8 +384,7 @@ class BatchReader:
             counts = tuple(map(len, each))
         alike = len(set(lengths)) == 1
         if not positions and alike:
-            part = self._part_of(lengths[0])
-            places_in_row = torch.arange(part.start, part.stop)
+            places_in_row = self.mesh.part.places(lengths[0])
         else:
             places_in_row = self._stacked(positions or [np.arange(length) for length in lengths])
         return StepBatch(
@@ -406,7 +409,8 @@ class BatchReader:
         """Return the tokens that the rows of each micro-batch are padded to, the same on all ranks of a replica."""
         if self.padded_to == "seq_len" or (self.padded_to == "step" and not in_training):
             return [sequences.seq_len] * len(indices)
-        multiple = self.padding_multiple * self.mesh.sequence.size
+        part = self.mesh.part
+        multiple = math.lcm(self.padding_multiple * part.ranks, part.multiple)
         padded = [-(-sequences.longest(batch) // multiple) * multiple for batch in indices]
         lengths = [min(length, sequences.seq_len) for length in padded]
         return [max(lengths)] * len(lengths) if self.padded_to == "step" else lengths
@@ -417,15 +421,9 @@ class BatchReader:
         batches = (self._indices(number, rank) for rank in range(self.layout.data_parallel))
         return rows * sum(sum(self._lengths(sequences, indices, in_training=True)) for indices in batches)
 
-    def _part_of(self, length: int) -> slice:
-        """Return this rank's part of sequences of a length."""
-        axis = self.mesh.sequence
-        local = length // axis.size
-        return slice(axis.rank * local, (axis.rank + 1) * local)
-
     def _stacked(self, arrays: list[npt.NDArray[Any]]) -> Tensor:
         """Return this rank's part of the values of all positions of each micro-batch, in one tensor."""
-        return _joined_rows([each[..., self._part_of(each.shape[-1])] for each in arrays])
+        return _joined_rows([self.mesh.part.take(each) for each in arrays])
 
 
 def _documents(ends: list[npt.NDArray[np.int64]], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

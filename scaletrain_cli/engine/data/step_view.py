@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, coordinates_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import replicas
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir
@@ -179,7 +180,7 @@ class _Samples:
             within_documents=self._spec.data.packing == "documents",
             order=self._order,
             # whole sequences are padded as those that several ranks share
-            padding_multiple=PADDING_MULTIPLE * (self._layout.sequence_parallel if rank is None else 1),
+            padding_multiple=_padding_multiple(self._layout) if rank is None else PADDING_MULTIPLE,
         )
         return reader.batch(number).micro_batches()
 
@@ -197,14 +198,15 @@ class _Samples:
             own -= self._sequences.starts[source]
         pairs = isinstance(self._sequences, RowSequences) and self._sequences.pairs
         rows = {"chosen": place.row, "rejected": place.row + size} if pairs else {"text": place.row}
-        start = 0 if rank is None else coordinates_of(layout, rank)["sequence"] * micro.tokens.shape[1]
+        part = _mesh(layout, place.replica, rank).part
+        places = part.places(micro.tokens.shape[1] * part.ranks).tolist()
         return {
             "sample": sample,
             "source": sources[source],
             "sequence": own,
             "micro_batch": place.micro_batch + 1,
             "replica": place.replica,
-            "texts": [{"name": name, **self._text(micro, row, sequence, start)} for name, row in rows.items()],
+            "texts": [{"name": name, **self._text(micro, row, sequence, places)} for name, row in rows.items()],
             **({} if self._image is None else {"images": self._images(own)}),
         }
 
@@ -224,58 +226,61 @@ class _Samples:
             return self._order(sample)
         return sample_at(sample, seed=self._spec.training.seed, samples=len(self._sequences))
 
-    def _text(self, micro: MicroBatch, row: int, sequence: int, start: int) -> dict[str, Any]:
-        """Return one row of a micro-batch. ``start``: the position in the whole sequence of its first token."""
+    def _text(self, micro: MicroBatch, row: int, sequence: int, places: list[int]) -> dict[str, Any]:
+        """Return one row of a micro-batch. ``places``: the positions of its tokens in the whole sequence."""
         tokens, labels = micro.tokens[row].tolist(), micro.labels[row].tolist()
         positions = (micro.positions if micro.positions.dim() == 1 else micro.positions[row]).tolist()
         weights = [float(label != NOT_COUNTED) for label in labels]
         if micro.weights is not None:
             weights = micro.weights[row].tolist()
-        documents = self._documents(micro, row, sequence, start, len(tokens))
+        documents = self._documents(micro, row, sequence, places)
         real = len(tokens) if micro.real is None else int(micro.real[row].sum())
         # The label at a position is the next token: a token is in the loss with the weight of the label before it.
-        of_token = [None, *weights[:-1]]
+        # That of the first token after a gap, as context ranks have one, is on another rank.
+        jumps = [place != before + 1 for before, place in pairwise(places)]
+        of_token = [None, *(None if jump else weight for jump, weight in zip(jumps, weights[:-1], strict=True))]
+        runs = list(zip(documents, accumulate(jumps, initial=0), strict=True))
         follows = labels[-1] if real == len(tokens) and labels[-1] != NOT_COUNTED else None
         return {
             "tokens": tokens,
             "labels": labels,
             "weights": weights,
             "positions": positions,
-            "start": start,
+            "start": places[0],
             "padding": len(tokens) - real,
             "documents": [
-                self._document(list(places), tokens, positions, of_token, start)
-                for _, places in groupby(range(real), key=documents.__getitem__)
+                self._document(list(numbers), tokens, positions, of_token, places)
+                for _, numbers in groupby(range(real), key=runs.__getitem__)
             ],
             "follows": None if follows is None else {"text": self._decoded([follows]), "weight": weights[-1]},
         }
 
-    def _documents(self, micro: MicroBatch, row: int, sequence: int, start: int, length: int) -> list[int]:
+    def _documents(self, micro: MicroBatch, row: int, sequence: int, places: list[int]) -> list[int]:
         """Return the number of the document of each token in the whole sequence, from 0 on; -1 for padding."""
         if micro.documents is not None:
-            return [int(number) for number in micro.documents[row, start : start + length]]
+            return [int(number) for number in micro.documents[row, places]]
         if isinstance(self._sequences, TextSequences):
             last = self._sequences.document_ends_within(sequence, sequence + 1)
-            return torch.bucketize(torch.arange(start, start + length), torch.as_tensor(last)).tolist()
+            return torch.bucketize(torch.tensor(places), torch.as_tensor(last)).tolist()
         assert micro.real is not None
         return [0 if real else PADDING_DOCUMENT for real in micro.real[row].tolist()]
 
     def _document(
         self,
-        places: list[int],
+        numbers: list[int],
         tokens: Sequence[int],
         positions: Sequence[int],
         weights: Sequence[float | None],
-        start: int,
+        places: list[int],
     ) -> dict[str, Any]:
-        first, last = places[0], places[-1]
+        first, last = numbers[0], numbers[-1]
         return {
-            "first": start + first,
-            "tokens": len(places),
+            "first": places[first],
+            "tokens": len(numbers),
             "positions": [positions[first], positions[last]],
             "parts": [
-                {"text": self._decoded([tokens[place] for place in part]), "weight": weight}
-                for weight, part in groupby(places, key=lambda place: weights[place])
+                {"text": self._decoded([tokens[number] for number in part]), "weight": weight}
+                for weight, part in groupby(numbers, key=lambda number: weights[number])
             ],
         }
 
@@ -291,6 +296,12 @@ def _mesh(layout: Layout, replica: int, rank: int | None) -> Mesh:
     data = Axis(layout.data_parallel, replica)
     if rank is None:
         return Mesh(data=data, replicas=data)
-    at, sequence = coordinates_of(layout, rank), layout.sequence_parallel
-    replicas = Axis(layout.data_parallel * sequence, replica * sequence + at["sequence"])
-    return Mesh(data=data, sequence=Axis(sequence, at["sequence"]), replicas=replicas)
+    at = coordinates_of(layout, rank)
+    context, sequence = Axis(layout.context_parallel, at["context"]), Axis(layout.sequence_parallel, at["sequence"])
+    place = (replica * context.size + context.rank) * sequence.size + sequence.rank
+    return Mesh(data=data, context=context, sequence=sequence, replicas=Axis(replicas(layout), place))
+
+
+def _padding_multiple(layout: Layout) -> int:
+    """Return what the length of a whole row is a multiple of, if its parts are multiples of PADDING_MULTIPLE."""
+    return PADDING_MULTIPLE * layout.sequence_parallel * layout.context_parallel

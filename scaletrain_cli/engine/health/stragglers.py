@@ -90,7 +90,7 @@ class Stragglers:
         """
         if layout.pipeline_parallel > 1:
             return
-        cuts = layout.tensor_parallel * layout.sequence_parallel * layout.expert_parallel
+        cuts = layout.tensor_parallel * layout.sequence_parallel * layout.context_parallel * layout.expert_parallel
         if layout.zero_stage < 3 and cuts == 1:
             engine.register_forward_hook(self._stop)
         else:

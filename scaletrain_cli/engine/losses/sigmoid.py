@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from scaletrain_cli.engine.losses.classification import full_precision
 from scaletrain_cli.engine.losses.contrastive import check_pairs, tiles
-from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.engine.parallel.mesh import Axis, RingShift
 
 
 def sigmoid_loss(
@@ -58,7 +57,7 @@ class _Ring(Function):
     ) -> Tensor:
         total, block = image.new_zeros(()), text.to(dtype).contiguous()
         for hop in range(axis.size):
-            waiting = _Exchange([block], axis, 1) if hop + 1 < axis.size else None
+            waiting = RingShift([block], axis, 1) if hop + 1 < axis.size else None
             texts = block.to(text.dtype)
             for row, key in tiles(len(image), len(texts), chunk_size):
                 logits = _wrong_way(image[row], texts[key], scale, bias, own=hop == 0 and row == key)
@@ -77,7 +76,7 @@ class _Ring(Function):
         of_image, of_text = torch.zeros_like(image), torch.zeros_like(text)
         of_bias = torch.zeros_like(bias)
         for hop in reversed(range(axis.size)):
-            waiting = _Exchange([block], axis, -1) if hop > 1 else None  # the last block is this rank's own
+            waiting = RingShift([block], axis, -1) if hop > 1 else None  # the last block is this rank's own
             texts = text if hop == 0 else block.to(text.dtype)
             for row, key in tiles(len(image), len(texts), ctx.chunk_size):
                 own = hop == 0 and row == key
@@ -88,7 +87,7 @@ class _Ring(Function):
                 of_text[key].addmm_(weights.T, image[row])
                 of_bias += weights.sum()
             if hop > 0:
-                (of_text,) = _Exchange([of_text], axis, -1).wait()
+                (of_text,) = RingShift([of_text], axis, -1).wait()
             if waiting is not None:
                 (block,) = waiting.wait()
         of_scale = (of_image * image).sum() * gradient
@@ -103,21 +102,3 @@ def _wrong_way(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, *, own:
     if own:
         logits.diagonal().neg_()
     return logits
-
-
-class _Exchange:
-    """Sends tensors to the rank ``step`` places further in the ring, while as many arrive from the opposite one."""
-
-    def __init__(self, tensors: list[Tensor], axis: Axis, step: int) -> None:
-        assert axis.group is not None
-        to, source = (dist.get_global_rank(axis.group, (axis.rank + places) % axis.size) for places in (step, -step))
-        self._sent, self._arriving = tensors, [torch.empty_like(tensor) for tensor in tensors]
-        operations = [dist.P2POp(dist.isend, tensor, to, axis.group) for tensor in tensors]
-        operations += [dist.P2POp(dist.irecv, tensor, source, axis.group) for tensor in self._arriving]
-        self._works = dist.batch_isend_irecv(operations)
-
-    def wait(self) -> list[Tensor]:
-        """Return the tensors that arrived."""
-        for work in self._works:
-            work.wait()
-        return self._arriving

@@ -190,8 +190,9 @@ def _offloads(engine: Any, what: str) -> bool:
 
 
 def _shards(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
-    """Yield the shards that ZeRO-3 keeps of parameters that are not gathered."""
-    yield from _tensors([getattr(parameter, "ds_tensor", None) for parameter in parameters])
+    """Yield the shards that ZeRO-3 keeps of parameters that are not gathered, and those of a second copy (hpZ)."""
+    for name in ("ds_tensor", "ds_secondary_tensor"):
+        yield from _tensors([getattr(parameter, name, None) for parameter in parameters])
 
 
 def _held(owner: Any, names: tuple[str, ...]) -> Iterator[Tensor]:

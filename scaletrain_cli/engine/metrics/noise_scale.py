@@ -50,11 +50,11 @@ class NoiseScale:
     def of(cls, layout: Layout, objective: Any, device: torch.device) -> NoiseScale | None:
         """Return None where it cannot be had: from one gradient, or where ranks or micro-batches have part of one.
 
-        That is: one micro-batch per step in all; tensor, sequence, expert or pipeline parallelism; groups of local SGD;
-        and losses that compare the samples of several micro-batches, whose gradients are no mean over these.
+        That is: one micro-batch per step in all; tensor, sequence, context, expert or pipeline parallelism; groups of
+        local SGD; and losses that compare the samples of several micro-batches, whose gradients are no mean over these.
         """
-        cuts = layout.tensor_parallel * layout.sequence_parallel * layout.expert_parallel * layout.pipeline_parallel
-        cuts *= layout.local_sgd_groups
+        cuts = layout.tensor_parallel * layout.sequence_parallel * layout.context_parallel
+        cuts *= layout.expert_parallel * layout.pipeline_parallel * layout.local_sgd_groups
         if cuts > 1 or isinstance(objective, Joined) or layout.micro_batch_size == layout.global_batch_size:
             return None
         return cls(layout.micro_batch_size, layout.global_batch_size, device)

@@ -23,7 +23,7 @@ from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.loss import LanguageModelHead
 from scaletrain_cli.engine.model.materialization import WeightSource, normal, uniform
 from scaletrain_cli.engine.model.moe import Experts
-from scaletrain_cli.engine.parallel.mesh import ShardSpec
+from scaletrain_cli.engine.parallel.mesh import WHOLE_SEQUENCE, SequencePart, ShardSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, is_adapter_parameter
 
 Join = Callable[[Tensor], Tensor]
@@ -76,8 +76,8 @@ class LatestContext:
 class AdapterDropout(KeyedDropout):
     """Drops channels of an adapter's input; a rank with some of the channels drops those of the whole."""
 
-    def __init__(self, p: float, latest: LatestContext, sequence_rank: int, first_channel: int) -> None:
-        super().__init__(p, sequence_rank, first_channel)
+    def __init__(self, p: float, latest: LatestContext, part: SequencePart, first_channel: int) -> None:
+        super().__init__(p, part, first_channel)
         self._latest = latest
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -112,7 +112,7 @@ class AdapterSettings:
     seed: int
     dtype: torch.dtype | None = None
     latest: LatestContext | None = None
-    sequence_rank: int = 0
+    part: SequencePart = WHOLE_SEQUENCE
 
 
 def add_adapter(layer: nn.Module, module: Adapted, settings: AdapterSettings, place: Placement) -> None:
@@ -144,7 +144,7 @@ def _add_factors(layer: nn.Module, module: Adapted, settings: AdapterSettings, p
     layer.lora_B = Factor(_parameter((module.outputs, adapter.rank), place.shard_b, dtype), place.share_b)
     if adapter.dropout:
         assert settings.latest is not None
-        layer.lora_dropout = AdapterDropout(adapter.dropout, settings.latest, settings.sequence_rank, place.first_input)
+        layer.lora_dropout = AdapterDropout(adapter.dropout, settings.latest, settings.part, place.first_input)
         layer.lora_dropout.key = dropout_key(settings.seed, f"{module.name}.lora_dropout")
     if adapter.dora:
         layer.lora_magnitude_vector = _parameter((module.outputs,), place.shard_b, dtype)

@@ -26,6 +26,7 @@ from scaletrain_cli.engine.model.document_attention import (
     segments_of,
     whole_rows,
 )
+from scaletrain_cli.engine.parallel.mesh import WHOLE_SEQUENCE, SequencePart
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -237,22 +238,23 @@ _NAMES = {
 
 
 def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> str:
-    """Return the attention kernel for a rank's share of the heads over whole sequences."""
+    """Return the attention kernel for a rank's share of the heads over whole sequences, or over its part of a ring."""
     model, cut = spec.language_model, layout.tensor_parallel * layout.sequence_parallel
     heads = model.num_attention_heads // cut
-    return attention_kernel(
+    kernel = attention_kernel(
         device,
         forward_dtype(spec.training.precision),
         batch=layout.micro_batch_size,
         heads=heads,
         kv_heads=model.num_key_value_heads // cut if model.num_key_value_heads % cut == 0 else heads,
-        length=model.seq_len,
+        length=model.seq_len // layout.context_parallel,
         head_dim=max(model.qk_head_dim, model.value_head_dim),
         dropout=model.attention_dropout,
         capped=model.attn_logit_softcapping is not None,
         masked=spec.data.packing != "none" or model.windowed_layers > 0,
         sinks=model.attention_sinks,
     )
+    return kernel if layout.context_parallel == 1 else f"{kernel}, in a ring of {layout.context_parallel}"
 
 
 def attention_kernel(
@@ -316,14 +318,14 @@ class _Keyed(nn.Module):
 
 
 class KeyedDropout(_Keyed):
-    """Drops channels of hidden states. ``sequence_rank``: which part of each sequence this rank has.
+    """Drops channels of hidden states. ``part``: which positions of each sequence this rank has.
 
     ``first_channel``: number of the first channel in the whole model, for a rank with some of the channels.
     """
 
-    def __init__(self, p: float, sequence_rank: int = 0, first_channel: int = 0) -> None:
+    def __init__(self, p: float, part: SequencePart = WHOLE_SEQUENCE, first_channel: int = 0) -> None:
         super().__init__(p)
-        self.sequence_rank, self.first_channel = sequence_rank, first_channel
+        self.part, self.first_channel = part, first_channel
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Return x [batch, length, channels] with dropped channels; equal samples drop equal channels."""
@@ -336,8 +338,7 @@ class KeyedDropout(_Keyed):
         """Return the places of the tokens in the whole sequence; positions of several documents are not unique."""
         if positions.ndim == 1:
             return positions
-        length = positions.shape[1]
-        return torch.arange(length, device=positions.device) + self.sequence_rank * length
+        return self.part.places(positions.shape[1] * self.part.ranks, positions.device)
 
 
 class KeyedDropPath(_Keyed):

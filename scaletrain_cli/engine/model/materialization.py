@@ -314,15 +314,24 @@ def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:
     ``config`` and ``mpu`` are those that ``deepspeed.initialize`` gets later.
     """
     from deepspeed import zero
+    from deepspeed.utils import groups
 
     group = mpu.get_data_parallel_group() if mpu is not None else None
+    # with a second copy of the weights: of an earlier stage of the run, as DeepSpeed creates it only once
+    neighbors = groups._get_zero_param_intra_parallel_group()
     first: list[nn.Parameter] = []
 
     def partition(module: nn.Module) -> None:
         whole = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
         if whole and not first:
             # a list of its own, because Init would descend into children that are still on the meta device
-            zero.Init(nn.ParameterList(whole), group, config_dict_or_path=config, mpu=mpu)
+            zero.Init(
+                nn.ParameterList(whole),
+                group,
+                config_dict_or_path=config,
+                mpu=mpu,
+                zero_param_parallel_group=neighbors,
+            )
             first.append(whole[0])
         elif whole:  # in the same context, because another Init would allocate its own swap buffers
             first[0].convert_to_zero_parameters(param_list=whole)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ class RowLosses(NamedTuple):
     """Losses of the sequences of a micro-batch, each tensor [rows].
 
     ``sources``: number of the source of each sequence. ``losses``: summed over its labels. ``counted``: number of
-    labels in the loss. On a sequence-parallel rank the last two cover its part of the sequence.
+    labels in the loss. On a rank with a part of the sequence the last two cover that.
     """
 
     sources: Tensor
@@ -67,8 +67,8 @@ class Objective(ABC):
 
         Of a language model these are the hidden states after the last block.
 
-        The mean is over the micro-batches of all data- and sequence-parallel ranks. Where a pipeline has several
-        stages, only the last one calls this.
+        The mean is over the micro-batches of all data-, context- and sequence-parallel ranks. Where a pipeline has
+        several stages, only the last one calls this.
         """
 
     def begin_validation(self) -> None:

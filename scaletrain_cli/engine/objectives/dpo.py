@@ -72,7 +72,7 @@ class DPO(Objective):
 
     def log_probabilities(self, model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed log-probabilities of the labels of each row over its whole length, [rows] in fp32."""
-        return _sum_over_parts(model.row_log_probabilities(hidden, batch.labels), self.mesh.sequence)
+        return _sum_over_parts(model.row_log_probabilities(hidden, batch.labels), self.mesh.parts)
 
     def take_measures(self) -> dict[str, Tensor]:
         device = self._sums.device if self._sums is not None else _device_of(self.mesh.pipeline)
@@ -95,8 +95,8 @@ class DPO(Objective):
     def _lengths(self, labels: Tensor) -> Tensor:
         """Return the number of labels of each row over its whole length that count, at least 1."""
         counted = (labels != NOT_COUNTED).sum(1).float()
-        if self.mesh.sequence.group is not None:
-            dist.all_reduce(counted, group=self.mesh.sequence.group)
+        if self.mesh.parts.group is not None:
+            dist.all_reduce(counted, group=self.mesh.parts.group)
         return counted.clamp(min=1)
 
 
@@ -107,7 +107,7 @@ def _device_of(pipeline: Axis) -> torch.device:
 
 
 def _sum_over_parts(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over sequence-parallel ranks, each of which computes the same loss of it.
+    """Return the sum over the ranks with parts of a sequence, each of which computes the same loss of it.
 
     DeepSpeed takes them for data-parallel ranks and averages their gradients, each of its own part of the length. So
     the gradient is multiplied by their number.

@@ -242,7 +242,7 @@ class ReferencePass:
         found = self.stepper.log_probabilities([batch.to(self.device) for batch in batches])
         numbers: list[int] = []
         answers: list[Tensor] = []
-        if self.mesh.tensor.rank == self.mesh.sequence.rank == 0:  # others have the same values
+        if self.mesh.tensor.rank == self.mesh.parts.rank == 0:  # others have the same values
             for batch, rows in zip(indices, found, strict=False):
                 within = [index for index in batch if index < pairs]
                 numbers += within

@@ -6,13 +6,16 @@ their flat partitions differently, and without ZeRO they are the parameters them
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 
@@ -60,6 +63,8 @@ def use_master_weights(engine: Any) -> None:
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer._partition_all_parameters()
+        for parameter in engine.module.parameters():
+            parameter.ds_secondary_tensor = None  # a second copy of what the weights were (hpZ)
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
             with in_memory(optimizer, index):
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
@@ -67,6 +72,30 @@ def use_master_weights(engine: Any) -> None:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif stage > 0:
         optimizer.update_lp_params()
+
+
+def average_over_copies(engine: Any, copies: Axis) -> None:
+    """Let ZeRO-2 and 3 average the gradients of a rank's shards over the ranks with the same ones, before each update.
+
+    DeepSpeed has then averaged them over the ranks over which it shards.
+    """
+    optimizer, update = engine.optimizer, engine.optimizer.step
+    if copies.group is None:
+        return
+
+    @functools.wraps(update)
+    @torch.no_grad()
+    def step(*arguments: Any, **named: Any) -> Any:
+        for gradients in optimizer.averaged_gradients.values():
+            if gradients:
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.all_reduce(flat, group=copies.group)
+                flat /= copies.size
+                for gradient, values in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(values.view_as(gradient))
+        return update(*arguments, **named)
+
+    optimizer.step = step
 
 
 class LossScaleAtFloorError(DoNotRequeueError):

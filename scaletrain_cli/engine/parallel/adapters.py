@@ -54,7 +54,7 @@ def attach_adapters(
     it after all parallelism, and before blocks are wrapped.
     """
     latest = LatestContext() if adapter.dropout else None
-    settings = AdapterSettings(adapter, seed, dtype, latest, mesh.sequence.rank)
+    settings = AdapterSettings(adapter, seed, dtype, latest, mesh.part)
     here = {name: module for name, module in model.named_modules() if module is not None}
     for module in modules:
         layer = here.get(module.name) or here.get(module.name.rpartition(".")[0] if module.kind == "experts" else "")

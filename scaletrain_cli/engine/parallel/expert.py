@@ -32,8 +32,8 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> None:
     for layer in moe_layers_of(model):
         _shard_layer(layer.experts, mesh, shards)
         layer.dispatch, layer.replicas = DispatchOverRanks(mesh.expert, mesh.tensor), mesh.replicas.group
-        if mesh.sequence.group is not None:
-            layer.tally, layer.sequence_ranks = TallyOverRanks(mesh.sequence), mesh.sequence.size
+        if mesh.parts.group is not None:
+            layer.tally, layer.sequence_ranks = TallyOverRanks(mesh.parts), mesh.parts.size
 
 
 def _shard_layer(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None:
@@ -101,7 +101,10 @@ class TallyOverRanks:
         self._axis = axis
 
     def __call__(self, load: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loads [batch, experts] of earlier parts of the sequences, and of whole sequences."""
+        """Return the loads [batch, experts] of earlier parts of the sequences, and of whole sequences.
+
+        Context ranks have no part that is earlier than another; only capacities, which they do not support, read that.
+        """
         parts = [torch.empty_like(load) for _ in range(self._axis.size)]
         dist.all_gather(parts, load, group=self._axis.group)
         loads = torch.stack(parts)

@@ -1,21 +1,24 @@
 """The mesh of ranks: process groups by axis of parallelism, shards along them, and differentiable collectives.
 
-Tensor ranks are neighbors, so that they share a node; then come sequence, data, and pipeline ranks, which is the order
-of DeepSpeed's PipeModelDataParallelTopology with sequence ranks among its data-parallel ones.
+Tensor ranks are neighbors, so that they share a node; then come sequence, context, data, and pipeline ranks, which is
+the order of DeepSpeed's PipeModelDataParallelTopology with sequence and context ranks among its data-parallel ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import replicas, sequence_multiple, zero_shards
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,77 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
 
+class SequencePart(NamedTuple):
+    """Which positions of each sequence a rank has.
+
+    Of ``context`` ranks each has two of twice as many chunks: from the beginning the chunk of its number, and so from
+    the end. All then have the same number of pairs of queries and keys in causal attention ("zig-zag"). ``sequence``
+    ranks (Ulysses) divide the positions of their context rank in order.
+    """
+
+    context: int = 1
+    context_rank: int = 0
+    sequence: int = 1
+    sequence_rank: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that each sequence is sharded over."""
+        return self.context * self.sequence
+
+    @property
+    def multiple(self) -> int:
+        """Return the number that the length of a sequence must be a multiple of."""
+        return sequence_multiple(self.sequence, self.context)
+
+    def spans(self, length: int) -> list[slice]:
+        """Return the ranges of this rank's positions in ascending order, in sequences of a length."""
+        local = length // self.ranks
+        first = self.sequence_rank * local
+        if self.context == 1:
+            return [slice(first, first + local)]
+        chunk, spans = length // (2 * self.context), []
+        for number, place in enumerate((self.context_rank, 2 * self.context - 1 - self.context_rank)):
+            begin = max(first - number * chunk, 0)
+            end = min(first + local - number * chunk, chunk)
+            if begin < end:
+                spans.append(slice(place * chunk + begin, place * chunk + end))
+        return spans
+
+    def take(self, whole: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the values at this rank's positions; the last dimension is the length."""
+        parts = [whole[..., span] for span in self.spans(whole.shape[-1])]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+    def places(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Return this rank's positions in sequences of a length, int64 [length / ranks]."""
+        return torch.cat([torch.arange(span.start, span.stop, device=device) for span in self.spans(length)])
+
+
+WHOLE_SEQUENCE = SequencePart()
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's axes. ``replicas`` are data x sequence ranks, which ZeRO and experts are sharded over.
+    """This rank's axes. ``replicas`` are data x context x sequence ranks, which ZeRO and experts are sharded over.
 
-    ``expert_replicas`` have the same experts.
+    With ``layout.zero_shard_size`` ZeRO shards over ``shards``, a group of neighboring replicas, and ``copies`` are the
+    ranks of all groups with the same shards.
+
+    ``sequence`` ranks exchange parts of sequences for heads (Ulysses), ``context`` ranks pass keys and values around;
+    ``parts`` are both together, the ranks that have parts of the same sequences. ``expert_replicas`` have the same
+    experts.
     """
 
     pipeline: Axis = Axis()
     data: Axis = Axis()
+    context: Axis = Axis()
     sequence: Axis = Axis()
+    parts: Axis = Axis()
     tensor: Axis = Axis()
     replicas: Axis = Axis()
+    shards: Axis = Axis()
+    copies: Axis = Axis()
     expert: Axis = Axis()
     expert_replicas: Axis = Axis()
 
@@ -104,18 +166,26 @@ class Mesh:
         """Return the mesh of a single rank."""
         return cls()
 
+    @property
+    def part(self) -> SequencePart:
+        """Return which positions of each sequence this rank has."""
+        return SequencePart(self.context.size, self.context.rank, self.sequence.size, self.sequence.rank)
+
 
 def coordinates_of(layout: Layout, rank: int) -> dict[str, int]:
     """Return the place of a rank on each axis of a layout."""
-    replicas = layout.sequence_parallel * layout.data_parallel
     rest, tensor_rank = divmod(rank, layout.tensor_parallel)
-    stage, replica = divmod(rest, replicas)
+    stage, replica = divmod(rest, replicas(layout))
+    parts = layout.sequence_parallel * layout.context_parallel
     return {
         "pipeline": stage,
-        "data": replica // layout.sequence_parallel,
+        "data": replica // parts,
+        "context": replica % parts // layout.sequence_parallel,
         "sequence": replica % layout.sequence_parallel,
         "tensor": tensor_rank,
-        "group": replica // layout.sequence_parallel * layout.local_sgd_groups // layout.data_parallel,
+        "group": replica // parts * layout.local_sgd_groups // layout.data_parallel,
+        "shard": replica % zero_shards(layout),
+        "copy": replica // zero_shards(layout),
         "expert": replica % layout.expert_parallel,
         "expert_replica": replica // layout.expert_parallel,
     }
@@ -128,7 +198,8 @@ def build_mesh(layout: Layout) -> Mesh:
     def end(rank: int) -> tuple[int, ...]:
         """Return a key that is equal for both ends of a pipeline, and unique for stages between them."""
         place = coordinates_of(layout, rank)
-        return (place["pipeline"] % max(1, last_stage), place["data"], place["sequence"], place["tensor"])
+        others = (place[name] for name in ("data", "context", "sequence", "tensor"))
+        return (place["pipeline"] % max(1, last_stage), *others)
 
     def axis(*varying: str) -> Axis:
         return _axis(lambda rank: tuple(v for k, v in coordinates_of(layout, rank).items() if k not in varying))
@@ -141,20 +212,32 @@ def build_mesh(layout: Layout) -> Mesh:
         """Return a key that is equal for the ranks at the same place in all groups."""
         place = coordinates_of(layout, rank)
         data = place["data"] % (layout.data_parallel // layout.local_sgd_groups)
-        return place["pipeline"], place["tensor"], place["sequence"], data
+        return place["pipeline"], place["tensor"], place["sequence"], place["context"], data
 
-    replicas = axis("data", "sequence", "group", "expert", "expert_replica")
-    local = layout.local_sgd_groups > 1
+    numbers = ("group", "expert", "expert_replica", "shard", "copy")  # other coordinates of the same replicas
+    pipeline, data = axis("pipeline"), axis("data", *numbers)
+    context, sequence = axis("context", *numbers), axis("sequence", *numbers)
+    parts = sequence if context.size == 1 else context
+    if context.size > 1 and sequence.size > 1:
+        parts = axis("context", "sequence", *numbers)
+    every = ("data", "context", "sequence", "group")
+    everyone = axis(*every, "expert", "expert_replica", "shard", "copy")
+    synchronous = _axis(in_group) if layout.local_sgd_groups > 1 else everyone
+    grouped = layout.zero_shard_size > 0
     return Mesh(
-        pipeline=axis("pipeline"),
-        data=axis("data", "group", "expert", "expert_replica"),
-        sequence=axis("sequence", "expert", "expert_replica"),
+        pipeline=pipeline,
+        data=data,
+        context=context,
+        sequence=sequence,
+        parts=parts,
         tensor=axis("tensor"),
-        replicas=replicas,
-        expert=axis("data", "sequence", "group", "expert"),
-        expert_replicas=axis("data", "sequence", "group", "expert_replica"),
-        synchronous=_axis(in_group) if local else replicas,
-        groups=_axis(beside) if local else Axis(),
+        replicas=everyone,
+        shards=axis(*every, "expert", "expert_replica", "shard") if grouped else synchronous,
+        copies=axis(*every, "expert", "expert_replica", "copy") if grouped else Axis(),
+        expert=axis(*every, "expert", "shard", "copy"),
+        expert_replicas=axis(*every, "expert_replica", "shard", "copy"),
+        synchronous=synchronous,
+        groups=_axis(beside) if layout.local_sgd_groups > 1 else Axis(),
         pipeline_ends=_axis(end),
     )
 
@@ -190,6 +273,27 @@ def sum_over_ranks(x: Tensor, axis: Axis) -> Tensor:
 def exchange(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     """Return ``x`` split over the ranks along ``split_dim`` and joined along ``join_dim`` (all-to-all)."""
     return x if axis.group is None else _Exchange.apply(x, axis, split_dim, join_dim)  # type: ignore[no-untyped-call]
+
+
+class RingShift:
+    """Sends tensors to the rank ``step`` places further in the ring, while as many arrive from the opposite one.
+
+    What is computed until ``wait`` overlaps the messages. The tensors must stay as they are until then.
+    """
+
+    def __init__(self, tensors: list[Tensor], axis: Axis, step: int) -> None:
+        assert axis.group is not None
+        to, source = (dist.get_global_rank(axis.group, (axis.rank + places) % axis.size) for places in (step, -step))
+        self._sent, self._arriving = tensors, [torch.empty_like(tensor) for tensor in tensors]
+        operations = [dist.P2POp(dist.isend, tensor, to, axis.group) for tensor in tensors]
+        operations += [dist.P2POp(dist.irecv, tensor, source, axis.group) for tensor in self._arriving]
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors that arrived."""
+        for work in self._works:
+            work.wait()
+        return self._arriving
 
 
 class _Copy(Function):

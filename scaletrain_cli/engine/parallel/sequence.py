@@ -1,6 +1,8 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): ranks exchange sequence parts for heads around attention.
+"""Sequence parallelism: ranks have parts of each sequence. DeepSpeed takes these ranks for data-parallel ones.
 
-DeepSpeed takes these ranks for data-parallel ones.
+Ulysses (DeepSpeed-Ulysses, arXiv:2309.14509) exchanges parts of a sequence for heads around attention, a ring of
+context ranks (context.py) passes keys and values around. With both, the ranks of Ulysses join the part of their
+context rank.
 """
 
 from __future__ import annotations
@@ -15,20 +17,24 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, KeyedDropout, TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM, longest
-from scaletrain_cli.engine.parallel.mesh import Axis, exchange
+from scaletrain_cli.engine.parallel.context import RingAttention
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, exchange
 
 _HEADS, _LENGTH = 1, 2
 
 
-def shard_attention_over_sequence(model: CausalLM, axis: Axis) -> None:
-    """Let every attention module compute over whole sequences, for this rank's share of the heads."""
-    if axis.size == 1:
+def shard_attention_over_sequence(model: CausalLM, mesh: Mesh) -> None:
+    """Let the attention of every block see whole sequences, of which each rank has a part."""
+    if mesh.parts.size == 1:
         return
     for block in model.blocks.values():
         attention: Any = block.attention
-        attention.core = UlyssesAttention(attention.core, axis)
-    model.sequence_ranks = axis.size
-    model.longest = partial(_longest, axis)
+        if mesh.context.size > 1:
+            attention.core = RingAttention(attention.core, mesh.context)
+        if mesh.sequence.size > 1:
+            attention.core = UlyssesAttention(attention.core, mesh.sequence)
+    model.sequence_ranks = mesh.sequence.size
+    model.longest = partial(_longest, mesh.parts)
 
 
 def _longest(axis: Axis, positions: Tensor) -> Tensor:
@@ -38,11 +44,12 @@ def _longest(axis: Axis, positions: Tensor) -> Tensor:
     return found
 
 
-def place_dropout(model: CausalLM, tensor: Axis, sequence: Axis) -> None:
-    """Set the number of this rank's first head, and of its part of each sequence, in modules with dropout."""
+def place_dropout(model: CausalLM, mesh: Mesh) -> None:
+    """Set the number of this rank's first head, and its part of each sequence, in modules with dropout."""
+    tensor, sequence = mesh.tensor, mesh.sequence
     for module in model.modules():
         if isinstance(module, KeyedDropout):
-            module.sequence_rank = sequence.rank
+            module.part = mesh.part
     heads = model.spec.num_attention_heads // (tensor.size * sequence.size)
     for block in model.blocks.values():
         attention: Any = block.attention

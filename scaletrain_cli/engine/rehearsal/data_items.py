@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from scaletrain_cli.diagnosis.findings import Cause
@@ -18,6 +17,7 @@ from scaletrain_cli.diagnosis.rehearsal import Item
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.data.sources import TextSequences
+from scaletrain_cli.engine.parallel.mesh import SequencePart
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
 from scaletrain_cli.engine.step import ModelStepper
 from scaletrain_cli.reasons import Reason
@@ -269,19 +269,21 @@ def causality(trials: Trials) -> Item:
         return Item("causality", "skipped", Reason("rehearsal.outputs-in-pipeline"))
     batch = trials.batches(1)[0]
     length = batch.tokens.shape[1]
-    # of a sequence-parallel rank its part of the row; the change is in the part of the last rank
+    # of a rank with a part of each row that; the change is on the last of these ranks
     positions = batch.positions if batch.positions.dim() == 2 else batch.positions.expand(len(batch.tokens), -1)
     changed = batch.tokens.clone()
     mesh = trainer.composed.objective.mesh
-    alone = mesh.sequence.size == 1
+    part, alone = mesh.part, mesh.part.ranks == 1
     documents = batch.documents if alone else None
     place = length // 2 if documents is None else _within_first_document(documents)
-    if alone or mesh.sequence.rank == mesh.sequence.size - 1:
+    if mesh.parts.rank == mesh.parts.size - 1:
         changed[:, place] = (changed[:, place] + 1) % trials.case.spec.model.vocab_size
     before, after = trials.outputs(batch), trials.outputs(batch._replace(tokens=changed))
     moved = (after.float() - before.float()).abs().amax(-1)
     scale = before.float().pow(2).mean().sqrt().clamp_min(1e-12)
-    earlier = _earlier(positions, place, alone=alone, last=mesh.sequence.rank == mesh.sequence.size - 1)
+    last = SequencePart(part.context, part.context - 1, part.sequence, part.sequence - 1)
+    whole = length * part.ranks
+    earlier = (part.places(whole) < last.places(whole)[place]).to(positions.device).expand_as(positions)
     most = _MOST_CHANGE_OF_EXPERTS if trials.case.spec.model.num_experts else _MOST_CHANGE
     seen = trials.largest(float((moved / scale)[earlier].max()) if bool(earlier.any()) else 0.0)
     beyond = 0.0
@@ -306,11 +308,3 @@ def _within_first_document(documents: Tensor) -> int:
     """Return a place inside the first document of every row: the middle of the shortest one."""
     first = [int((row == row[0]).sum()) for row in documents]
     return max(0, min(first) // 2)
-
-
-def _earlier(positions: Tensor, place: int, *, alone: bool, last: bool) -> Tensor:
-    """Return which tokens [rows, length] are before the changed one in their row."""
-    numbers = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    if alone or last:
-        return numbers < place
-    return torch.ones_like(numbers, dtype=torch.bool)

@@ -54,7 +54,7 @@ def data_feed(spec: RunSpec, layout: Layout, step_seconds: float) -> DataFeed:
     samples = layout.global_batch_size / layout.data_parallel
     size = width * (spec.units_per_sample + 1)
     # All ranks of a replica read the same, from the page cache of their node.
-    per_replica = layout.tensor_parallel * layout.sequence_parallel
+    per_replica = layout.tensor_parallel * layout.sequence_parallel * layout.context_parallel
     replicas = min(layout.data_parallel, max(1, spec.cluster.gpus_per_node // per_replica))
     seconds = samples * (_SEQUENCE_SECONDS + _CHUNK_SECONDS * math.ceil(size / _CHUNK_BYTES))
     seconds += samples * spec.units_per_sample * _TOKEN_SECONDS[kind]

@@ -20,7 +20,9 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # What this version of the engine can run. The search proposes only such layouts, and only these may be submitted.
 ENGINE = Capabilities(
-    axes=frozenset({"tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"}),
+    axes=frozenset(
+        {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
+    ),
     offload=("none", "optimizer", "optimizer+params"),
 )
 

@@ -111,6 +111,7 @@ def token_activations(
     *,
     experts: bool | None = None,
     sequence_parallel: int = 1,
+    context_parallel: int = 1,
     compiled: bool = False,
     training: BlockTraining = WHOLE,
     keeps_inputs: bool = False,
@@ -156,9 +157,11 @@ def token_activations(
         When it begins, all that was saved after attention has been freed.
         """
         in_mlp = element_bytes * (2 * hidden + mlp_gradients)
-        if not mixes or (fused and not model.kv_lora_rank):
+        if not mixes or (fused and not model.kv_lora_rank and context_parallel == 1):
             return in_mlp
-        gradients = _latent_gradients if fused else _attention_gradients
+        gradients = _attention_gradients
+        if fused:
+            gradients = _latent_gradients if context_parallel == 1 else _ring_gradients
         freed = max(0, saved - attention - first_norm)
         return max(in_mlp, gradients(model, element_bytes, t) - freed)
 
@@ -231,6 +234,20 @@ def _latent_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     """
     heads = -(-model.num_attention_heads // t)
     return element_bytes * (2 * model.hidden_size + 4 * heads * max(model.qk_head_dim, model.value_head_dim))
+
+
+def _ring_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
+    """Return the bytes per token alive at once when ring attention runs backward (engine/parallel/context.py).
+
+    The gradients of the hidden states and of the output; that of the queries summed in fp32, and that of one block;
+    keys and values of this block and of the next one; their gradients in fp32: this rank's, those of the block that it
+    sends, and of the block that arrives.
+    """
+    channels = max(model.qk_head_dim, model.value_head_dim)
+    queries = -(-model.num_attention_heads // t) * channels
+    pairs = 2 * max(-(-model.num_key_value_heads // t), 1) * channels
+    gradients = element_bytes * (2 * model.hidden_size + 2 * queries) + _FP32 * queries
+    return gradients + (2 * element_bytes + 3 * _FP32) * pairs
 
 
 def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:

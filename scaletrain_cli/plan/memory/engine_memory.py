@@ -138,6 +138,7 @@ class _Activations:
             layout.tensor_parallel,
             fuses_attention(spec, device),
             sequence_parallel=layout.sequence_parallel,
+            context_parallel=layout.context_parallel,
             compiled=spec.training.compile is True,  # auto falls back to eager blocks, which must fit too
             keeps_inputs=layout.zero_stage == 3,
             adapter_dropout=adapter is not None and adapter.dropout > 0,
@@ -276,6 +277,8 @@ def _size_of_stage(
             step = offload_step_bytes(spec, layout, stage, trained)
         if has_muon(spec):
             step += muon_temporary_bytes(model, training.optimizer.muon, layout, stage.start, stage.blocks)
+        if layout.zero_shard_size:  # the gradient of the shards, while it is averaged over their copies
+            step = max(step, -(-count // shards) * grads)
         backward = activations.backward(stage, trained, copied=offloaded)
         states, host = engine_states(spec, layout, stage, trained=trained)
         states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))

@@ -391,6 +391,8 @@ def states_of_tensors(
         parts = [[(group.pieces(ranks), 1)] for group, ranks in shared]
         held = sum(size for [(size, _)] in parts)
         weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared if ranks > 1))
+        if (size := layout.zero_secondary_shard_size) > 1:
+            weights += element * sum(_second_copy(group, ranks, size) for group, ranks in shared)
         gradients = gradient * held
     elif zero == 0:
         parts = [[(size, times) for sizes, times in group.runs for size in sizes] for group, *_ in shared]
@@ -480,6 +482,8 @@ def _frozen_bytes(spec: RunSpec, layout: Layout, tensors: StageTensors, element:
     if layout.zero_stage < 3:
         return tensors.quantized + element * sum(group.elements for group, *_ in frozen)
     shards = sum(group.pieces(ranks) + (_persistent(group, ranks) if ranks > 1 else 0) for group, ranks in frozen)
+    if (size := layout.zero_secondary_shard_size) > 1:
+        shards += sum(_second_copy(group, ranks, size) for group, ranks in frozen)
     return tensors.quantized + element * shards
 
 
@@ -531,6 +535,18 @@ def _persistent(group: Group, ranks: int) -> int:
         sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
     )
     return ranks * sum(small)
+
+
+def _second_copy(group: Group, ranks: int, size: int) -> int:
+    """Return the elements of a rank's part of the copy that ``size`` ranks have of all parameters that are not small.
+
+    Each is padded to a multiple of all ``ranks`` (``partition_parameters.py`` _partition_param_sec).
+    """
+    large = (
+        sum(-(-each // ranks) * ranks // size for each in sizes if each > PERSISTENT_ELEMENTS) * times
+        for sizes, times in group.runs
+    )
+    return sum(large)
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,7 @@ def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = F
         layout.tensor_parallel,
         layout.pipeline_parallel,
         layout.context_parallel,
+        2 if layout.zero_shard_size else 1,
     )
     communicators = sum(degree > 1 for degree in axes)
     neighbors = layout.tensor_parallel * layout.context_parallel

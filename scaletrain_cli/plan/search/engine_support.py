@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.adapters import quantized_layout_rules
-from scaletrain_cli.plan.axes import AXES, Capabilities, Rule
+from scaletrain_cli.plan.axes import AXES, Capabilities, Rule, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -77,13 +77,14 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
             runs = {"axes": ENGINE.axis_names}
             yield Rule(f"layout.{axis}", getattr(layout, axis), "engine-axis", runs)
     workload = workload_of(spec.model)
-    yield from workload.engine_rules(spec, layout.tensor_parallel)
+    yield from workload.engine_rules(spec, layout.tensor_parallel, layout.context_parallel)
     yield from workload.engine_problems(spec)
     yield from workload.engine_layout_rules(spec, layout)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
     yield from _about_local_sgd(spec)
     yield from _about_what_trains(spec, layout)
+    yield from _about_shard_groups(spec, layout)
     if spec.training.precision == "fp8" and layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
     if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
@@ -94,6 +95,50 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("planner.attention", spec.planner.attention, "engine-attention")
     if not framework_of(spec).is_engine:
         yield Rule("planner.framework", spec.planner.framework, "framework-for-comparison")
+
+
+def _about_shard_groups(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+    """Yield rules on ZeRO over a group of the replicas, and on a second copy of the weights within groups."""
+    yield from _about_shard_group(layout)
+    yield from _about_secondary_shards(layout)
+    for key in ("zero_shard_size", "zero_secondary_shard_size"):
+        if (size := getattr(layout, key)) > 1:
+            others = {
+                "training.local_sgd.groups": layout.local_sgd_groups > 1,
+                "training.optimizer.name": spec.training.optimizer.name == "muon",
+            }
+            for setting in (name for name, is_set in others.items() if is_set):
+                yield Rule(f"layout.{key}", size, "engine-shard-group-axis", {"axis": setting})
+
+
+def _about_shard_group(layout: Layout) -> Iterator[Rule]:
+    """Yield rules on ZeRO over a group of the replicas (engine/optim/deepspeed_optimizer.py average_over_copies)."""
+    key, size = "layout.zero_shard_size", layout.zero_shard_size
+    if not size:
+        return
+    for axis in ("pipeline_parallel", "expert_parallel", "zero_secondary_shard_size"):
+        if getattr(layout, axis) > 1:
+            yield Rule(key, size, "engine-shard-group-axis", {"axis": f"layout.{axis}"})
+    if layout.offload != "none":
+        yield Rule(key, size, "engine-shard-group-axis", {"axis": "layout.offload"})
+
+
+def _about_secondary_shards(layout: Layout) -> Iterator[Rule]:
+    """Yield rules on a second copy of the weights: DeepSpeed divides all ranks of the run into groups of neighbors.
+
+    A group has each weight once (deepspeed/utils/groups.py _create_zero_param_parallel_group), which is so only where
+    all ranks have the same weights; offloaded ones would be copied to the host.
+    """
+    key, size = "layout.zero_secondary_shard_size", layout.zero_secondary_shard_size
+    if size == 1:
+        return
+    if layout.world_size % size:
+        yield Rule(key, size, "secondary-divides-ranks", fix={"allowed": nearest_divisors(layout.world_size, size)})
+    for axis in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+        if getattr(layout, axis) > 1:
+            yield Rule(key, size, "engine-secondary-axis", {"axis": f"layout.{axis}"})
+    if layout.offload == "optimizer+params":
+        yield Rule(key, size, "engine-secondary-offload")
 
 
 def _about_precision(spec: RunSpec) -> Iterator[Rule]:

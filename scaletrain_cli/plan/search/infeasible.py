@@ -12,7 +12,7 @@ from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import SCHEMA, RunPlan
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.engine_support import capabilities, opened
+from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
 from scaletrain_cli.plan.search.layout_search import Sized
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, degrees_to_try, groups
@@ -41,6 +41,7 @@ def suggestions(spec: RunSpec) -> list[Problem]:
     least = smallest_memory(relaxed, device)
     if not found and least and least.memory.fits:
         found.append(_would_fit(relaxed, device, "layout", describe(least.layout), least))
+    found += _context_ranks(relaxed, device)
     found += _beyond_this_engine(relaxed, device)
     found += _fewest_gpus(relaxed, device)
     found += _larger_device(relaxed, device, least)
@@ -89,6 +90,19 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
         yield "training.precision", "bf16"
     elif spec.training.grad_dtype == "fp32":
         yield "training.grad_dtype", "bf16"
+
+
+def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
+    """Yield the lowest degree of context parallelism with which the run would fit; the search leaves it at 1."""
+    key, auto = "layout.context_parallel", _changed(spec, "layout.context_parallel", "auto")
+    if spec.layout.context_parallel != 1 or "context_parallel" not in capabilities(spec).axes:
+        return
+    for degree in degrees_to_try(auto, "context_parallel", RejectionCounts())[1:]:
+        changed = _changed(spec, key, degree)
+        sized = smallest_memory(changed, device)
+        if sized and sized.memory.fits and not any(rule.key == key for rule in unsupported(changed, sized.layout)):
+            yield _would_fit(changed, device, key, str(degree), sized)
+            break
 
 
 def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:

@@ -102,7 +102,15 @@ def build_layout(
         ),
         compile=chosen_compile(spec),
         local_sgd_groups=spec.training.local_sgd.groups,
+        zero_shard_size=shard_size(spec, axes) if zero_stage >= 2 else 0,
+        zero_secondary_shard_size=spec.layout.zero_secondary_shard_size if zero_stage == 3 else 1,
     )
+
+
+def shard_size(spec: RunSpec, axes: Axes) -> int:
+    """Return the number of ranks over which ZeRO-2 and 3 shard if the spec sets it and there are more; otherwise 0."""
+    wanted = spec.layout.zero_shard_size or axes.shards
+    return 0 if wanted == axes.shards else wanted
 
 
 def chosen_compile(spec: RunSpec) -> bool:
@@ -144,6 +152,9 @@ def describe(layout: Layout) -> str:
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
     parts += [f"cross-entropy {layout.cross_entropy}"] if layout.cross_entropy != "whole" else []
     parts += ["compiled"] if layout.compile else []
+    parts += [f"sharded over {layout.zero_shard_size} ranks"] if layout.zero_shard_size else []
+    size = layout.zero_secondary_shard_size
+    parts += [f"second copy of weights over {size} ranks"] if size > 1 else []
     return ", ".join(parts)
 
 
@@ -158,6 +169,9 @@ def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
         yield _wrong_product(spec, axes)
     yield from workload_of(spec.model).rules(spec, axes)
     yield from framework_of(spec).rules(spec, axes)
+    size = spec.layout.zero_shard_size
+    if size is not None and (size == 1 or axes.shards % size):
+        yield Rule("layout.zero_shard_size", size, "shard-group-divides", {"ranks": axes.shards})
     stage, offload = spec.layout.zero_stage, spec.layout.offload
     needed = 0 if offload == "auto" else offload_stage(spec, offload)
     if stage != "auto" and stage < needed:

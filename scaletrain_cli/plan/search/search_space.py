@@ -85,7 +85,7 @@ def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
 def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
     """Return the combinations that the engine can run; if there are none, all of them, to be planned with a warning."""
     workload = workload_of(spec.model)
-    broken = {axes: next(workload.engine_rules(spec, axes.tensor), None) for axes in all_axes}
+    broken = {axes: next(workload.engine_rules(spec, axes.tensor, axes.context), None) for axes in all_axes}
     found = [axes for axes, rule in broken.items() if rule is None]
     for axes, rule in broken.items() if found else ():
         if rule is not None:

@@ -15,12 +15,16 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
-from scaletrain_cli.plan.stages import local_tokens, zero_shards
+from scaletrain_cli.plan.stages import local_tokens, replicas, zero_shards
 from scaletrain_cli.spec import RunSpec
 
 # Slow-down of compute while communication overlaps it: 12.56 % of the overlapped time, measured on A100
 # (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
 CONTENTION = 0.1256
+
+
+# Channels of a head are a multiple of this for the engine's attention kernels on a GPU (engine/parallel/context.py).
+_HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,12 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
         forward += link.exchange(payload * _width(spec, t), sp, t)
         backward += link.exchange(payload * _width(spec, t), sp, t)
     if cp > 1:
-        # Ring attention sends keys and values around the ring; half of that overlaps attention in the forward pass.
-        keys = 2 * cp * tokens * model.num_key_value_heads * model.head_dim // t * element
-        gathered = link.gather(keys, cp, t * sp)
-        forward += gathered / 2
-        backward += gathered
+        # Ring attention sends keys and values around the ring; half of that overlaps attention in the forward pass, of
+        # this project's engine also in the backward pass.
+        there, back = ring_bytes(spec, layout)
+        others = cp / (cp - 1)
+        forward += link.gather(there * others, cp, t * sp) / 2
+        backward += link.gather(back * others, cp, t * sp) / (2 if framework_of(spec).is_engine else 1)
     experts = 0.0
     if model.num_experts and ep > 1:
         routed = payload * model.num_experts_per_tok / (t if framework_of(spec).shards_norms(spec, layout) else 1)
@@ -101,6 +106,10 @@ def data_traffic(
     weights = learned * own + ((parameters - learned) * element if stage == 3 else 0)
     gradients = learned * _gradient_bytes(spec, profile)
     part = (ranks - 1) / ranks
+    copies = replicas(layout) // ranks if layout.zero_shard_size else 1
+    # Groups of ranks that shard by themselves then average the gradients of their shards (MiCS, arXiv:2205.00119).
+    summed = learned * gradient_bytes(training.precision, training.grad_dtype) // ranks if copies > 1 else 0
+    across, crossing = link.reduce(summed, copies, stride * ranks), 2 * summed * (copies - 1) / copies
     if stage == 0:
         return DataTraffic(0.0, 0.0, link.reduce(gradients, ranks, stride), 0.0, int(2 * gradients * part))
     gather = link.gather(weights, ranks, stride)
@@ -114,12 +123,18 @@ def data_traffic(
         # The gradients of every micro-batch are reduced.
         if framework.gathers_per_micro_batch:
             return DataTraffic(gather, reduce, 0.0, 0.0, int(m * (reduced + weights) * part))
-        return DataTraffic(0.0, reduce, 0.0, gather, int((m * reduced + weights) * part))
+        sent = (m * reduced + weights) * part + crossing
+        return DataTraffic(0.0, reduce, 0.0, gather + across, int(sent))
     # ZeRO-3 gathers weights and scatters gradients block by block; each message has its own latency.
     pieces = blocks + 1
     gather = pieces * link.gather(weights / pieces, ranks, stride, profile.zero_3_most)
     reduce = pieces * link.gather(gradients / pieces, ranks, stride, profile.zero_3_most)
-    return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
+    if (size := layout.zero_secondary_shard_size) > 1:
+        # The first pass of a step gathers over all ranks, the others from the second copy (hpZ, arXiv:2306.10209).
+        inside = pieces * link.gather(weights / pieces, size, stride, profile.zero_3_most)
+        sent = weights * (part + (2 * m - 1) * (size - 1) / size) + m * reduced * part
+        return DataTraffic((gather + (m - 1) * inside) / m, inside + reduce, 0.0, 0.0, int(sent))
+    return DataTraffic(gather, gather + reduce, 0.0, across, int(m * (2 * weights + reduced) * part + crossing))
 
 
 def outer_traffic(spec: RunSpec, layout: Layout, link: Link, trained: int) -> tuple[float, int]:
@@ -171,12 +186,12 @@ def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStep
     model, m = spec.transformer, layout.gradient_accumulation_steps
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
-    t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
+    t, sp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel
     # Two all-reduces forward and two backward per block; recomputation repeats those of the forward pass.
     reductions = int((4 + 2 * recomputed_forwards(spec, layout)) * blocks * m)
-    keys = 2 * model.num_key_value_heads * model.head_dim // t
     exchanged = 2 * blocks * m * _part(int(payload * _width(spec, t)), sp)
-    gathered = 2 * blocks * m * tokens * keys * element * (cp - 1)
+    there, back = ring_bytes(spec, layout)
+    gathered = int(blocks * m * (there * (1 + _recomputed_attention(spec, layout)) + back))
     routed = 4 * blocks * m * _part(payload * max(1, model.num_experts_per_tok), ep) if model.num_experts else 0
     pipeline = 0
     if layout.pipeline_parallel > 1:
@@ -188,6 +203,38 @@ def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStep
         sequence=exchanged + gathered,
         expert=routed,
     )
+
+
+def ring_bytes(spec: RunSpec, layout: Layout) -> tuple[int, int]:
+    """Return the bytes that a context rank sends per block and micro-batch, (forward, backward); 0 for one rank.
+
+    Keys and values travel once in each pass. Those of this project's engine (engine/parallel/context.py) have equal
+    channels, with Ulysses the heads of its share of the queries if there are fewer key-value heads than ranks, and in
+    the backward pass their gradients travel too, in fp32.
+    """
+    model, hops, t = spec.transformer, layout.context_parallel - 1, layout.tensor_parallel
+    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
+    if not hops:
+        return 0, 0
+    if not framework_of(spec).is_engine:
+        sent = hops * tokens * (2 * model.num_key_value_heads * model.head_dim // t) * element
+        return sent, sent
+    heads = model.num_key_value_heads // t
+    if heads % layout.sequence_parallel:
+        heads = model.num_attention_heads // t
+    channels = max(model.qk_head_dim, model.value_head_dim)
+    if spec.cluster.gpu != "cpu":
+        channels = -(-channels // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    elements = hops * 2 * tokens * heads * channels  # Ulysses divides the heads, and multiplies the tokens
+    return elements * element, elements * (element + 4)
+
+
+def _recomputed_attention(spec: RunSpec, layout: Layout) -> float:
+    """Return how many forward passes of attention the backward pass of a block recomputes, on average over blocks."""
+    selective = layout.activation_checkpointing == "selective"
+    if selective and framework_of(spec).selective(spec) == "attention module":
+        return 1.0
+    return recomputed_forwards(spec, layout) if framework_of(spec).is_engine else 0.0
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:

@@ -111,8 +111,8 @@ class Workload(ABC):
         """Yield the model's rules that these degrees break."""
         yield from ()
 
-    def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
-        """Yield the rules of this project's engine that this degree of tensor parallelism breaks."""
+    def engine_rules(self, spec: RunSpec, tensor: int, context: int = 1) -> Iterator[Rule]:
+        """Yield the rules of this project's engine that these degrees of parallelism break."""
         yield from ()
 
     def engine_layout_rules(self, spec: RunSpec, layout: Layout) -> Iterator[Rule]:

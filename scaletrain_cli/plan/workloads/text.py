@@ -13,11 +13,13 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.activations import has_documents
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
 from scaletrain_cli.plan.speed.step_time import plan_time, trained_stage_time
+from scaletrain_cli.plan.stages import sequence_multiple
 from scaletrain_cli.plan.trained_stages import (
     stage_flops_per_token,
     stored_parameters,
@@ -194,19 +196,19 @@ class TextWorkload(Workload):
         if local_heads % axes.sequence:
             fix = _near(local_heads, axes.sequence)
             yield Rule("layout.sequence_parallel", axes.sequence, "divide-local-heads", {"heads": local_heads}, fix)
-        if model.seq_len % (axes.sequence * axes.context):
-            params = {"ranks": axes.sequence * axes.context}
-            yield Rule("model.seq_len", model.seq_len, "multiple-of-sequence-ranks", params)
+        multiple = sequence_multiple(axes.sequence, axes.context)
+        if model.seq_len % multiple:
+            code = "multiple-of-sequence-ranks" if axes.context == 1 else "multiple-of-chunks"
+            yield Rule("model.seq_len", model.seq_len, code, {"ranks": multiple})
         yield from self._pipeline_rules(model, axes)
         if axes.expert > 1 and not model.num_experts:
             yield Rule("layout.expert_parallel", axes.expert, "needs-experts")
         elif model.num_experts and model.num_experts % axes.expert:
             fix = _near(model.num_experts, axes.expert)
             yield Rule("layout.expert_parallel", axes.expert, "divide-experts", {"experts": model.num_experts}, fix)
-        elif axes.data * axes.sequence % axes.expert:
-            ranks = axes.data * axes.sequence
-            fix = _near(ranks, axes.expert)
-            yield Rule("layout.expert_parallel", axes.expert, "divide-expert-ranks", {"ranks": ranks}, fix)
+        elif axes.shards % axes.expert:
+            fix = _near(axes.shards, axes.expert)
+            yield Rule("layout.expert_parallel", axes.expert, "divide-expert-ranks", {"ranks": axes.shards}, fix)
 
     def _pipeline_rules(self, model: ModelSpec, axes: Axes) -> Iterator[Rule]:
         layers = model.num_hidden_layers
@@ -217,9 +219,11 @@ class TextWorkload(Workload):
             fix = {"allowed": [1, *(legal[:_MOST_NAMED] if axes.pipeline > 1 else [])]}
             yield Rule("layout.virtual_pipeline", axes.virtual, "virtual-stages-divide-layers", {"layers": layers}, fix)
 
-    def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
-        """Yield the broken rules of the engine on experts, vocabulary and heads."""
+    def engine_rules(self, spec: RunSpec, tensor: int, context: int = 1) -> Iterator[Rule]:
+        """Yield the broken rules of the engine on experts, vocabulary, heads, and attention in a ring."""
         model = spec.transformer
+        if context > 1:
+            yield from _context_rules(spec, context)
         if model.num_experts:
             yield from self._expert_rules(spec, model, tensor)
         if tensor > 1:
@@ -386,3 +390,20 @@ def _near(number: int, wanted: int) -> dict[str, Any]:
 
 def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def _context_rules(spec: RunSpec, context: int) -> Iterator[Rule]:
+    """Yield the settings that context parallelism does not support (engine/parallel/context.py)."""
+    model = spec.transformer
+    settings = {
+        "data.packing": has_documents(spec),
+        "model.sliding_window": model.windowed_layers > 0,
+        "model.attn_logit_softcapping": model.attn_logit_softcapping is not None,
+        "model.attention_sinks": model.attention_sinks,
+        "model.attention_dropout": model.attention_dropout > 0,
+    }
+    for setting, is_set in settings.items():
+        if is_set:
+            yield Rule("layout.context_parallel", context, "engine-context-attention", {"setting": setting})
+    if model.capacity_factor:
+        yield Rule("layout.context_parallel", context, "engine-context-capacity")

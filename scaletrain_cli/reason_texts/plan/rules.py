@@ -25,14 +25,17 @@ _RULES = {
     "divide-heads": Text("must divide {heads} attention heads", _USE),
     "divide-width": Text("must divide {name} = {width}", _USE),
     "divide-local-heads": Text("must divide the {heads} attention heads of a tensor rank", _USE),
-    "multiple-of-sequence-ranks": Text("must be a multiple of sequence x context parallel = {ranks}"),
+    "multiple-of-sequence-ranks": Text("must be a multiple of sequence parallel = {ranks}"),
+    "multiple-of-chunks": Text(
+        "must be a multiple of {ranks}, because each context rank has two equal chunks of a sequence"
+    ),
     "more-stages-than-layers": Text("must not exceed {layers} layers", ("Use {layers}.",)),
     "virtual-stages-divide-layers": Text(
         "needs pipeline_parallel > 1 and {layers} layers that divide by pipeline x virtual", _USE
     ),
     "needs-experts": Text("needs a model with experts", ("Use 1 or auto.",)),
     "divide-experts": Text("must divide {experts} experts", _USE),
-    "divide-expert-ranks": Text("must divide data x sequence parallel = {ranks}", _USE),
+    "divide-expert-ranks": Text("must divide data x context x sequence parallel = {ranks}", _USE),
     "leaves-stages-empty": Text(
         "leaves the last stages empty, because stages are balanced by cost", ("Use fewer stages.",)
     ),
@@ -122,6 +125,27 @@ _ENGINE = {
         "does not fit: one rank needs {peak:bytes} of {capacity:bytes}", ("See `scaletrain plan`.",)
     ),
     "engine-axis": Text("this engine supports only {axes} parallelism", ("Use 1 or auto.",)),
+    "shard-group-divides": Text(
+        "must be 2 or more and divide {ranks} replicas", ("Use a divisor of {ranks}, or null for all of them.",)
+    ),
+    "engine-shard-group-axis": Text(
+        "DeepSpeed shards over all replicas with {axis}", ("Use null, or leave {axis} at its default.",)
+    ),
+    "secondary-divides-ranks": Text("must divide the number of ranks", _USE),
+    "engine-secondary-axis": Text(
+        "a second copy of the weights needs the same weights on all ranks, which {axis} divides", ("Use 1.",)
+    ),
+    "engine-secondary-offload": Text(
+        "the second copy of weights would be in host memory with layout.offload: optimizer+params", ("Use 1.",)
+    ),
+    "engine-context-attention": Text(
+        "ring attention is causal attention to the whole sequence, which {setting} changes",
+        ("Use 1; layout.sequence_parallel supports {setting}.",),
+    ),
+    "engine-context-capacity": Text(
+        "context ranks do not have the tokens in the order in which model.capacity_factor drops some",
+        ("Use 1; layout.sequence_parallel supports model.capacity_factor.",),
+    ),
     "engine-divide-key-value-heads": Text(
         "must divide {heads} key-value heads, which this engine does not repeat", _USE
     ),

@@ -153,7 +153,8 @@ def _damages(dataset: Path, options: argparse.Namespace, chance: random.Random) 
 
 def _elastic(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
     found = reshard(dataset)
-    tried = f"{found.reshards} changes: 4, 2, 3, 4, 1 ranks; ZeRO 3, 1, 2; {found.values:,} values"
+    chains = "4, 2, 3, 4, 1 ranks; 2, 1, 4 context ranks; shards over 2, 4, 2; ZeRO 3, 1, 2"
+    tried = f"{found.reshards} changes: {chains}; {found.values:,} values"
     strays = [f"{found.loss:.1e}"] if found.loss > _LARGEST_LOSS_DIFFERENCE else []
     return [
         Line(

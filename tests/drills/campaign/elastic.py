@@ -27,8 +27,14 @@ from tests.engine.checkpoint.whole_state import save_again, whole_state
 from tests.engine.ranks import on_ranks
 
 # Ranks and stages one after the other, and the step up to which each trains.
-CHAINS: dict[str, list[tuple[dict[str, int], int]]] = {
+CHAINS: dict[str, list[tuple[dict[str, int | str], int]]] = {
     "ranks 4, 2, 3, 4, 1": [({"cluster.gpus_per_node": ranks}, 8 * n) for n, ranks in enumerate((4, 2, 3, 4, 1), 1)],
+    "context ranks 2, 1, 4": [({"layout.context_parallel": ranks}, 13 * n) for n, ranks in enumerate((2, 1, 4), 1)],
+    "ZeRO-3 over 2 ranks, over 4 with 2 for a second copy, over 2": [
+        ({"layout.zero_stage": 3, "layout.zero_shard_size": 2}, 13),
+        ({"layout.zero_shard_size": "null", "layout.zero_secondary_shard_size": 2}, 26),
+        ({"layout.zero_shard_size": 2, "layout.zero_secondary_shard_size": 1}, STEPS),
+    ],
     "ZeRO 3, 1, 2": [({"layout.zero_stage": stage}, 13 * n) for n, stage in enumerate((3, 1, 2), 1)],
 }
 _BATCH = {"training__global_batch_size": 12, "training__micro_batch_size": 1, "cluster__gpus_per_node": 4}

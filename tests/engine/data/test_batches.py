@@ -42,12 +42,13 @@ def sequences(count: int = 40) -> TokenSequences:
 
 
 def readers(
-    data: int, sequence: int, micro_batch_size: int, mask: bool = False, packed: bool = False
+    data: int, sequence: int, micro_batch_size: int, mask: bool = False, packed: bool = False, context: int = 1
 ) -> list[BatchReader]:
     layout = replace(
         WHOLE,
         data_parallel=data,
         sequence_parallel=sequence,
+        context_parallel=context,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=GLOBAL_BATCH // (micro_batch_size * data),
     )
@@ -55,12 +56,18 @@ def readers(
         BatchReader(
             sequences(),
             layout,
-            Mesh(data=Axis(data, d), sequence=Axis(sequence, s), replicas=Axis(data * sequence, d * sequence + s)),
+            Mesh(
+                data=Axis(data, d),
+                context=Axis(context, c),
+                sequence=Axis(sequence, s),
+                replicas=Axis(data * context * sequence, (d * context + c) * sequence + s),
+            ),
             seed=3,
             mask_document_starts=mask,
             within_documents=packed,
         )
         for d in range(data)
+        for c in range(context)
         for s in range(sequence)
     ]
 
@@ -98,14 +105,18 @@ def of_documents(readers: list[BatchReader], step: int) -> dict[int, tuple[list[
 
 
 CUTS = [(1, 1, 12), (1, 1, 1), (2, 1, 3), (1, 2, 4), (3, 2, 2), (2, 4, 1)]
+WITH_CONTEXT = [(2, 1, 3, 2), (1, 2, 4, 2), (1, 1, 12, 4)]
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_every_layout_reads_the_same_tokens_under_the_same_names(mask: bool) -> None:
     for step in (1, 2, 9):
         read = [
-            triples([micro for reader in readers(*cut, mask) for micro in reader.batch(step).micro_batches()])
-            for cut in CUTS
+            triples([micro for reader in made for micro in reader.batch(step).micro_batches()])
+            for made in (
+                *(readers(*cut, mask) for cut in CUTS),
+                *(readers(*cut, mask, context=context) for *cut, context in WITH_CONTEXT),
+            )
         ]
         assert len(read[0]) == GLOBAL_BATCH * LENGTH
         assert all(each == read[0] for each in read[1:])

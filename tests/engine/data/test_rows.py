@@ -19,7 +19,7 @@ from scaletrain_cli.engine.objectives.next_token import NextToken
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec.rope import RopeScalingSpec
-from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE
+from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE, WITH_CONTEXT
 from tests.engine.fresh_model import build_model
 from tests.engine.model.test_models import LLAMA
 from tests.engine.model.test_models import spec as model_spec
@@ -85,7 +85,9 @@ def test_pairs_are_all_chosen_answers_then_all_rejected_ones() -> None:
     assert pairs.total_weight([1]) == 2
 
 
-def readers(sequences: RowSequences, data: int, sequence: int, micro_batch_size: int) -> list[BatchReader]:
+def readers(
+    sequences: RowSequences, data: int, sequence: int, micro_batch_size: int, context: int = 1
+) -> list[BatchReader]:
     steps = GLOBAL_BATCH // (micro_batch_size * data)
     layout = replace(
         WHOLE,
@@ -98,11 +100,17 @@ def readers(sequences: RowSequences, data: int, sequence: int, micro_batch_size:
         BatchReader(
             sequences,
             layout,
-            Mesh(data=Axis(data, d), sequence=Axis(sequence, s), replicas=Axis(data * sequence, d * sequence + s)),
+            Mesh(
+                data=Axis(data, d),
+                context=Axis(context, c),
+                sequence=Axis(sequence, s),
+                replicas=Axis(data * context * sequence, (d * context + c) * sequence + s),
+            ),
             seed=3,
             mask_document_starts=False,
         )
         for d in range(data)
+        for c in range(context)
         for s in range(sequence)
     ]
 
@@ -120,9 +128,9 @@ def labels(parts: list[MicroBatch]) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", [{}, {"packed": True, "weighted": True}, {"pairs": True}], ids=str)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", [*CUTS, *WITH_CONTEXT])
 def test_every_layout_reads_the_same_rows_and_divides_by_the_weights_of_the_global_batch(
-    kind: dict[str, bool], cut: tuple[int, int, int]
+    kind: dict[str, bool], cut: tuple[int, ...]
 ) -> None:
     sequences = random_rows(40, **kind)
     whole = [micro for reader in readers(sequences, 1, 1, 12) for micro in reader.batch(3).micro_batches()]

@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dpo by length": (*_DPO, "training.dpo.length_normalized=true"),
     "dpo by length dynamic": (*_DPO, "training.dpo.length_normalized=true", *_DYNAMIC),
 }
-_AXES = ("data", "tensor", "pipeline", "sequence")
+_AXES = ("data", "tensor", "pipeline", "sequence", "context")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     name: (f"layout.zero_stage={name[4]}", f"layout.activation_checkpointing={mode}", *sizes)
     for name, mode, sizes in (
@@ -67,6 +67,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         ("zero3 tp2 sp2", "full", ("layout.tensor_parallel=2", "layout.sequence_parallel=2")),
         ("zero2 dp2 sp2", "none", ("layout.data_parallel=2", "layout.sequence_parallel=2")),
         ("zero1 pp2 sp2", "full", ("layout.pipeline_parallel=2", "layout.sequence_parallel=2")),
+        ("zero2 dp2 cp2", "none", ("layout.data_parallel=2", "layout.context_parallel=2")),
+        ("zero3 sp2 cp2", "full", ("layout.sequence_parallel=2", "layout.context_parallel=2")),
         (
             "zero1 tp2 pp2 sp2",
             "selective",
@@ -108,7 +110,7 @@ class FineTuningRow:
     @property
     def ranks(self) -> int:
         """The number of processes."""
-        sizes = [int(part[2:]) for part in self.layout.split() if part[:2] in ("dp", "tp", "pp", "sp")]
+        sizes = [int(part[2:]) for part in self.layout.split() if part[:2] in ("dp", "tp", "pp", "sp", "cp")]
         ranks = 1
         for size in sizes:
             ranks *= size
@@ -158,8 +160,9 @@ def page(lines: list[str]) -> Iterator[str]:
 
 
 def fine_tuning_rows() -> list[FineTuningRow]:
-    """Return every kind in every layout."""
-    return [FineTuningRow(kind, layout) for kind, layout in product(KINDS, LAYOUTS)]
+    """Return every kind in every layout that the engine runs: context ranks attend to whole rows only."""
+    rows = [FineTuningRow(kind, layout) for kind, layout in product(KINDS, LAYOUTS)]
+    return [row for row in rows if not ("packed" in row.kind and "cp" in row.layout)]
 
 
 def measured(rows: list[FineTuningRow]) -> Iterator[tuple[str, bool]]:

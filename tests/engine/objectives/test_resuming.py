@@ -31,6 +31,7 @@ CASES = {
     "dpo zero2 dp2": ("dpo", "layout.zero_stage=2", "layout.data_parallel=2"),
     "dpo pp2": ("dpo", "layout.zero_stage=1", "layout.pipeline_parallel=2"),
     "sft packed zero3 dp2": ("sft", "layout.zero_stage=3", "layout.data_parallel=2", "data.packing=best_fit"),
+    "dpo cp2": ("dpo", "layout.zero_stage=2", "layout.context_parallel=2"),
     "sft packed sp2": ("sft", "layout.zero_stage=1", "layout.sequence_parallel=2", "data.packing=best_fit"),
 }
 _QUICK = "dpo zero2 dp2"

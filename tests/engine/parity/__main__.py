@@ -19,7 +19,7 @@ from tests.engine.parity.comparison import difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import Row, families, features, grid, in_bf16
+from tests.engine.parity.rows import Row, families, features, grid, in_bf16, rings
 from tests.engine.parity.table import HEADER, Line, page
 from tests.engine.vision import table as vision
 
@@ -33,7 +33,7 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where DeepSpeed talks on every rank
     rows = [
         row
-        for row in [*grid(), *features(), *families(), *in_bf16()]
+        for row in [*grid(), *rings(), *features(), *families(), *in_bf16()]
         if all(word in row.name for word in options.words)
     ]
     print(HEADER if rows else "")

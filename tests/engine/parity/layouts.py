@@ -26,6 +26,7 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import rank_model_states
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import replicas, zero_shards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
@@ -131,7 +132,7 @@ def stray_state_bytes(run: LayoutRun) -> int:
     spec, layout = run.record.spec, run.record.plan.layout
     stray = []
     for rank, held in enumerate(run.states):
-        planned = rank_model_states(spec, layout, stage_of(rank, layout), replica(rank, layout))
+        planned = rank_model_states(spec, layout, stage_of(rank, layout), replica(rank, layout) % zero_shards(layout))
         stray += [getattr(held, name) - size for name, size in planned._asdict().items()]
     return max(stray, key=abs)
 
@@ -159,7 +160,7 @@ def stage_of(rank: int, layout: Layout) -> int:
 
 def replica(rank: int, layout: Layout) -> int:
     """This rank's place among those that DeepSpeed counts as data-parallel."""
-    return rank // layout.tensor_parallel % (layout.data_parallel * layout.sequence_parallel)
+    return rank // layout.tensor_parallel % replicas(layout)
 
 
 def local_pieces(model: nn.Module, replica: int, layout: Layout) -> dict[str, Piece]:

@@ -24,7 +24,7 @@ training:
   {{global_batch_size: 8, steps: NUMBER, precision: fp32, gradient_clipping: 2.05,
     optimizer: {{lr: 1.0e-3, eps: 1.0e-6}}, schedule: {{warmup_steps: 5}}}}
 evaluation: {{every: 0}}
-layout: {{virtual_pipeline: 1, context_parallel: 1, expert_parallel: 1}}
+layout: {{virtual_pipeline: 1, expert_parallel: 1}}
 cluster: {{gpu: cpu}}
 checkpoint: {{every: 1000}}
 """
@@ -46,16 +46,18 @@ class Row:
     checkpointing: str = "none"
     overrides: tuple[str, ...] = ()
     title: str = ""  # of the overrides
+    context: int = 1
 
     @property
     def ranks(self) -> int:
         """The number of processes."""
-        return self.data * self.tensor * self.pipeline * self.sequence
+        return self.data * self.tensor * self.pipeline * self.sequence * self.context
 
     @property
     def name(self) -> str:
         """Unique, and short enough for a table and for ``pytest -k``."""
-        sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "sp": self.sequence, "ga": self.accumulation}
+        sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "sp": self.sequence, "cp": self.context}
+        sizes |= {"ga": self.accumulation}
         cut = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
         recomputed = [] if self.checkpointing == "none" else [self.checkpointing]
         return " ".join([f"zero{self.zero}", *cut, *recomputed, *([self.title] if self.title else [])])
@@ -74,6 +76,7 @@ class Row:
             "layout.tensor_parallel": self.tensor,
             "layout.pipeline_parallel": self.pipeline,
             "layout.sequence_parallel": self.sequence,
+            "layout.context_parallel": self.context,
             "layout.activation_checkpointing": self.checkpointing,
             "training.micro_batch_size": _GLOBAL_BATCH_SIZE // (self.data * self.accumulation),
         }
@@ -102,6 +105,33 @@ def grid() -> list[Row]:
     return rows
 
 
+def rings() -> list[Row]:
+    """Return rows with context parallelism, alone and with every other kind."""
+    cubed = Row(1, tensor=2, pipeline=2, context=2, accumulation=4, checkpointing="selective")
+    both = Row(2, data=2, sequence=2, context=2)
+    return [
+        *(Row(zero, data=2, context=2, accumulation=4) for zero in (0, 1, 2, 3)),
+        Row(3, context=4),
+        Row(0, context=8),
+        Row(0, tensor=2, context=2, checkpointing="full"),
+        Row(1, sequence=2, context=4),
+        Row(3, sequence=4, context=2),
+        both,
+        cubed,
+        with_features(Row(1, context=2, checkpointing="selective"), "of attention", "layout.selective_scope=attention"),
+        with_features(Row(2, data=2, context=2), "experts", *_MIXTURE),
+        with_features(Row(2, data=2, context=2), "groups of experts", *_MIXTURE, *_GROUPS),
+        with_features(both, "hidden dropout", "model.hidden_dropout=0.1"),
+        with_features(Row(3, data=2, context=2), "document mask", *_MASK),
+        with_features(cubed, "tied", "model.tie_word_embeddings=true"),
+        with_features(Row(3, tensor=2, context=2), "gpt", *_GPT),
+        with_features(both, "deepseek", *_DEEPSEEK),
+        with_features(cubed, "deepseek", *_DEEPSEEK),
+        with_features(Row(2, data=2, context=2), "activation offload", "layout.activation_offload=true"),
+        with_features(Row(3, context=2), "compiled", "training.compile=true"),
+    ]
+
+
 _MIXTURE = (
     "model.num_experts=4",
     "model.num_experts_per_tok=2",
@@ -124,6 +154,9 @@ _DOCUMENTS = ("data.packing=documents",)
 _NO_AUXILIARY_LOSS = (
     "model.router_aux_loss_coef=0"  # a mean over the tokens of a pass, which the reference has fewer of
 )
+# A copy of the weights over pairs of ranks; matrices of the MLP are so large that ZeRO-3 does not keep them whole.
+_SECOND = ("layout.zero_secondary_shard_size=2", "model.intermediate_size=1602")
+_GROUPED = ("layout.zero_shard_size=2", "model.intermediate_size=1602")
 _SMOOTHING = ("training.label_smoothing=0.1",)
 
 # In bf16 a difference in the last bit of a gradient may round a momentum to another number.
@@ -253,6 +286,15 @@ def features() -> list[Row]:
             Row(1, data=4), "local sgd of means", "training.local_sgd={groups: 4, inner_steps: 2, outer_optimizer: sgd}"
         ),
         with_features(Row(3, data=2), "compiled", "training.compile=true"),
+        with_features(Row(2, data=4, accumulation=2), "groups of shards", *_GROUPED),
+        with_features(Row(3, data=4), "groups of shards", *_GROUPED),
+        with_features(Row(3, data=2, tensor=2, sequence=2, checkpointing="full"), "groups of shards", *_GROUPED),
+        with_features(Row(2, data=2, context=2), "groups of shards", *_GROUPED),
+        with_features(Row(3, data=4), "second weights", *_SECOND),
+        with_features(Row(3, data=4, accumulation=2, checkpointing="full"), "second weights", *_SECOND),
+        with_features(Row(3, data=2, sequence=2), "second weights", *_SECOND),
+        with_features(Row(3, data=4), "second weights, offload optimizer", *_SECOND, "layout.offload=optimizer"),
+        with_features(Row(3, data=2), "second weights of all ranks", *_SECOND),
         with_features(Row(1, tensor=2, pipeline=2), "compiled", "training.compile=true"),
     ]
 
@@ -264,5 +306,6 @@ def in_bf16() -> list[Row]:
         Row(2, data=2, tensor=2),
         Row(3, data=2, sequence=2, checkpointing="selective"),
         Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4),
+        Row(2, data=2, sequence=2, context=2),
     ]
     return [with_features(row, "bf16", "training.precision=bf16") for row in rows]

@@ -13,7 +13,7 @@ from tests.engine.parity.comparison import BF16, FP32, Difference, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import LayoutRun, stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import MUON, Row, families, features, grid, in_bf16
+from tests.engine.parity.rows import MUON, Row, families, features, grid, in_bf16, rings
 from tests.engine.parity.table import ACTIVATIONS
 
 STEPS = 8
@@ -27,7 +27,7 @@ CUT = [
     Row(2, data=2, sequence=2, accumulation=4),
     Row(3, data=2, tensor=2, checkpointing="selective"),
 ]
-NAMED = {row.name: row for row in [*features(), *families()]}
+NAMED = {row.name: row for row in [*features(), *families(), *rings()]}
 FEATURES = [
     NAMED[name]
     for name in (
@@ -40,16 +40,33 @@ FEATURES = [
         "zero3 dp2 tp2 olmo2",
         "zero3 dp2 tp2 muon",
         "zero0 dp2 local sgd",
+        "zero2 dp2 sp2 cp2",
     )
 ]
-RESUMED = [CUT[4], CUT[6], pytest.param(NAMED["zero2 dp2 sp2 groups of experts"], marks=pytest.mark.long)]
-RESUMED += [pytest.param(NAMED["zero1 dp2 tp2 muon experts"], marks=pytest.mark.long), NAMED["zero3 dp2 tp2 muon"]]
-RESUMED += [pytest.param(NAMED["zero2 dp4 sp2 local sgd"], marks=pytest.mark.long), NAMED["zero0 dp2 local sgd"]]
+_ALSO_RESUMED = (
+    *("zero2 dp2 sp2 groups of experts", "zero1 dp2 tp2 muon experts", "zero2 dp4 sp2 local sgd", "zero3 cp4"),
+    *("zero3 dp4 groups of shards", "zero3 dp4 second weights"),
+)
+RESUMED = [CUT[4], CUT[6], NAMED["zero3 dp2 tp2 muon"], NAMED["zero0 dp2 local sgd"]]
+RESUMED += [pytest.param(NAMED[name], marks=pytest.mark.long) for name in _ALSO_RESUMED]
 ROWS = [*CUT, *FEATURES]
 LONG = [
     NAMED["zero1 dp2 pp2 ga4 split"],
     NAMED["zero3 dp2 sp2 document mask"],
     *(row for row in NAMED.values() if "documents" in row.name and row.name != "zero3 dp2 sp2 documents"),
+    *(
+        NAMED[name]
+        for name in (
+            "zero3 cp4",
+            "zero1 tp2 pp2 cp2 ga4 selective",
+            "zero2 dp2 cp2 groups of experts",
+            "zero2 dp2 sp2 cp2 deepseek",
+            "zero3 dp4 groups of shards",
+            "zero2 dp2 cp2 groups of shards",
+            "zero3 dp4 second weights",
+            "zero3 dp4 ga2 full second weights",
+        )
+    ),
     NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"],
     NAMED["zero3 dp2 tp2 deepseek"],
     *(row for row in NAMED.values() if "muon" in row.name and row.name != "zero3 dp2 tp2 muon"),
@@ -139,7 +156,7 @@ def test_the_reference_clips_at_some_steps_and_not_at_others(dataset: Path, alon
 
 
 def test_every_row_of_the_table_has_a_name_of_its_own() -> None:
-    table = [*grid(), *features(), *families(), *in_bf16()]
+    table = [*grid(), *rings(), *features(), *families(), *in_bf16()]
     assert len(table) == len({row.name for row in table})
     assert {row.ranks for row in table} == {2, 4, 8}
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.plan import make_plan, submittable
-from scaletrain_cli.plan.axes import AXES
+from scaletrain_cli.plan.axes import AXES, resolve_axes
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
+from scaletrain_cli.plan.search.layouts import broken_rules
 from tests.plan.specs import spec_of
 
 SMALL = {
@@ -27,13 +29,21 @@ BIASED_EXPERTS = EXPERTS | {
     "model__topk_method": "noaux_tc",
     "model__bias_update_speed": 0.01,
 }
+RING = {"layout__context_parallel": 2}
+ZERO_3 = {"layout__zero_stage": 3}
+SECOND = {"layout__zero_secondary_shard_size": 4}
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         ({"layout__virtual_pipeline": 2, "layout__pipeline_parallel": 2}, "layout.virtual_pipeline = 2"),
-        ({"layout__context_parallel": 2}, "layout.context_parallel = 2"),
+        ({**RING, "data__packing": "documents"}, "context_parallel = 2: ring attention is causal attention to"),
+        ({**RING, "model__sliding_window": 1024}, "Use 1; layout.sequence_parallel supports model.sliding_window."),
+        ({**RING, "model__attn_logit_softcapping": 30.0}, "which model.attn_logit_softcapping changes"),
+        ({**RING, "model__attention_sinks": True}, "which model.attention_sinks changes"),
+        ({**RING, "model__attention_dropout": 0.1}, "which model.attention_dropout changes"),
+        ({**RING, **EXPERTS, "model__capacity_factor": 1.25}, "in which model.capacity_factor drops some"),
         ({"layout__tensor_parallel": 2, "model__num_key_value_heads": 1}, "must divide 1 key-value heads, which"),
         ({"layout__tensor_parallel": 2, "model__vocab_size": 32001}, "Pad model.vocab_size to 32128, or use 1."),
         ({"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": True}, "tensor_sequence_parallel = true"),
@@ -85,6 +95,11 @@ BIASED_EXPERTS = EXPERTS | {
             },
             "training.averaging.name = ema: averaging does not support offload to NVMe",
         ),
+        ({**ZERO_3, "layout__zero_shard_size": 2, "layout__offload": "optimizer"}, "with layout.offload"),
+        ({**ZERO_3, "layout__zero_secondary_shard_size": 3}, "must divide the number of ranks"),
+        ({**ZERO_3, **SECOND, "layout__tensor_parallel": 2}, "which layout.tensor_parallel divides"),
+        ({**ZERO_3, **SECOND, "layout__offload": "optimizer+params"}, "would be in host memory"),
+        ({**ZERO_3, **SECOND, "layout__zero_shard_size": 2}, "with layout.zero_secondary_shard_size"),
         ({"checkpoint__dir": "scratch"}, "checkpoint.dir = scratch: must be an absolute path"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
         ({"planner__attention": "materialised"}, "planner.attention = materialised: in this engine PyTorch chooses"),
@@ -106,6 +121,10 @@ def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
     [
         {"cluster__nodes": 4},
         {"layout__tensor_parallel": 2, "layout__pipeline_parallel": 2, "layout__sequence_parallel": 2},
+        {**ZERO_3, **SECOND, "layout__sequence_parallel": 2},
+        {"layout__zero_stage": 2, "layout__zero_shard_size": 2, "layout__tensor_parallel": 2},
+        {**RING, "layout__sequence_parallel": 2, "model__hidden_dropout": 0.1},
+        {**RING, **EXPERTS, "layout__expert_parallel": 4, "layout__pipeline_parallel": 2},
         {**EXPERTS, "layout__expert_parallel": 4, "layout__zero_stage": 3, "layout__tensor_parallel": 2},
         {"layout__offload": "optimizer+params", "layout__offload_device": "nvme"},
         {"training__precision": "fp16", "training__grad_dtype": "fp16"},
@@ -140,6 +159,15 @@ def test_the_search_proposes_only_what_the_engine_runs(preset: str, overrides: d
     plan = make_plan(spec)
     assert submittable(spec, plan) == []
     assert all(unsupported(spec, other.layout) == [] for other in plan.alternatives)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_groups_that_share_states_divide_the_replicas(size: int) -> None:
+    spec = spec_of("llama-7b", layout__zero_stage=3, layout__zero_shard_size=size, layout__sequence_parallel=1)
+    rules = [rule for rule in broken_rules(spec, resolve_axes(spec)) if rule.key == "layout.zero_shard_size"]
+    assert [rule.message for rule in rules] == ["must be 2 or more and divide 8 replicas."]
+    with pytest.raises(InfeasibleError, match="divide"):
+        make_plan(spec)
 
 
 def test_an_engine_of_the_user_may_run_every_layout() -> None:

@@ -85,11 +85,11 @@ def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
     assert refusal(spec_of("gpt2", training__global_batch_size=100, **DATA_ALONE)).plan is None
 
 
-def test_layouts_that_the_engine_lacks_are_marked_in_suggestions() -> None:
-    """Long sequences of few heads fit when keys and values travel round the ranks, which this engine does not do."""
+def test_context_ranks_are_suggested_for_long_sequences() -> None:
+    """Long sequences of few heads fit when keys and values travel round the ranks."""
     spec = spec_of("llama-7b", model__seq_len=262144, model__max_position_embeddings=262144, **DATA_ALONE)
     error = refusal(spec)
-    found = {problem.key: problem for problem in error.problems if problem.hint and "cannot run it yet" in problem.hint}
+    found = {problem.key: problem for problem in error.problems if problem.where == "would fit"}
     assert "layout.context_parallel" in found, str(error)
     degree = int(str(found["layout.context_parallel"].given))
 

@@ -49,9 +49,17 @@ def test_world_size_is_the_product_of_the_degrees() -> None:
 
 
 def test_auto_is_1_for_axes_that_the_engine_cannot_run() -> None:
-    plan = make_plan(spec_of("llama-70b", cluster__nodes=16, layout__context_parallel="auto"))
+    plan = make_plan(spec_of("llama-70b", cluster__nodes=16, layout__virtual_pipeline="auto"))
+    layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
+    assert {layout.virtual_pipeline for layout in layouts} == {1}
+
+
+def test_auto_is_1_where_attention_is_not_that_of_a_ring() -> None:
+    long = {"cluster__nodes": 2, "layout__context_parallel": "auto", "model__sliding_window": 1024}
+    plan = make_plan(spec_of("llama-7b", **long))
     layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
     assert {layout.context_parallel for layout in layouts} == {1}
+    assert any("which model.sliding_window changes" in row.text for row in plan.rejected)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,8 @@ def test_auto_is_1_for_axes_that_the_engine_cannot_run() -> None:
             {"training__global_batch_size": 48, "training__micro_batch_size": 4},
             "training.micro_batch_size = 4: must divide the 6 sequences per data-parallel rank (48 / 8). Use 3 or 6.",
         ),
-        ({"model__seq_len": 1023, "layout__context_parallel": 2}, "must be a multiple of sequence x context"),
+        ({"model__seq_len": 1023, "layout__context_parallel": 2}, "must be a multiple of 4, because each context"),
+        ({"model__seq_len": 1023, "layout__sequence_parallel": 2}, "must be a multiple of sequence parallel = 2"),
         ({"model__intermediate_size": 11009, "layout__tensor_parallel": 2}, "must divide intermediate_size = 11009"),
         ({"layout__virtual_pipeline": 2}, "needs pipeline_parallel > 1"),
         ({"layout__expert_parallel": 2}, "needs a model with experts. Use 1 or auto."),

@@ -132,7 +132,7 @@ def test_a_plan_without_comparison_chooses_the_same_layout() -> None:
 def test_invalid_degrees_are_rejected_with_the_rule() -> None:
     reasons = [row.text for row in make_plan(everything("experts")).rejected]
     for expected in (
-        "layout.expert_parallel: must divide data x sequence parallel",
+        "layout.expert_parallel: must divide data x context x sequence parallel",
         "virtual_pipeline: stages x virtual stages do not",
         "zero_stage above 1: deepspeed does not support it with a pipeline",
     ):
@@ -148,7 +148,7 @@ def test_by_default_only_layouts_of_the_engine_are_proposed_and_others_are_count
     assert all(getattr(plan.layout, axis) == 1 for axis in AXES if axis not in ENGINE.axes)
     assert plan.layout.offload in ENGINE.offload
     reasons = [row.text for row in plan.rejected]
-    assert "context_parallel: this engine version supports only 1" in reasons
+    assert "virtual_pipeline: this engine version supports only 1" in reasons
 
 
 def test_everything_is_at_least_as_fast_as_what_the_engine_runs() -> None:

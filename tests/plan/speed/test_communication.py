@@ -26,8 +26,8 @@ def _shards_norms(spec: RunSpec, layout: Layout) -> bool:
     return framework_of(spec).shards_norms(spec, layout)
 
 
-def data_bytes(framework: str, zero_stage: int, parameters: int = 8_000_000) -> int:
-    spec, layout = run(zero_stage, planner__framework=framework)
+def data_bytes(framework: str, zero_stage: int, parameters: int = 8_000_000, **groups: int) -> int:
+    spec, layout = run(zero_stage, planner__framework=framework, **groups)
     device = find_accelerator(spec.cluster)
     profile = FRAMEWORKS[framework].profile_on(device)
     return data_traffic(spec, layout, cluster_link(spec.cluster, device), profile, parameters, 32).sent
@@ -91,3 +91,20 @@ def test_fp32_adapters_are_reduced_and_gathered_in_fp32() -> None:
     assert sent(2) == 7 / 8 * (8 * 2 * 4 + 4) * trained
     frozen, learned = 2 * 2 * (parameters - trained), (2 * 4 + 4) * trained
     assert sent(3) == 8 * 7 / 8 * (frozen + learned)  # 8 micro-batches, each gathers all weights twice
+
+
+@pytest.mark.parametrize(
+    ("stage", "groups", "expected"),
+    [
+        # 8 micro-batches of 8 million parameters on 8 ranks; gradients are reduced in 2 bytes and accumulated in 4.
+        # ZeRO-3 gathers 8 times 2 forward and backward, once of these over all ranks; the other 15 in groups of 4.
+        (3, {"zero_secondary_shard_size": 4}, (2 + 8 * 2) * 7_000_000 + 15 * 2 * 6_000_000),
+        # An all-reduce of the shard, 2 million elements, over 2 groups sends as much as it has.
+        (3, {"zero_shard_size": 4}, 8 * (2 + 2 + 2) * 6_000_000 + 4 * 2_000_000),
+        (2, {"zero_shard_size": 2}, (8 * 2 * 2 + 2) * 4_000_000 + 2 * 4 * 4_000_000 * 3 // 4),
+        (3, {"zero_shard_size": 8}, 8 * (2 + 2 + 2) * 7_000_000),
+    ],
+)
+def test_groups_of_ranks_gather_from_their_neighbors(stage: int, groups: dict[str, int], expected: int) -> None:
+    sizes = {f"layout__{key}": size for key, size in groups.items()}
+    assert data_bytes("deepspeed", stage, layout__zero_stage=stage, **sizes) == expected
