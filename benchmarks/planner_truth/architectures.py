@@ -18,6 +18,7 @@ from typing import Any
 from planner_truth.mapping import Unmapped, padded_vocab, transformer
 from planner_truth.table import whole
 from scaletrain_cli.spec.hugging_face import from_config
+from scaletrain_cli.spec.presets import derived_dimensions, presets
 
 _FILE = Path(__file__).with_name("published_models.json")
 _TABLE = "model_arch.csv"
@@ -47,7 +48,10 @@ def _pattern(names: str) -> re.Pattern[str]:
 
 
 def _section(entry: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(entry.get("model") or from_config(entry["config"]))
+    if "preset" in entry:
+        found = derived_dimensions(presets()[entry["preset"]])
+    else:
+        found = dict(entry.get("model") or from_config(entry["config"]))
     found.pop("rope_scaling", None)  # for longer sequences than the model's own; it changes neither time nor memory
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
     return found

@@ -66,9 +66,19 @@ def test_the_parameters_of_a_published_model_are_exact(name: str) -> None:
     assert named(name) == PARAMETERS[name]
 
 
-# Rounded in the papers: arXiv:2507.20534, 2402.16819, 2406.11704.
+# Rounded in the papers (arXiv:2507.20534, 2402.16819, 2406.11704) and on the models' pages.
 @pytest.mark.parametrize(
-    ("name", "billions"), [("Kimi-K2", 1026), ("Nemotron-4 15B", 15.6), ("Nemotron 340B", 341), ("GPT3-175B", 175)]
+    ("name", "billions"),
+    [
+        ("Kimi-K2", 1026),
+        ("Nemotron-4 15B", 15.6),
+        ("Nemotron 340B", 341),
+        ("GPT3-175B", 175),
+        ("Llama-4-Scout", 107.8),  # 109 with the encoder of images
+        ("Llama4 Maverick", 400.7),
+        ("NEMOTRON_3_NANO (30B_A3B)", 31.6),
+        ("Nemotron-H-8B", 8.1),
+    ],
 )
 def test_those_of_other_models_are_the_rounded_ones(name: str, billions: float) -> None:
     assert named(name) / 1e9 == pytest.approx(billions, rel=0.003)
