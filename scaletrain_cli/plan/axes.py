@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -112,10 +113,15 @@ def divisors(number: int) -> list[int]:
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """Return the divisors of ``number`` nearest to ``wanted``, below (or equal) and above: one or two numbers."""
+    return list(_nearest_divisors(number, wanted))
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same few again and again
+def _nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
     found = divisors(number) if number <= 10**12 else [1]
     below = max((n for n in found if n <= wanted), default=1)
     above = min((n for n in found if n > wanted), default=below)
-    return [below] if above == below else [below, above]
+    return (below,) if above == below else (below, above)
 
 
 def resolve_axes(spec: RunSpec) -> Axes:

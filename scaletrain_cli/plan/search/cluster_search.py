@@ -1,7 +1,7 @@
 """Plan a run on clusters of different sizes: a coarse grid of node counts, then those between.
 
-A lower bound on the step time of each cluster comes first. Clusters are planned in the order of these bounds, and none
-whose bound is behind the best one so far. The search for the layout of a cluster ends when no layout that is left can
+A lower bound on the step time of each cluster comes first. Clusters are planned most promising first, and none whose
+bound is behind the best one so far. The search for the layout of a cluster ends when no layout that is left can
 make it the best. Neither changes which cluster is chosen.
 """
 
@@ -21,7 +21,7 @@ from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.plan.search.layouts import checkpointing_modes
-from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, groups
+from scaletrain_cli.plan.search.search_space import axes_to_try, groups
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES, EfficiencySpec
@@ -120,10 +120,7 @@ class Clusters:
         if (nodes, gpu) not in self._least:
             spec = on_cluster(self.spec, nodes, gpu)
             bounds = self.bounds(spec, gpu)
-            found = (
-                bounds.step_seconds(group.axes, group.micro_batches)
-                for group in groups(spec, axes_to_try(spec, RejectionCounts()))
-            )
+            found = (bounds.step_seconds(group.axes, group.micro_batches) for group in groups(spec, axes_to_try(spec)))
             self._least[nodes, gpu] = min((min(seconds) for seconds in found), default=math.inf)
         return self._least[nodes, gpu]
 
@@ -186,7 +183,7 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     """
     counts = node_counts(clusters.spec, limits.max_gpus)
     least = [clusters.at_least(nodes, gpu) for gpu in names for nodes in counts]
-    found, best = _planned(clusters, limits, sorted(least, key=lambda each: limits.rank(each.row)), None)
+    found, best = _planned(clusters, limits, least, None)
     if best is None:
         found = _with_closest(clusters, limits, found)
     for gpu in names if len(names) > 1 else ():
@@ -221,12 +218,15 @@ def within_limits(clusters: Clusters, limits: ClusterLimits, least: Sequence[Tri
 def _planned(
     clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried], best: Considered | None
 ) -> tuple[list[Tried], Considered | None]:
-    """Plan clusters in the given order unless a bound excludes them; return all, and the row of the best one.
+    """Plan clusters, most promising first, unless a bound excludes them; return all, and the row of the best one.
 
     ``least``: each with the least time and cost; ``best``: the best one so far.
     """
-    found = []
-    for each in least:
+    found: list[Tried] = []
+    open_, above = list(least), _Above()
+    while open_:
+        each = above.most_promising(open_, limits)
+        open_.remove(each)
         row = each.row
         divides = row.seconds is not None and math.isfinite(row.seconds)
         most = limits.most_seconds(row, best) if divides else math.inf
@@ -234,9 +234,53 @@ def _planned(
             found.append(each._replace(row=_excluded(row)))
             continue
         found.append(clusters.plan(row.nodes, each.gpu, most / clusters.spec.total_steps))
+        above.add(each, found[-1].row)
         if meets(limits, found[-1]):
             best = min((found[-1].row, best or found[-1].row), key=limits.rank)
     return found, best
+
+
+class _Above:
+    """How far plans are above the bounds of their clusters: an estimate for the clusters without a plan.
+
+    It decides only the order in which clusters are planned. A good one first lets the search on all others end early.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[str | None, float, float]] = []  # GPU, logarithms of nodes and of plan / bound
+
+    def add(self, least: Tried, planned: Considered) -> None:
+        """Add a cluster; one without a plan says nothing."""
+        if planned.seconds and least.row.seconds:
+            ratio = math.log(planned.seconds / least.row.seconds)
+            self._known.append((least.gpu, math.log(planned.nodes), ratio))
+
+    def most_promising(self, open_: Sequence[Tried], limits: ClusterLimits) -> Tried:
+        """Return the cluster with the best estimate; with nothing known and the least cost wanted, the middle one.
+
+        A bound on the cost hardly differs between clusters, because it has no communication.
+        """
+        if not self._known and limits.objective == "cost":
+            return open_[len(open_) // 2]
+        return min(open_, key=lambda each: self._rank(each, limits))
+
+    def _rank(self, each: Tried, limits: ClusterLimits) -> tuple[float, ...]:
+        ratio, row = self._ratio(each), each.row
+        seconds = ratio * (row.seconds or math.inf)
+        estimate = replace(row, seconds=seconds, dollars=None if row.dollars is None else ratio * row.dollars)
+        return (float(limits.broken_by(estimate) is not None), *limits.rank(estimate))
+
+    def _ratio(self, each: Tried) -> float:
+        """Return the ratio between the planned neighbors in nodes, along logarithms; that of the nearest at an end."""
+        at = math.log(each.row.nodes)
+        known = [row for row in self._known if row[0] == each.gpu] or self._known
+        below = max((row for row in known if row[1] <= at), key=lambda row: row[1], default=None)
+        beyond = min((row for row in known if row[1] > at), key=lambda row: row[1], default=None)
+        if below is None or beyond is None:
+            nearest = below or beyond
+            return math.exp(nearest[2]) if nearest else 1.0
+        share = (at - below[1]) / (beyond[1] - below[1])
+        return math.exp(below[2] + share * (beyond[2] - below[2]))
 
 
 def _excluded(row: Considered) -> Considered:

@@ -66,12 +66,15 @@ class Group(NamedTuple):
     micro_batches: tuple[int, ...]
 
 
-def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
+def axes_to_try(spec: RunSpec, counts: RejectionCounts | None = None) -> list[Axes]:
     """Return all combinations of degrees that break no rule, simplest first; count the others in ``counts``."""
-    spec = opened(spec)
+    spec, batch = opened(spec), spec.training.global_batch_size
+    counted, counts = counts is not None, counts or RejectionCounts()
     degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
     found = []
     for axes in _combinations(spec, degrees, counts):
+        if not counted and batch % axes.data:
+            continue  # the most frequent reason, which is the cheapest to find
         rule = next(broken_rules(spec, axes), None)
         if rule is None:
             found.append(axes)
