@@ -69,8 +69,12 @@ LONG = [
     ),
     NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"],
     NAMED["zero3 dp2 tp2 deepseek"],
-    *(row for row in NAMED.values() if "muon" in row.name and row.name != "zero3 dp2 tp2 muon"),
-    *(row for row in NAMED.values() if "local sgd" in row.name and row.name != "zero0 dp2 local sgd"),
+    NAMED["zero1 tp2 pp2 sp2 ga4 muon"],
+    NAMED["zero1 dp2 tp2 muon experts"],
+    NAMED["zero1 dp2 tp2 muon gpt"],
+    NAMED["zero3 dp2 tp2 phi3 muon"],
+    NAMED["zero3 dp4 tp2 local sgd"],
+    NAMED["zero2 dp2 tp2 local sgd muon"],
 ]
 rows = pytest.mark.parametrize(
     "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)], ids=lambda row: row.name
