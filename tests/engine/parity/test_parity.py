@@ -44,10 +44,11 @@ FEATURES = [
     )
 ]
 _ALSO_RESUMED = (
+    "zero3 dp2 tp2 muon",
     *("zero2 dp2 sp2 groups of experts", "zero1 dp2 tp2 muon experts", "zero2 dp4 sp2 local sgd", "zero3 cp4"),
     *("zero3 dp4 groups of shards", "zero3 dp4 second weights"),
 )
-RESUMED = [CUT[4], CUT[6], NAMED["zero3 dp2 tp2 muon"], NAMED["zero0 dp2 local sgd"]]
+RESUMED = [CUT[4], CUT[6], NAMED["zero0 dp2 local sgd"]]
 RESUMED += [pytest.param(NAMED[name], marks=pytest.mark.long) for name in _ALSO_RESUMED]
 ROWS = [*CUT, *FEATURES]
 LONG = [
