@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,5 +126,11 @@ def samples_by_step(run: RunDir) -> dict[int, list[int]]:
         for path in run.attempt(number).glob("samples-*.jsonl"):
             for batch, samples in map(json.loads, path.read_text().splitlines()):
                 read.setdefault(batch, []).extend(samples)
-        found |= {batch: sorted(samples) for batch, samples in read.items()}
+        found |= {batch: _once_each(samples) for batch, samples in read.items()}
     return found
+
+
+def _once_each(samples: list[int]) -> list[int]:
+    """Return the samples in order, once each if all were read by equally many ranks, as those with parts of them do."""
+    times = Counter(samples)
+    return sorted(times if len(set(times.values())) == 1 else samples)
