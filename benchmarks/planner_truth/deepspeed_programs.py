@@ -24,25 +24,25 @@ _VALUES = 3
 class Transformers(DeepSpeed):
     """Modules of transformers or of the program itself, with torch's cross-entropy in fp32."""
 
-    program = Program(_DEFAULT_BUCKET, 4 * _VALUES, keeps_16_bit_gradients=True)
+    program = Program(_DEFAULT_BUCKET, 4 * _VALUES, True, fused_norms=False, keeps_activated=True)
 
 
 class TransformersIn16Bits(DeepSpeed):
     """The same with logits in 16 bits."""
 
-    program = Program(_DEFAULT_BUCKET, 2 * _VALUES, keeps_16_bit_gradients=True)
+    program = Program(_DEFAULT_BUCKET, 2 * _VALUES, True, fused_norms=False, keeps_activated=True)
 
 
 class MegatronDeepSpeed(DeepSpeed):
     """Megatron-DeepSpeed, whose loss and norms are those of Megatron-LM (vocab_parallel_cross_entropy, apex)."""
 
-    program = Program(_DEFAULT_BUCKET, Megatron().logit_bytes, keeps_16_bit_gradients=True, fused_norms=True)
+    program = Program(_DEFAULT_BUCKET, Megatron().logit_bytes, True, keeps_activated=True)
 
 
 class InternEvo(DeepSpeed):
     """InternEvo's HybridZeroOptimizer, which flattens and casts gradients as DeepSpeed does, with torch's AdamW."""
 
-    program = Program(foreach=True)
+    program = Program(foreach=True, fused_norms=False, keeps_activated=True)
 
 
 def is_megatron(row: Mapping[str, str]) -> bool:

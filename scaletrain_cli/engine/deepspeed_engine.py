@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import cpp_extension
 
 from scaletrain_cli.engine.parallel.mesh import Mesh, group_of
@@ -150,6 +151,7 @@ def prepare_deepspeed(device: torch.device) -> None:
     take_over_library_logger("DeepSpeed")
     _load_muon_uncompiled()
     _broadcast_scalars()
+    _check_gradient_once()
     deepspeed.init_distributed(dist_init_required=False)
 
 
@@ -196,6 +198,64 @@ def _broadcast_scalars() -> None:
     DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param = broadcast_model, convert_to_deepspeed_param
 
 
+def _check_gradient_once() -> None:
+    """Let the host wait for the gradient once per step, where DeepSpeed waits up to six times.
+
+    ZeRO gets the norm in host memory, which it reads up to four times. Its check of single norms makes a number on the
+    host and copies it to the device, which waits, too; here the device masks it. And the norm is not finite where an
+    element is not, so that no other pass over the gradient is needed, except where the norms of experts are averaged
+    or where gradients are on the host.
+    """
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    if utils.mask_nan_or_inf_with_val_inplace is _mask_not_finite:
+        return
+    for module in (utils, stage3, stage_1_and_2):
+        module.mask_nan_or_inf_with_val_inplace = _mask_not_finite
+    for optimizer in (stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer):
+        optimizer.has_overflow = _unless_norm_shows_it(optimizer.has_overflow)
+    for module in (stage3, stage_1_and_2):
+        module.combine_grad_norm_groups = _in_host_memory(module.combine_grad_norm_groups)
+    of_tensors, step = bf16_optimizer.get_global_norm_of_tensors, bf16_optimizer.BF16_Optimizer.step
+    bf16_optimizer.get_norm_with_moe_layers = _in_host_memory(bf16_optimizer.get_norm_with_moe_layers)
+
+    @functools.wraps(step)
+    def step_with_norm(optimizer: Any, closure: Any = None) -> Any:
+        # of a model with experts this is only a part of the norm
+        found = of_tensors if optimizer.has_moe_layers else _in_host_memory(of_tensors)
+        bf16_optimizer.get_global_norm_of_tensors = found
+        return step(optimizer, closure)
+
+    bf16_optimizer.BF16_Optimizer.step = step_with_norm
+
+
+def _mask_not_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
+    norm.masked_fill_(~torch.isfinite(norm), val)
+
+
+def _unless_norm_shows_it(has_overflow: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(has_overflow)
+    def shown(optimizer: Any, *arguments: Any, **named: Any) -> bool:
+        needed = ("cpu_offload", "offload_optimizer", "has_moe_layers")
+        if any(getattr(optimizer, name, False) for name in needed) or not getattr(optimizer, "compute_grad_norm", True):
+            return has_overflow(optimizer, *arguments, **named)
+        return False
+
+    return shown
+
+
+def _in_host_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with its result, a tensor or number, in host memory."""
+
+    @functools.wraps(function)
+    def fetched(*arguments: Any, **named: Any) -> Any:
+        found = function(*arguments, **named)
+        return found.cpu() if isinstance(found, Tensor) else found
+
+    return fetched
+
+
 def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_folder: Path) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a rank's part of a model, whose frozen parameters are marked.
 
@@ -228,6 +288,7 @@ def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_fold
         },
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
     }
     config.update(precision_config(spec))
     config["zero_optimization"].update(offload_config(spec, layout, swap_folder))

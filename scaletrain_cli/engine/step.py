@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ from scaletrain_cli.spec import TrainingSpec
 class StepResult(NamedTuple):
     """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
 
-    An update with a gradient that is not finite is not applied. ``skipped``: because of an fp16 overflow. ``measures``:
-    those of the objective.
+    The norm is in host memory. An update with a gradient that is not finite is not applied. ``skipped``: because of an
+    fp16 overflow. ``measures``: those of the objective.
     """
 
     loss: Tensor
@@ -87,8 +88,7 @@ class Stepper(ABC):
             average_statistics(model, self._mesh.data)
         skipped = self._fp16 and step_was_skipped(self._engine)
         if language is not None and experts and language.spec.bias_update_speed:
-            finite = torch.isfinite(torch.as_tensor(norm))
-            update_correction_biases(model, 0.0 if skipped else finite.to(loss.device))
+            update_correction_biases(model, float(not skipped and math.isfinite(norm)))
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
         return StepResult(loss, norm, skipped, self.take_measures() | self._source_losses | self._noise)
@@ -262,9 +262,10 @@ class ModelStepper(Stepper):
             engine.step()
             return engine.get_global_grad_norm()
         parameters = list(engine.module.parameters())
-        norm = gradient_norm(parameters, self._mesh)
+        on_device = gradient_norm(parameters, self._mesh)
+        norm = on_device.cpu()  # the only wait for the device in the step
         if torch.isfinite(norm):
-            clip(parameters, norm, largest_norm)
+            clip(parameters, on_device, largest_norm)
             engine.step()
         else:
             engine.zero_grad()  # a rollback to a checkpoint must not start with this gradient

@@ -157,8 +157,8 @@ class LayerProbe:
     def close(self, norm: Tensor | float, device: torch.device) -> Callable[[], list[float]]:
         """Remove the hooks; return a function that waits for the sums of this rank, and returns them row by row.
 
-        The last row has the norm of the whole gradient, which may be on ``device`` still, and 1. After an error of a
-        hook all are NaN, so that every rank knows that this one has none.
+        The last row, on ``device``, has the norm of the whole gradient and 1. After an error of a hook all are NaN, so
+        that every rank knows that this one has none.
         """
         for hook in self._hooks:
             hook.remove()
@@ -175,7 +175,7 @@ class LayerProbe:
                 self.sums.add("dead", row, (units.largest < _DEAD * rms).sum().view(1))
                 self.sums.add("units", row, torch.full((1,), float(count), device=rms.device))
             last = self.sums.on(device)[-1]
-            last[0], last[1] = norm, 1.0
+            last[0], last[1] = float(norm), 1.0
             fetch = self.sums.fetch()
         return fetch
 

@@ -100,12 +100,12 @@ class NoiseScale:
     def add(self, mean_square: Tensor, norm: Tensor | float) -> Tensor:
         """Add a measurement; return the estimate, a scalar in sequences, NaN while it is unknown.
 
-        ``mean_square``: of ``take_square`` over the replicas. ``norm``: of the gradient of the global batch. A
-        measurement that is not finite is ignored.
+        ``mean_square``: of ``take_square`` over the replicas. ``norm``: of the gradient of the global batch, in host
+        memory. A measurement that is not finite is ignored.
         """
         small, large = self._small, self._large
         of_small = mean_square.to(self._device, torch.float64)
-        of_large = torch.as_tensor(norm, dtype=torch.float64, device=self._device).square()
+        of_large = of_small.new_full((), float(norm)).square()
         gradient = (large * of_large - small * of_small) / (large - small)
         trace = (of_small - of_large) / (1 / small - 1 / large)
         found = torch.stack((trace, gradient))

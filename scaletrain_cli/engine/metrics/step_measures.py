@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ class DeferredMetrics:
 
     def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
         """Queue the values of a step, scalars, whose work is enqueued or done."""
-        known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in values.items() if self._is_on_device(value)}
+        known = {name: float(value) for name, value in values.items() if name not in tensors}
         seconds, fetch = self._clock.stop(), self._fetch(list(tensors.values()))
 
         def measures() -> StepMeasures:
@@ -62,12 +62,15 @@ class DeferredMetrics:
             found.append(self._waiting.popleft()[1]())
         return found
 
+    def _is_on_device(self, value: Tensor | float) -> TypeGuard[Tensor]:
+        return isinstance(value, Tensor) and value.device.type == self._device.type
+
     def _fetch(self, tensors: list[Tensor]) -> Callable[[], list[float]]:
         """Return a function that waits for the values. The copy to pinned memory follows the step on its stream."""
         if self._device.type != "cuda" or not tensors:
             values = [float(tensor) for tensor in tensors]
             return lambda: values
-        stacked = torch.stack([tensor.to(self._device, torch.float64) for tensor in tensors])
+        stacked = torch.stack([tensor.to(torch.float64) for tensor in tensors])
         host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True).copy_(stacked, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()

@@ -7,12 +7,10 @@ whose settings they have, in Hugging Face's files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.activation import activation_named, gated
 from scaletrain_cli.engine.model.attention import AttentionSettings, KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.latent_attention import LatentAttention
@@ -85,22 +83,13 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
-def activation_of(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
-    """Return the activation of the MLP."""
-    return F.silu if spec.activation == "silu" else _gelu_tanh
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 class MLP(nn.Module):
     """A gated MLP (arXiv:2002.05202)."""
 
     def __init__(self, spec: ModelSpec, intermediate: int) -> None:
         super().__init__()
         hidden, bias = spec.hidden_size, spec.has_bias
-        self.fused, self.activation = spec.fused_projections, activation_of(spec)
+        self.fused, self.activation = spec.fused_projections, activation_named(spec.activation)
         if self.fused:
             self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=bias)
         else:
@@ -114,7 +103,7 @@ class MLP(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)  # both first: ZeRO-3 breaks a compiled block at each
-        return self.down_proj(self.activation(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(gated(gate, up, self.activation))  # type: ignore[no-any-return]
 
 
 def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
@@ -197,7 +186,7 @@ class LlamaForCausalLM(CausalLM):
     def embed(self, tokens: Tensor, context: TokenContext) -> Tensor:
         hidden = self.model.embed_tokens(tokens)
         if self.spec.scale_embedding:  # the root is rounded to the dtype, as in transformers
-            hidden = hidden * torch.tensor(self.spec.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
+            hidden = hidden * hidden.new_full((), self.spec.hidden_size**0.5)
         return self.model.dropout(hidden, context)  # type: ignore[no-any-return]
 
     def transform(self, hidden: Tensor, context: TokenContext) -> Tensor:

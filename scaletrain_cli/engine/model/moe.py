@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from scaletrain_cli.engine.model.activation import gated
 from scaletrain_cli.engine.model.router import Router, balance_loss, token_weights, z_loss
 from scaletrain_cli.spec import ModelSpec
 
@@ -80,7 +81,7 @@ class Experts(nn.Module):
             gate_up = _Biased.apply(gate_up, self.gate_up_proj_bias, ends)  # type: ignore[no-untyped-call]
         if self.limit is None:
             gate, up = gate_up.chunk(2, dim=-1)
-            activated = F.silu(gate) * up
+            activated = gated(gate, up)
         else:
             activated = clamped_swiglu(gate_up, self.limit)
         result = self._product("down_proj", activated, ends)

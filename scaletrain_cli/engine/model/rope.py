@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.rope import RopeScalingSpec
 
-Tables = tuple[Tensor, Tensor]  # cosines and sines
+Tables = tuple[Tensor, Tensor]  # cosines, and sines with those of the first half of the channels negated
 
 
 def tables_of_layers(spec: ModelSpec, positions: Tensor, longest: Tensor | None) -> tuple[Tables, Tables]:
@@ -40,7 +43,7 @@ def rotary_tables(
     context: int = 0,
     longest: Tensor | None = None,
 ) -> Tables:
-    """Return cosines and sines for positions [length], each [length, channels], in fp32.
+    """Return the tables for positions [length], each [length, channels], in fp32.
 
     For positions [batch, length], or ``longest`` [batch], each [batch, 1, length, channels]. Not buffers, which would
     be cast to bf16. ``context``: max_position_embeddings. ``longest``: the highest position of each whole row plus 1,
@@ -51,10 +54,10 @@ def rotary_tables(
     if scaling is not None:
         frequencies, factor = scaled(frequencies, channels, theta, scaling, context, longest)
     angles = positions.float().unsqueeze(-1) * (frequencies.unsqueeze(-2) if frequencies.ndim == 2 else frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
     if angles.ndim == 3:
         angles = angles.unsqueeze(1)  # the same for all heads
-    return angles.cos() * factor, angles.sin() * factor
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
@@ -64,14 +67,38 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     """
     cos, sin = tables
     turning = cos.shape[-1]
-    wide = x[..., :turning].float()
-    first, second = wide.chunk(2, dim=-1)
-    turned = (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-    if turning == x.shape[-1]:
+    part = x if turning == x.shape[-1] else x[..., :turning]
+    if torch.compiler.is_compiling():
+        turned = _turned(part, cos, sin, 1)
+    else:
+        turned = _Rotation.apply(part, cos, sin)  # type: ignore[no-untyped-call]
+    if part is x:
         return turned
     # Joined in the order of memory, [batch, length, heads, head_dim]: attention's output then needs no copy.
     joined = torch.cat((turned.transpose(1, 2), x[..., turning:].transpose(1, 2)), dim=-1)
     return joined.transpose(1, 2)
+
+
+class _Rotation(Function):
+    """Its gradient is the rotation back; autograd's own formula takes twice as many kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Return [batch, heads, length, channels] rotated by the angles of the tables (1), or back (-1); sums in fp32."""
+    rows = x.transpose(1, 2)  # in the order of memory, in which roll copies nothing
+    cos, sin = (table.unsqueeze(1) if table.ndim == 2 else table.transpose(1, 2) for table in (cos, sin))
+    other = rows.roll(rows.shape[-1] // 2, -1)
+    return torch.addcmul(rows * cos, other, sin, value=direction).to(x.dtype).transpose(1, 2)
 
 
 def scaled(
@@ -107,11 +134,16 @@ def _longrope(frequencies: Tensor, scaling: RopeScalingSpec, original: int, long
     They apply to all positions of a row (arXiv:2402.13753), as in transformers with a batch of one row.
     """
     device = frequencies.device
-    short = torch.tensor(scaling.short_factor, device=device)
+    short = _on_device(scaling.short_factor, device)
     if longest is None:
         return frequencies / short
-    long = torch.tensor(scaling.long_factor, device=device)
+    long = _on_device(scaling.long_factor, device)
     return frequencies / torch.where(longest.unsqueeze(-1) > original, long, short)
+
+
+def _on_device(numbers: Sequence[float] | None, device: torch.device) -> Tensor:
+    """Return the numbers on a device, without waiting for it."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _longrope_attention_factor(scaling: RopeScalingSpec, context: int) -> float:

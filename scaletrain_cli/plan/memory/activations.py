@@ -22,7 +22,7 @@ from scaletrain_cli.plan.memory.frozen_activations import (
     latent_view_bytes,
     mamba_bytes,
     materializes_scores,
-    normalized_bytes,
+    norm_over_ranks_bytes,
     score_bytes,
     score_gradient_bytes,
 )
@@ -119,7 +119,8 @@ def token_activations(
     adapter_element: int = 0,
     dora: bool = False,
     repeats: bool = False,
-    fused_norms: bool = False,
+    fused_norms: bool = True,
+    keeps_activated: bool = False,
 ) -> TokenActivations:
     """Return the activation bytes per token of one transformer block on one rank.
 
@@ -127,29 +128,29 @@ def token_activations(
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
     ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
     ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``. Of a hybrid model
-    the bytes of a block with experts, or without, are the mean over those of its layers. ``fused_norms``: RMSNorm has a
-    kernel, which saves no fp32 values, also in eager blocks.
+    the bytes of a block with experts, or without, are the mean over those of its layers. ``fused_norms``: RMSNorm
+    saves no fp32 values. ``keeps_activated``: an eager gated MLP saves its activated gate, too, which the engine's does
+    not.
     """
     if model.block_types:
         kernels = BlockKernels(element_bytes, tensor_parallel, sequence_parallel, fused_attention, repeats=repeats)
         return _hybrid_activations(model, kernels, experts if experts is not None else model.num_experts > 0, compiled)
-    t, hidden, has_kernels = tensor_parallel, model.hidden_size, compiled or fused_norms
+    t, hidden, keeps = tensor_parallel, model.hidden_size, keeps_activated and not compiled
+    of_norm = _norm(model, element_bytes, fused_norms or compiled)
     fused = fused_attention and not materializes_scores(model)
     attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled, repeats)
     # Beside their norms, attention and MLP save their inputs: the outputs of norms before them, or the hidden states.
-    norms = 2 * _norm(model, element_bytes, has_kernels) + (
-        2 * hidden if model.hidden_dropout else 0
-    )  # a mask is a byte
+    norms = 2 * of_norm + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
     if model.norm_position == "pre_and_post":
-        norms += 2 * (_norm(model, element_bytes, has_kernels) - element_bytes * hidden)
+        norms += 2 * (of_norm - element_bytes * hidden)
     routing = 0
-    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
+    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), keeps)
     if model.num_experts and experts is not False:
-        mlp, mlp_gradients, routing = _experts(model, element_bytes, t, compiled)
+        mlp, mlp_gradients, routing = _experts(model, element_bytes, t, compiled, keeps)
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
             norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
     saved = norms + attention + element_bytes * mlp + routing
-    first_norm = _norm(model, element_bytes, has_kernels)
+    first_norm = of_norm
 
     def working(saved: int, attention: int, *, mixes: bool) -> int:
         """Return the gradients alive at once; ``mixes``: the core of attention has a backward pass.
@@ -206,8 +207,7 @@ def _attention(
     if model.kv_lora_rank:
         attention = latent_core_bytes(model, element_bytes, heads, sequence_parallel, kept=True)
         for size in (model.q_lora_rank, model.kv_lora_rank):
-            normed = rms_norm_bytes(size, element_bytes, normalized=element_bytes)
-            attention += (2 * element_bytes * size + _FP32 if compiled else normed) if size else 0
+            attention += rms_norm_bytes(size, element_bytes) if size else 0
         attention += 0 if compiled else latent_view_bytes(model, element_bytes)
         attention += indexer_bytes(model, element_bytes)
     else:
@@ -219,9 +219,9 @@ def _attention(
         attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
         attention += element_bytes * queries if sequence_parallel > 1 else 0  # Ulysses' all-to-all copies the output
         if model.qk_norm:
-            # RMSNorm over each head: fp32 input and normalized value. Its output goes into the rotary embedding, which
-            # saves nothing.
-            normalized = element_bytes if compiled else _FP32 + normalized_bytes(model, element_bytes)
+            # RMSNorm saves its input. Its output goes into the rotary embedding, which saves nothing.
+            over_ranks = t > 1 and model.qk_norm_scope == "projection" and not compiled
+            normalized = norm_over_ranks_bytes(model, element_bytes) if over_ranks else element_bytes
             rows = (queries + keys) // model.head_dim if model.qk_norm_scope == "head" else 2
             attention += (queries + keys) * normalized + _FP32 * rows
     return attention if fused else attention + score_bytes(model, element_bytes, heads)
@@ -250,21 +250,21 @@ def _ring_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     return gradients + (2 * element_bytes + 3 * _FP32) * pairs
 
 
-def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
+def _mlp(model: ModelSpec, inner: int, keeps_activated: bool = False) -> tuple[int, int]:
     """Return the elements per token of an MLP of width ``inner``: (saved, gradients alive at once)."""
     if model.has_gated_mlp:
-        return (3 if compiled else 4) * inner, 3 * inner  # gate, up, product; the activated gate too if not compiled
+        return (4 if keeps_activated else 3) * inner, 3 * inner  # gate, up, product, and the activated gate
     return 2 * inner, inner  # before and after GELU
 
 
-def _experts(model: ModelSpec, element_bytes: int, t: int, compiled: bool) -> tuple[int, int, int]:
+def _experts(model: ModelSpec, element_bytes: int, t: int, compiled: bool, keeps: bool = False) -> tuple[int, int, int]:
     """Return elements per token of routed and shared experts, (saved, gradients alive at once), and router bytes."""
     routed, hidden = model.num_experts_per_tok, model.hidden_size
     inner = -(-model.expert_size // t)
-    mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, compiled)
+    mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, keeps)
     copies = 3 if compiled else 2  # dispatched input and output; compiled: also the output before its return
     mlp, gradients = routed * (mlp + copies * hidden), routed * gradients
-    mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
+    mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), keeps)[0]
     mlp += hidden + 1 if model.shared_expert_gate else 0  # both factors
     routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
     return mlp, gradients, routing + (_FP32 * hidden if element_bytes < _FP32 else 0)
@@ -281,11 +281,11 @@ def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool, 
     fused = kernels.fused and not materializes_scores(model)
     mixing = _attention(model, element, t, fused, kernels.sequence, compiled, kernels.repeats)
     scan = mamba_bytes(model, element, t)
-    mlp, of_mlp = _mlp(model, -(-model.intermediate_size // t), compiled)
+    mlp, of_mlp = _mlp(model, -(-model.intermediate_size // t))
     sparse, of_sparse, routing = _experts(model, element, t, compiled) if model.num_experts else (0, 0, 0)
     saved = attention = working = blocks = 0
     for parts, times in kinds:
-        own = parts.sublayers * _norm(model, element, compiled) + (mixing if parts.attention else 0)
+        own = parts.sublayers * _norm(model, element) + (mixing if parts.attention else 0)
         own += (scan[0] if parts.mamba else 0) + (element * mlp if parts.mlp else 0)
         own += element * sparse + routing if parts.experts else 0
         saved, blocks = saved + times * own, blocks + times
@@ -299,21 +299,17 @@ def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool, 
     return TokenActivations(-(-saved // count), -(-attention // count), element * hidden, working)
 
 
-def _norm(model: ModelSpec, element_bytes: int, has_kernels: bool) -> int:
-    if model.norm_kind == "rmsnorm" and has_kernels:
-        return element_bytes * 2 * model.hidden_size + _FP32  # input, output and inverse root
+def _norm(model: ModelSpec, element_bytes: int, fused: bool = True) -> int:
+    if model.norm_kind == "rmsnorm" and not fused:  # fp32 input, the normalized value, the output, and the inverse root
+        return model.hidden_size * (_FP32 + 2 * element_bytes) + _FP32
     if model.norm_kind == "rmsnorm":
-        return rms_norm_bytes(model.hidden_size, element_bytes, normalized_bytes(model, element_bytes))
+        return rms_norm_bytes(model.hidden_size, element_bytes)
     return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and inverse root
 
 
-def rms_norm_bytes(size: int, element_bytes: int, normalized: int) -> int:
-    """Return the bytes per token that an eager RMSNorm over ``size`` channels saves.
-
-    It computes in fp32 and saves its fp32 input, the normalized value (``normalized`` bytes each), its output, and the
-    inverse root.
-    """
-    return size * (_FP32 + normalized + element_bytes) + _FP32
+def rms_norm_bytes(size: int, element_bytes: int) -> int:
+    """Return the bytes per token that an RMSNorm over ``size`` channels saves: input, output and inverse root."""
+    return 2 * element_bytes * size + _FP32
 
 
 class Recomputation(NamedTuple):
@@ -411,7 +407,7 @@ def loss_bytes(
     hidden, head = tokens * model.hidden_size, entries * model.hidden_size
     kept = tokens * _layer_norm_bytes(model.hidden_size, element_bytes)
     if model.norm_kind == "rmsnorm":
-        kept = tokens * rms_norm_bytes(model.hidden_size, element_bytes, normalized_bytes(model, element_bytes))
+        kept = tokens * rms_norm_bytes(model.hidden_size, element_bytes)
     entry = _ENTRY + (_FP32 if model.final_logit_softcapping else 0)  # tanh keeps its output
     if cross_entropy == "chunked":
         head = head if trains_head else 0

@@ -71,7 +71,8 @@ class Program:
     # Whether BF16_Optimizer keeps the 16-bit gradients beside the fp32 ones (bf16.immediate_grad_update is off).
     keeps_16_bit_gradients: bool = False
     foreach: bool = False  # whether AdamW is torch's foreach instead of a fused one
-    fused_norms: bool = False  # whether RMSNorm is a kernel of its own, as Megatron-LM's
+    fused_norms: bool = True  # whether RMSNorm saves no fp32 values, as Megatron-LM's
+    keeps_activated: bool = False  # whether a gated MLP saves its activated gate, as modules of transformers do
 
 
 ENGINE_PROGRAM = Program()
@@ -146,6 +147,7 @@ class _Activations:
             dora=adapter is not None and adapter.dora,
             repeats=repeats_keys(spec, device),
             fused_norms=program.fused_norms,
+            keeps_activated=program.keeps_activated,
         )
         self._known: dict[tuple[BlockTraining, bool], TokenActivations] = {}
 

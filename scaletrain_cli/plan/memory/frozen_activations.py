@@ -2,7 +2,7 @@
 
 * A product saves its input for the gradient of its weight only, so a frozen layer saves none. With ZeRO-3 it does, if
   the input has a gradient, because DeepSpeed replaces the product (``zero/linear.py`` LinearFunctionForZeroStage3).
-* RMSNorm saves its input if that has a gradient, and the normalized value if its own weight trains.
+* RMSNorm saves its input and an inverse root if that or its own weight has a gradient.
 * Attention, activation functions and LayerNorm save nothing if nothing before them trains.
 * An adapter (arXiv:2106.09685) saves the input of its layer, and its own low-rank intermediate value. That input is a
   copy of its own if the adapter computes in another dtype, or has dropout, which also saves a mask.
@@ -46,9 +46,12 @@ class BlockKernels:
         return self.adapter_dropout or self.adapter_bytes != self.element
 
 
-def normalized_bytes(model: ModelSpec, element: int) -> int:
-    """Return the bytes of one normalized value of RMSNorm: a zero-centered norm multiplies by its weight in fp32."""
-    return _FP32 if model.zero_centered_norm else element
+def norm_over_ranks_bytes(model: ModelSpec, element: int, *, trains: bool = True) -> int:
+    """Return the bytes per channel that a norm over the channels of all tensor ranks saves (``NormOverRanks``).
+
+    It sums its squares over them, and saves its fp32 input and, if its weight ``trains``, the normalized value.
+    """
+    return _FP32 + ((_FP32 if model.zero_centered_norm else element) if trains else 0)
 
 
 def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
@@ -129,11 +132,8 @@ def mamba_bytes(model: ModelSpec, element: int, tensor: int) -> tuple[int, int]:
 
 
 def latent_view_bytes(model: ModelSpec, element: int) -> int:
-    """Return the bytes per token of the rotated key that are kept with the latent beside it.
-
-    The latent is a view of both, of which its norm keeps a copy in fp32, or the view itself if it has fp32 already.
-    """
-    return element * model.qk_rope_head_dim if element == _FP32 else 0
+    """Return the bytes per token of the rotated key that are kept with the latent beside it, a view of both."""
+    return element * model.qk_rope_head_dim
 
 
 def materializes_scores(model: ModelSpec) -> bool:
@@ -217,9 +217,8 @@ class _Count:
 
     def _rms(self, name: str, arriving: bool, size: int, rows: int) -> int:
         """Return what RMSNorm saves of ``rows`` rows in all ``size`` channels, without its output."""
-        before = _FP32 * size + _FP32 * rows if arriving else 0
-        each = normalized_bytes(self.model, self.kernels.element)
-        return before + (each * size if self.training.trains(name) else 0)
+        kept = arriving or self.training.trains(name)
+        return self.kernels.element * size + _FP32 * rows if kept else 0
 
     def _attention(self, normed: bool) -> tuple[int, bool]:
         """Return (bytes that the attention module saves, whether its output has a gradient)."""
@@ -233,7 +232,8 @@ class _Count:
             arriving = normed
             for number, layer in enumerate(chain):
                 if number:
-                    saved += latent_view_bytes(model, element) if arriving and branch > 0 else 0
+                    keeps = arriving or training.trains(graph.latent_norm(branch))
+                    saved += latent_view_bytes(model, element) if keeps and branch > 0 else 0
                     arriving, kept = self._latent(graph.latent_norm(branch), layer, arriving)
                     saved += kept
                 whole = number + 1 < len(chain)  # latents are on every tensor rank
@@ -243,7 +243,10 @@ class _Count:
         arrived = arrived * 3 if model.fused_projections else arrived
         over_heads = model.qk_norm_scope == "head"
         for index, (name, size) in enumerate(zip(graph.head_norms, (queries, keys), strict=False)):
-            saved += self._rms(name, arrived[index], size, size // model.head_dim if over_heads else 1)
+            if over_heads or t == 1:
+                saved += self._rms(name, arrived[index], size, size // model.head_dim if over_heads else 1)
+            elif arrived[index] or training.trains(name):
+                saved += size * norm_over_ranks_bytes(model, element, trains=training.trains(name)) + _FP32
             arrived[index] = arrived[index] or training.trains(name)
         mixing, output = any(arrived) or training.trains(graph.sinks), graph.output
         reads = self._keeps_input(output, mixing)
@@ -300,8 +303,7 @@ class _Count:
             learns = arriving or training.learns(down.name)
             rows = (model.hidden_size if arriving else 0) + (model.hidden_size if routes else 0)
             arrived = [arriving] * (2 if model.has_gated_mlp else 1)
-            gates = self._gates(arrived, learns) - (arriving if model.swiglu_limit else 0)  # its input is one tensor
-            saved += layer.copies * element * (rows + width * gates)
+            saved += layer.copies * element * (rows + width * self._gates(arrived, learns))
             saved += self._adapter(layer, model.hidden_size, 0) + self._adapter(down, width, 0)
             saved += 2 * _FP32 * model.num_experts if routes else 0
             if element < _FP32 and training.learns(graph.router.name):
@@ -313,5 +315,5 @@ class _Count:
         """Return how many values of the MLP's width are saved, of which the last product's input only if ``kept``."""
         if len(arrived) == 1:  # the input of GELU
             return arrived[0] + kept
-        gate, up = arrived  # SiLU's input, both factors of the product
-        return 2 * gate + up + kept
+        gate, up = arrived  # gate and up, or the gate alone for the gradient of up
+        return (2 if gate else 1 if up else 0) + kept

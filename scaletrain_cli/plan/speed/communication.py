@@ -12,10 +12,11 @@ from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.engine_memory import recomputation
 from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
-from scaletrain_cli.plan.stages import local_tokens, replicas, zero_shards
+from scaletrain_cli.plan.stages import Stage, local_tokens, replicas, zero_shards
 from scaletrain_cli.spec import RunSpec
 
 # Slow-down of compute while communication overlaps it: 12.56 % of the overlapped time, measured on A100
@@ -181,23 +182,32 @@ def stall_seconds(layout: Layout, link: Link) -> float:
     return layout.gradient_accumulation_steps * messages * link.stall_seconds
 
 
-def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStepBytes:
-    """Return the bytes per step by axis that a rank with ``blocks`` blocks sends; ``data``: its data-parallel bytes."""
+def sent_bytes(spec: RunSpec, layout: Layout, stage: Stage, data: int) -> PerStepBytes:
+    """Return the bytes per step by axis that a rank of a pipeline stage sends; ``data``: its data-parallel bytes."""
+    blocks, again = stage.blocks, recomputed_forwards(spec, layout)
     model, m = spec.transformer, layout.gradient_accumulation_steps
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
     t, sp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel
     # Two all-reduces forward and two backward per block; recomputation repeats those of the forward pass.
-    reductions = int((4 + 2 * recomputed_forwards(spec, layout)) * blocks * m)
-    exchanged = 2 * blocks * m * _part(int(payload * _width(spec, t)), sp)
+    reductions, loss = int((4 + 2 * again) * blocks * m), 0
+    if framework_of(spec).is_engine:
+        # Recomputation ends before the sum that ends a block or its attention module, which no backward pass needs
+        # (torch/utils/checkpoint.py, early stop). The embedding sums its output, the head the gradient of its input,
+        # and the loss four fp32 values per token.
+        whole = not recomputation(spec, layout).attention_only
+        reductions = int((4 + again * whole) * blocks * m) + (stage.first + stage.last) * m
+        loss = stage.last * m * _part(16 * tokens, t)
+    exchanged = int((2 + _recomputed_attention(spec, layout)) * blocks * m * _part(int(payload * _width(spec, t)), sp))
     there, back = ring_bytes(spec, layout)
     gathered = int(blocks * m * (there * (1 + _recomputed_attention(spec, layout)) + back))
     routed = 4 * blocks * m * _part(payload * max(1, model.num_experts_per_tok), ep) if model.num_experts else 0
     pipeline = 0
     if layout.pipeline_parallel > 1:
-        pipeline = 2 * m * _boundary_bytes(spec, layout) * layout.virtual_pipeline
+        ends = 2 if layout.virtual_pipeline > 1 else (not stage.first) + (not stage.last)
+        pipeline = ends * m * _boundary_bytes(spec, layout) * layout.virtual_pipeline
     return PerStepBytes(
-        tensor=2 * reductions * _part(payload, t),
+        tensor=2 * (reductions * _part(payload, t) + loss),
         pipeline=pipeline,
         data=data,
         sequence=exchanged + gathered,

@@ -17,7 +17,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
 from scaletrain_cli.plan.muon import muon_seconds, muon_sent_bytes
 from scaletrain_cli.plan.parameters import has_muon
-from scaletrain_cli.plan.result import LIKELY, Layout, Network, Time
+from scaletrain_cli.plan.result import LIKELY, Layout, Network, PerStepBytes, Time
 from scaletrain_cli.plan.speed.communication import (
     data_traffic,
     exposed,
@@ -163,7 +163,20 @@ def trained_stage_time(
         stall_probability=chance,
         stall_seconds=stalled if chance else 0.0,
     )
-    return time, Network(sent_bytes(spec, layout, blocks[schedule.slowest], last.sent))
+    return time, Network(sent_bytes(spec, layout, time_stages(per_rank, blocks)[schedule.slowest], last.sent))
+
+
+def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: int) -> PerStepBytes:
+    """Return the bytes that a rank of pipeline stage ``position`` sends per step while the first parameters train."""
+    framework, trained = framework_of(spec), trained_stages(spec)[0]
+    link = cluster_link(spec.cluster, device)
+    per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+    blocks = framework.blocks_by_stage(spec.transformer, layout.pipeline_parallel)
+    stage = time_stages(per_rank, blocks)[position]
+    sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
+    profile = framework.profile_on(device)
+    data = data_traffic(spec, layout, link, profile, sizes.parameters, stage.blocks, sizes.trained)
+    return sent_bytes(spec, layout, stage, data.sent)
 
 
 def _once_per_step(

@@ -78,7 +78,7 @@ def test_a_loss_in_chunks_keeps_the_gradient_of_the_head_and_the_logits_of_one_c
     model = model_of("llama-3-8b")
     head, logits = 128_256 * 4096, 14 * 128_256 * LOSS_CHUNK_TOKENS
     hidden = 8192 * 4096
-    norm = 8 * hidden + 4 * 8192
+    norm = 4 * hidden + 4 * 8192
     assert loss_bytes(model, 2, 8192, cross_entropy="chunked") == norm + 2 * hidden + 6 * head + logits
     assert loss_bytes(model, 2, 65536, cross_entropy="chunked") < loss_bytes(model, 2, 65536) / 5
     assert loss_bytes(model, 2, 8192, cross_entropy="liger") < loss_bytes(model, 2, 8192, cross_entropy="chunked")
@@ -156,7 +156,7 @@ def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precis
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sinks_and_biases_of_experts_save_nothing_and_a_clamped_swiglu_saves_its_input(precision: str) -> None:
+def test_sinks_biases_of_experts_and_a_clamp_of_swiglu_save_nothing(precision: str) -> None:
     experts: dict[str, object] = {"family": "llama", "num_experts": 4, "num_experts_per_tok": 2}
     plain = counted_and_saved(experts, precision)
     own = {"attention_sinks": True, "bias": True, "router_bias": True, "swiglu_limit": 7.0}
@@ -164,4 +164,4 @@ def test_sinks_and_biases_of_experts_save_nothing_and_a_clamped_swiglu_saves_its
         more - less for more, less in zip(counted_and_saved({**experts, **own}, precision), plain, strict=True)
     )
     assert counted == pytest.approx(measured, abs=1)
-    assert counted == -2 * (4 if precision == "fp32" else 2) * 384
+    assert counted == 0

@@ -13,6 +13,7 @@ from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS, framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.communication import CONTENTION, data_traffic, exposed, sent_bytes
+from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -20,6 +21,9 @@ from tests.plan.specs import spec_of
 def run(zero_stage: int = 1, checkpointing: str = "none", **spec: Any) -> tuple[RunSpec, Layout]:
     made = spec_of("llama-7b", **{"training__global_batch_size": 64, "training__micro_batch_size": 1, **spec})
     return made, build_layout(made, resolve_axes(made), zero_stage, checkpointing, 1)
+
+
+WHOLE = Stage(0, 32, 32, True, True)
 
 
 def _shards_norms(spec: RunSpec, layout: Layout) -> bool:
@@ -33,17 +37,20 @@ def data_bytes(framework: str, zero_stage: int, parameters: int = 8_000_000, **g
     return data_traffic(spec, layout, cluster_link(spec.cluster, device), profile, parameters, 32).sent
 
 
-def test_tensor_parallelism_sends_four_all_reduces_per_block() -> None:
+def test_tensor_parallelism_sends_four_all_reduces_per_block_and_five_if_it_is_recomputed() -> None:
     spec, layout = run(layout__tensor_parallel=8)
     payload = 4096 * 4096 * 2  # tokens, channels, bytes
-    assert sent_bytes(spec, layout, 32, 0).tensor == 4 * 32 * 64 * 2 * payload * 7 // 8
+    ends = 2 * 64 * 2 * payload * 7 // 8 + 64 * 2 * 16 * 4096 * 7 // 8  # embedding, head, and the loss of each token
+    assert sent_bytes(spec, layout, WHOLE, 0).tensor == 4 * 32 * 64 * 2 * payload * 7 // 8 + ends
     spec, layout = run(checkpointing="full", layout__tensor_parallel=8)
-    assert sent_bytes(spec, layout, 32, 0).tensor == 6 * 32 * 64 * 2 * payload * 7 // 8
+    assert sent_bytes(spec, layout, WHOLE, 0).tensor == 5 * 32 * 64 * 2 * payload * 7 // 8 + ends
 
 
 def test_a_pipeline_sends_one_activation_each_way() -> None:
     spec, layout = run(layout__pipeline_parallel=8)
-    assert sent_bytes(spec, layout, 4, 0).pipeline == 2 * 64 * 4096 * 4096 * 2
+    inner, first = Stage(1, 4, 4, False, False, 4), Stage(0, 4, 4, True, False)
+    assert sent_bytes(spec, layout, inner, 0).pipeline == 2 * 64 * 4096 * 4096 * 2
+    assert sent_bytes(spec, layout, first, 0).pipeline == 64 * 4096 * 4096 * 2
 
 
 # Seven of eight parts of 8 million parameters; 8 micro-batches. ZeRO, arXiv:1910.02054, section 7.

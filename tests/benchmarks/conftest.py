@@ -1,8 +1,0 @@
-"""Make the modules beside the benchmark scripts importable, as they are when a script runs."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,0 +1,38 @@
+"""A rank on fake tensors sends and holds what its plan says: small models on 8 to 64 ranks."""
+
+from __future__ import annotations
+
+import pytest
+from fake_ranks.cases import Case, planned, planned_bytes
+from fake_ranks.rank import RankStep, train_rank
+
+from tests.engine.ranks import on_ranks
+
+SMALL = (
+    *("model.num_hidden_layers=2", "model.hidden_size=512", "model.num_attention_heads=8"),
+    *("model.num_key_value_heads=4", "model.intermediate_size=1024", "model.vocab_size=4096"),
+    *("model.seq_len=1024", "model.head_dim=64"),
+)
+
+
+def measured(case: Case) -> RankStep:
+    return train_rank(planned(case)[0], planned(case)[1].layout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_rank_sends_what_is_planned(recompute: str) -> None:
+    case = Case("llama-3.1-8b", 64, 1, tensor=2, sequence=2, recompute=recompute, others=SMALL)
+    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    spec, plan = planned(case)
+    assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
+    assert step.reads <= 2
+
+
+@pytest.mark.long
+def test_a_rank_of_a_wide_model_holds_what_is_planned() -> None:
+    case = Case("llama-3.1-8b", 8, 1, others=("model.num_hidden_layers=2",))
+    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    spec, plan = planned(case)
+    assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
+    assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.05)
