@@ -15,6 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from scaletrain_cli.plan.calibration import samples_length
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import (
     Calibration,
@@ -29,7 +30,7 @@ from scaletrain_cli.plan.result import (
 )
 from scaletrain_cli.plan.speed.kernels import generation
 from scaletrain_cli.plan.workloads.registry import workload_of
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 
 # Models with fewer parameters keep no GPU busy, and the host sets the pace: 12 layers of 512 channels, for example.
 _TINY = 150_000_000
@@ -61,13 +62,14 @@ class Cell(NamedTuple):
 
 def regime_of(spec: RunSpec, layout: Layout) -> str:
     """Return what limits runs of this kind, as errors.json names it; known before the run."""
-    if not isinstance(spec.model, ModelSpec):
+    workload = workload_of(spec.model)
+    if not workload.counts_tokens:
         return "images"
     if layout.offload != "none" or spec.layout.activation_offload:
         return "offload"
-    if workload_of(spec.model).parameter_count(spec.model) < _TINY:
+    if workload.parameter_count(spec.model) < _TINY:
         return "tiny model"
-    if spec.model.seq_len >= _LONG:
+    if samples_length(spec) >= _LONG:
         return "long sequences"
     if layout.tensor_parallel > spec.cluster.gpus_per_node:
         return "tensor parallelism between nodes"

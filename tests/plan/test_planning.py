@@ -68,10 +68,16 @@ def test_pinned_settings_are_kept() -> None:
 
 
 def test_a_pinned_layout_that_the_engine_cannot_run_is_sized_with_a_warning() -> None:
-    spec = spec_of("llama-70b", cluster__nodes=8, layout__context_parallel=2, planner__attention="materialised")
+    spec = spec_of(
+        "llama-70b",
+        cluster__nodes=8,
+        layout__pipeline_parallel=4,
+        layout__virtual_pipeline=2,
+        planner__attention="materialised",
+    )
     plan = make_plan(spec)
-    assert plan.layout.context_parallel == 2
-    assert any("this engine version cannot run layout.context_parallel = 2" in str(line) for line in plan.warnings)
+    assert plan.layout.virtual_pipeline == 2
+    assert any("this engine version cannot run layout.virtual_pipeline = 2" in str(line) for line in plan.warnings)
     assert len(submittable(spec, plan)) == 2
 
 

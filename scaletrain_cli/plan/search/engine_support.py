@@ -24,7 +24,7 @@ from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, optimizer_extension
+from scaletrain_cli.spec.extensions import optimizer_extension
 
 # Optimizers of bitsandbytes, which update their states on the device that has the gradients.
 _BESIDE_GRADIENTS = ("adamw_8bit", "lion")
@@ -202,7 +202,7 @@ def _about_local_sgd(spec: RunSpec) -> Iterator[Rule]:
     if training.local_sgd.groups == 1:
         return
     params = {"groups": training.local_sgd.groups}
-    if training.objective != "causal_lm" or spec.model.family not in BUILT_IN_FAMILIES:
+    if training.objective != "causal_lm" or not workload_of(spec.model).counts_tokens:
         yield Rule("training.objective", training.objective, "local-sgd-objective", params)
         return
     if training.precision == "fp16":
