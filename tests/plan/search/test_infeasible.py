@@ -56,7 +56,7 @@ def test_a_larger_gpu_is_proposed_and_fits() -> None:
 @pytest.mark.parametrize(
     ("pinned", "key", "value"),
     [
-        ({"training__micro_batch_size": 32}, "training.micro_batch_size", "4"),
+        ({"training__micro_batch_size": 64, "training__global_batch_size": 1024}, "training.micro_batch_size", "4"),
         ({"layout__zero_stage": 1, "model__preset": "llama-13b"}, "layout.zero_stage", "2"),
         (
             {"layout__activation_checkpointing": "none", "training__micro_batch_size": 4},
@@ -109,7 +109,7 @@ def test_offload_is_suggested_if_the_spec_allows_it() -> None:
 
 def test_activation_offload_is_suggested_too() -> None:
     pinned = {"training__micro_batch_size": 4, "layout__activation_checkpointing": "full", "layout__zero_stage": 3}
-    long = {"model__seq_len": 32768, "model__max_position_embeddings": 32768, "training__cross_entropy": "chunked"}
+    long = {"model__seq_len": 49152, "model__max_position_embeddings": 49152, "training__cross_entropy": "chunked"}
     error = refusal(spec_of("llama-7b", **pinned, **long, **DATA_ALONE))
     assert ways_out(error).get("layout.activation_offload") == "True", str(error)
     (cure,) = [problem for problem in error.problems if problem.key == "layout.activation_offload"]
