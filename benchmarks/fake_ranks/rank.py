@@ -99,8 +99,8 @@ def axis_of(layout: Layout, ranks: list[int], name: str) -> str:
     if name in ("send", "recv"):
         return "pipeline"
     places = [coordinates_of(layout, rank) for rank in (ranks[0], ranks[-1])]
-    varying = {key for key in places[0] if places[0][key] != places[1][key]} - {"expert", "expert_replica"}
-    if varying <= {"data", "sequence"}:
+    varying = {key for key in ("pipeline", "tensor") if places[0][key] != places[1][key]}
+    if not varying:
         # one set of ranks for both if there is only one sequence group
         return "sequence" if name.startswith("alltoall") else "data"
     return varying.pop() if len(varying) == 1 else "world"
