@@ -9,7 +9,7 @@ TORCH ?= auto
 # More for pytest, as in: make test ARGS='-k planner -x'
 ARGS ?=
 # Tests at a time, by files. Some start several ranks, and some wait for Slurm, so it need not be the number of cores.
-WORKERS ?= 2
+WORKERS ?= 3
 
 # Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
 UNIT := tests/launch tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \

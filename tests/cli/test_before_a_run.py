@@ -233,12 +233,13 @@ def test_all_shows_the_assumptions() -> None:
 
 def test_a_plan_that_the_engine_does_not_support_is_not_submitted(tmp_path: Path) -> None:
     recipe = PROJECT / "recipes" / "llama-7b-h100.yaml"
-    context = ["--set", "layout.context_parallel=2", "--set", "cluster.nodes=1"]
-    assert scaletrain("plan", recipe, *context).code == 0
+    chunks = [*("--set", "layout.virtual_pipeline=2"), *("--set", "layout.pipeline_parallel=2")]
+    chunks += ["--set", "cluster.nodes=1"]
+    assert scaletrain("plan", recipe, *chunks).code == 0
     for verb in ("submit", "train"):
-        ended = scaletrain(verb, recipe, *context)
+        ended = scaletrain(verb, recipe, *chunks)
         assert ended.code == ExitCode.INFEASIBLE
-        assert "layout.context_parallel = 2" in ended.err
+        assert "layout.virtual_pipeline = 2" in ended.err
     assert list(tmp_path.iterdir()) == []
 
 

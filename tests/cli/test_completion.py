@@ -47,7 +47,7 @@ def test_verbs_options_and_sub_verbs_are_completed(complete) -> None:  # type: i
         ("plan x --set training.precision=fp1", ["training.precision=fp16"]),
         ("plan x --set training.compile=t", ["training.compile=true"]),
         ("plan x --set model.preset=gpt2-x", ["model.preset=gpt2-xl"]),
-        ("plan x --vary layout.zero", ["layout.zero_stage="]),
+        ("plan x --vary layout.zero_st", ["layout.zero_stage="]),
         ("submit x --sweep training.optimizer.lr", ["training.optimizer.lr="]),
         ("plan x --set no.such", []),
     ],

@@ -222,7 +222,7 @@ def test_one_infeasible_point_keeps_the_whole_sweep_from_the_queue(slurm: Record
     for sweep, code, said in (
         ("training.optimizer.lr=1e-3,fast", 2, "--sweep training.optimizer.lr"),
         ("cluster.scheduler=slurm,local", 2, "all runs of a sweep use one scheduler"),
-        ("layout.context_parallel=1,2", 3, "layout.context_parallel=2: "),
+        ("training.optimizer.state_dtype=fp32,bf16", 3, "training.optimizer.state_dtype=bf16: "),
     ):
         ended = scaletrain("submit", SMALL, "--yes", "--set", "cluster.scheduler=slurm", "--sweep", sweep)
         assert (ended.code, said in ended.err) == (code, True), ended.err

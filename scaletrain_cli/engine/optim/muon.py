@@ -152,6 +152,27 @@ class _Piece(NamedTuple):
         return self.stop - self.start
 
 
+def _gathered(
+    place: tuple[int, int], pieces: Sequence[_Piece], group: dist.ProcessGroup
+) -> list[tuple[tuple[int, int], list[_Piece]]]:
+    """Return the place and the pieces of every rank of the group, in its order."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    head = torch.tensor([*place, len(pieces)], device=device)
+    heads = [torch.empty_like(head) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(heads, head, group=group)
+    known = [each.tolist() for each in heads]
+    mine = torch.zeros(max(1, *(count for *_, count in known)), len(_Piece._fields), dtype=torch.int64, device=device)
+    if pieces:
+        mine[: len(pieces)] = torch.tensor(pieces, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in known]
+    dist.all_gather(rows, mine, group=group)
+    return [
+        ((first, second), [_Piece(*row) for row in every[:count].tolist()])
+        for (first, second, count), every in zip(known, rows, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class _Whole:
     """A matrix of a block: the matrices that it fuses have ``widths`` output features along dimension ``dim``."""
@@ -223,12 +244,11 @@ class _Holders:
         self._wholes, self._group, self._sharded = wholes, group, sharded
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        found: list[Any] = [(place, pieces)]
+        found = [(place, pieces)]
         if group is not None:
-            found = [None] * self.ranks
-            dist.all_gather_object(found, (place, [tuple(piece) for piece in pieces]), group=group)
+            found = _gathered(place, pieces, group)
         self._places: list[tuple[int, int]] = [place for place, _ in found]
-        self._pieces = [sorted(_Piece(*piece) for piece in each) for _, each in found]
+        self._pieces = [sorted(each) for _, each in found]
         self._shards = {piece.matrix: piece.shard for each in self._pieces for piece in each}
         self._rounds: dict[frozenset[int], list[_Round]] = {}
 

@@ -198,8 +198,11 @@ class TextWorkload(Workload):
             yield Rule("layout.sequence_parallel", axes.sequence, "divide-local-heads", {"heads": local_heads}, fix)
         multiple = sequence_multiple(axes.sequence, axes.context)
         if model.seq_len % multiple:
-            code = "multiple-of-sequence-ranks" if axes.context == 1 else "multiple-of-chunks"
-            yield Rule("model.seq_len", model.seq_len, code, {"ranks": multiple})
+            params = {"ranks": multiple}
+            if axes.context == 1:
+                yield Rule("model.seq_len", model.seq_len, "multiple-of-sequence-ranks", params)
+            else:
+                yield Rule("model.seq_len", model.seq_len, "multiple-of-chunks", params)
         yield from self._pipeline_rules(model, axes)
         if axes.expert > 1 and not model.num_experts:
             yield Rule("layout.expert_parallel", axes.expert, "needs-experts")

@@ -83,10 +83,18 @@ CHANGED: dict[str, Any] = {
     "embedding_norm": True,
     "hidden_dropout": 0.5,
     "attention_dropout": 0.5,
+    "attention_chunk_size": 16,
+    "index_topk": 8,
+    "block_types": ("mamba", "mlp"),
 }
 ELSEWHERE = {
     "family": "is the base",
     "preset": "only a record",
+    "text_of": "only a record",
+    "planned_architecture": "tests/plan/test_current_models.py",
+    "mamba": "beside block_types",
+    "index_n_heads": "beside index_topk",
+    "index_head_dim": "beside index_topk",
     "seq_len": "the length of the batch",
     "weights": "the first weights",
     "adapter": "tests/engine/model/test_adapters.py",
