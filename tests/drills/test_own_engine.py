@@ -32,6 +32,7 @@ def submitted(name: str) -> Drill:
     return Drill(find_run(name), LocalBackend())
 
 
+@pytest.mark.long
 def test_a_preempted_run_resumes_from_its_checkpoint_with_the_submitted_code(
     repository: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

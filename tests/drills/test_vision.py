@@ -76,6 +76,7 @@ def contents_by_sample(run: RunDir) -> dict[int, str]:
     return found
 
 
+@pytest.mark.long
 def test_a_vit_on_2_then_1_then_3_ranks_has_the_same_images_augmentations_and_losses(prepared: Path) -> None:
     folder = draw_pairs(prepared / "shapes")
     images = {"data__source": folder / "pairs", "model__num_channels": 3, "model__num_labels": 2}

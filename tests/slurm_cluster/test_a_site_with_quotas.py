@@ -115,6 +115,7 @@ def test_the_confirmation_shows_slurms_estimate_of_the_start(cluster: DevCluster
     assert "warning: Job" not in waits.stderr
 
 
+@pytest.mark.long
 def test_a_resume_beyond_a_quota_that_has_shrunk_is_refused_and_changes_nothing(
     cluster: DevCluster, runs: Path
 ) -> None:

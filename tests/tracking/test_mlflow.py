@@ -42,6 +42,7 @@ def start(run: Path, temporary: Path, mode: str) -> int:
     return subprocess.run(command, env=environment, cwd=temporary, timeout=120).returncode
 
 
+@pytest.mark.long
 def test_a_database_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     run, temporary = tmp_path / "run", tmp_path / "tmp"
