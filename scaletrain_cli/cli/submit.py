@@ -220,6 +220,7 @@ def useful_commands(run_id: str, path: Path) -> dict[str, str]:
     """Return follow-up commands for a run, by purpose."""
     return {
         "show its state": f"scaletrain status {run_id}",
+        "watch it": f"scaletrain watch {run_id}",
         "show its output": f"scaletrain logs {run_id} --follow",
         "cancel it": f"scaletrain cancel {run_id}",
     }

@@ -66,7 +66,8 @@ class Spread:
 class Hardware:
     """The telemetry of the newest attempt that has any. ``is_whole``: all nodes were read.
 
-    ``memory``: bytes by rank, the most of the rows read. ``step_parts``: seconds, the median over ranks of their mean.
+    ``memory``: bytes by rank, the most of the rows read. ``step_parts``: seconds, the median over ranks of their mean;
+    ``step_seconds``: of the whole steps, the same ones.
     ``gpu_spreads``: by column. ``throttled``: share of time by cause, of the GPU with the most.
     """
 
@@ -76,6 +77,7 @@ class Hardware:
     is_whole: bool
     memory: Spread | None
     step_parts: Mapping[str, float]
+    step_seconds: float | None
     gpu_spreads: Mapping[str, Spread]
     throttled: Mapping[str, Spread]
 
@@ -85,6 +87,7 @@ class Hardware:
             "is_whole": self.is_whole,
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
             "step_parts": dict(self.step_parts),
+            "step_seconds": self.step_seconds,
             "gpus": {name: spread.to_json() for name, spread in self.gpu_spreads.items()},
             "throttled": {name: spread.to_json() for name, spread in self.throttled.items()},
         }
@@ -104,16 +107,17 @@ def hardware_of(telemetry: Telemetry) -> Hardware:
     gpus = {name: Recent(series) for name, series in telemetry.gpus.items()}
     nodes = {name: Recent(series) for name, series in telemetry.nodes.items()}
     parts = {}
-    for column in STEP_PARTS:
+    for column in ("step_seconds", *STEP_PARTS):
         means = [value for each in ranks.values() if (value := each.mean(column)) is not None]
         if means:
             parts[column] = median(means)
+    step_seconds = parts.pop("step_seconds", None)
     memory = _spread((f"rank {number}", each.highest("memory_bytes")) for number, each in ranks.items())
     found = {c: _spread((name, each.mean(c)) for name, each in gpus.items()) for c in (*_GPU_COLUMNS, *_THROTTLES)}
     known = {column: spread for column, spread in found.items() if spread is not None}
     spreads = {column: known[column] for column in _GPU_COLUMNS if column in known}
     throttled = {column: known[column] for column in _THROTTLES if column in known}
-    return Hardware(ranks, gpus, nodes, telemetry.is_whole, memory, parts, spreads, throttled)
+    return Hardware(ranks, gpus, nodes, telemetry.is_whole, memory, parts, step_seconds, spreads, throttled)
 
 
 def _spread(values: Iterable[tuple[str, float | None]]) -> Spread | None:

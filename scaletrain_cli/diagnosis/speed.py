@@ -1,8 +1,7 @@
-"""Checks of the step time: beside the plan, over time, and where it goes, as far as the run records it.
+"""Checks of the step time: beside the plan, over time, and where it goes, by the metrics of rank 0 and by events.
 
-Recorded are the step time and the wait for data of rank 0, and events about ranks that wait for data or are slow. Not
-recorded are GPU utilization and clocks, and the time in collectives, in kernels and on the host: the cost of each of
-them is not known here.
+These have the step time, the wait for data, and ranks that wait for data or are slow. Clocks and use of the GPUs and
+the time in collectives are in the telemetry, which utilization.py checks.
 """
 
 from __future__ import annotations

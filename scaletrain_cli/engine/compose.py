@@ -51,7 +51,8 @@ from scaletrain_cli.engine.optim.deepspeed_optimizer import (
     fix_loss_scale,
     master_weights,
 )
-from scaletrain_cli.engine.optim.muon import Muon, connect_muon
+from scaletrain_cli.engine.optim.matrix_exchange import connect_muon
+from scaletrain_cli.engine.optim.muon import Muon
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, keep_within_limits, parameter_groups
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.batch_norm import synchronize

@@ -30,8 +30,9 @@ from scaletrain_cli.spec import TrainingSpec
 class StepResult(NamedTuple):
     """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
 
-    The norm is in host memory. An update with a gradient that is not finite is not applied. ``skipped``: because of an
-    fp16 overflow. ``measures``: those of the objective.
+    The norm is in host memory, except with groups of local SGD, over which it is a mean on the device. An update with a
+    gradient that is not finite is not applied. ``skipped``: because of an fp16 overflow. ``measures``: those of the
+    objective.
     """
 
     loss: Tensor

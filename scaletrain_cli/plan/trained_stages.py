@@ -334,3 +334,9 @@ def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
     stored = sum(names[name] for name in ever)
     trained = [sum(names[name] for name in stage.since) for stage in training_stages(spec)]
     return [(count, stored - count) for count in trained]
+
+
+def orthogonalized_by_stage(spec: RunSpec) -> list[int]:
+    """Return, for each stage, the parameters that Muon orthogonalizes."""
+    names = {each.name: each.numel for each in model_parameters(spec.transformer) if each.is_orthogonalized}
+    return [sum(names.get(name, 0) for name in stage.since) for stage in training_stages(spec)]

@@ -89,10 +89,7 @@ _FINDINGS = {
     "data-duplicated": Text(
         "{share:percent} of the passages of the training text ({tokens:whole} tokens) occur again in a sample of it"
     ),
-    "data-repeated": Text(
-        "the {tokens:whole} tokens of the training text have been read {epochs:.1f} times; the loss falls by "
-        "{fall:.2g} where an epoch begins"
-    ),
+    "data-repeated": Text("the {tokens:whole} tokens of the training text have been read {epochs:.1f} times"),
     "loss-stairs": Text(
         "the loss falls in stairs where an epoch begins ({count:of time}), by {fall:.3g} at step {step:whole}"
     ),

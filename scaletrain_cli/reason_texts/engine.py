@@ -168,10 +168,6 @@ TEXTS: dict[str, Text] = {
         "{checkpoint} has the states of {saved:of group} of local SGD, and the run has {groups}",
         ("Keep training.local_sgd.groups.",),
     ),
-    "muon-without-matrices": Text(
-        "training.optimizer.name = muon: no matrix of a block trains, so there is nothing to orthogonalize",
-        ("Use adamw.",),
-    ),
     "bitsandbytes-missing": Text(
         "training.optimizer.name = {name} needs bitsandbytes, which cannot be imported ({error})",
         ("Run {command}, or use adamw.",),

@@ -56,9 +56,13 @@ def gpu_text(hardware: Hardware) -> str:
 
 
 def step_parts_text(hardware: Hardware) -> str:
-    """Return ``forward 120 ms, backward 260 ms, communication 40 ms``; empty if no rank measures its parts."""
+    """Return ``0.42 s: forward 120 ms, backward 260 ms, communication 40 ms``, means of the same latest steps.
+
+    Empty if no rank measures its parts.
+    """
     parts = {_PART_NAMES[name]: seconds for name, seconds in hardware.step_parts.items()}
-    return ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+    text = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+    return text if not parts or hardware.step_seconds is None else f"{seconds_text(hardware.step_seconds)}: {text}"
 
 
 def planned_parts_text(plan: RunPlan) -> str:

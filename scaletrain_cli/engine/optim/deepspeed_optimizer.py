@@ -89,8 +89,8 @@ def average_over_copies(engine: Any, copies: Axis) -> None:
         for gradients in optimizer.averaged_gradients.values():
             if gradients:
                 flat = torch.cat([gradient.flatten() for gradient in gradients])
+                flat /= copies.size  # before the sum, which could overflow in fp16
                 dist.all_reduce(flat, group=copies.group)
-                flat /= copies.size
                 for gradient, values in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                     gradient.copy_(values.view_as(gradient))
         return update(*arguments, **named)

@@ -1,9 +1,9 @@
 """Build the optimizer of a run spec: from torch, bitsandbytes, or another package.
 
 ZeRO hands an optimizer flat parts of the parameter groups, split anywhere, so it must update each element by itself.
-Muon, which needs whole matrices, is in ``muon.py``. DeepSpeed's own Muon clips before orthogonalizing in one ZeRO stage
-and after it in the others, and does not gather matrices that tensor parallelism has sharded, so that a spec would train
-differently in different layouts.
+Muon, which needs whole matrices, is in ``muon.py`` and ``matrix_exchange.py``. DeepSpeed's own Muon clips before
+orthogonalizing in one ZeRO stage and after it in the others, and does not gather matrices that tensor parallelism has
+sharded, so that a spec would train differently in different layouts.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def build_optimizer(
     """Return the optimizer that ``training.optimizer`` names, over a model's parameters or over parameter groups.
 
     ``BUILDERS`` has the built-in optimizers; others come from the entry points ``scaletrain.optimizers``. Raises
-    UsageError if the library of the optimizer is not installed, or if the groups have no matrices for Muon.
+    UsageError if the library of the optimizer is not installed.
     """
     settings = spec.training.optimizer
     groups = parameter_groups(model_or_groups, settings) if isinstance(model_or_groups, nn.Module) else model_or_groups
@@ -174,8 +174,6 @@ def _lion(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.O
 
 
 def _muon(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
-    if not any(group.get(ORTHOGONALIZED) for group in groups):
-        raise UsageError(Reason("engine.muon-without-matrices"))
     return Muon(groups, settings, fused)
 
 

@@ -42,6 +42,7 @@ from scaletrain_cli.plan.memory.states import (
     master_bytes,
     moment_bytes,
     optimizer_constant_bytes,
+    outer_bytes_per_parameter,
     quantized_bytes,
     weight_bytes,
 )
@@ -418,7 +419,7 @@ def states_of_tensors(
     states += (master_bytes(training.precision, zero, master) if zero or element < MASTER_BYTES else 0) * held
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # the averaged weights, in fp32
     if layout.local_sgd_groups > 1:  # outer weights, and their momentum
-        states += (2 if training.local_sgd.outer_optimizer == "nesterov" else 1) * MASTER_BYTES * held
+        states += outer_bytes_per_parameter(training.local_sgd) * held
     if layout.offload == "none":
         return ModelStates(weights, gradients, states), 0
     states += MASTER_BYTES * held  # the gradient that the optimizer reads, beside its master weights

@@ -31,6 +31,7 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Shard, Stage, zero_shards
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
+from scaletrain_cli.spec.training import LocalSGDSpec
 
 # DeepSpeed allocates the full reduce bucket even for a small model (stage_1_and_2.py setup_buckets, stage3.py
 # _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB of a 24 GB device. With 2e8 a collective still
@@ -323,6 +324,11 @@ def moment_bytes(optimizer: str, elements: int, state_dtype: str = "fp32") -> in
 def optimizer_constant_bytes(optimizer: str, largest: int) -> int:
     """Return the bytes that an optimizer allocates once; ``largest`` is the size of its largest tensor."""
     return _SCALE_TABLES if optimizer == "adamw_8bit" and largest >= _SMALLEST_SCALED else 0
+
+
+def outer_bytes_per_parameter(settings: LocalSGDSpec) -> int:
+    """Return the bytes of the outer weights of local SGD per parameter, with their momentum."""
+    return MASTER_BYTES * (2 if settings.outer_optimizer == "nesterov" else 1)
 
 
 def checkpoint_bytes_per_parameter(

@@ -15,11 +15,12 @@ from scaletrain_cli.plan.memory.states import (
     MasterWeights,
     checkpoint_bytes_per_parameter,
     chosen_master,
+    outer_bytes_per_parameter,
     weight_bytes,
 )
-from scaletrain_cli.plan.muon import orthogonalized_elements
-from scaletrain_cli.plan.parameters import has_muon, names_what_trains
+from scaletrain_cli.plan.parameters import has_muon
 from scaletrain_cli.plan.result import Durability, Layout, Time
+from scaletrain_cli.plan.trained_stages import orthogonalized_by_stage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
@@ -48,19 +49,29 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
     """Return the bytes of a checkpoint: the state of the whole job, in which replicated state is written once.
 
     Frozen weights are stored without optimizer states, and not at all if they stay those of ``model.weights``. If what
-    trains changes, the bytes are those of the largest checkpoint.
+    trains changes, the bytes are those of the largest checkpoint. Each group of local SGD has a state of its own beside
+    the outer weights.
     """
     stage = framework_of(spec).checkpoint_zero_stage(layout)
     training = spec.training
     master = chosen_master(spec, MasterWeights.OF_EACH_PARTITION, engine=framework_of(spec).is_engine)
-    optimizer = training.optimizer
-    each = checkpoint_bytes_per_parameter(training.precision, stage, optimizer.name, master, optimizer.state_dtype)
+    optimizer, groups = training.optimizer, layout.local_sgd_groups
+
+    def bytes_with(name: str) -> int:
+        return checkpoint_bytes_per_parameter(training.precision, stage, name, master, optimizer.state_dtype)
+
+    own = others = bytes_with(optimizer.name)
     stored = workload_of(spec.model).stored_parameters(spec)
-    if has_muon(spec) and not names_what_trains(spec):  # AdamW has two moments of each of the other parameters
-        adamw = checkpoint_bytes_per_parameter(training.precision, stage, "adamw", master, optimizer.state_dtype)
-        muon = orthogonalized_elements(spec.transformer)
-        return max(muon * each + (trained - muon) * adamw for trained, _ in stored)
-    return max(trained * each + frozen * weight_bytes(training.precision) for trained, frozen in stored)
+    orthogonalized = [trained for trained, _ in stored]
+    if has_muon(spec):  # AdamW has two moments of each of the other parameters
+        others, orthogonalized = bytes_with("adamw"), orthogonalized_by_stage(spec)
+    outer = 0 if groups == 1 else outer_bytes_per_parameter(training.local_sgd)
+    return max(
+        groups * (count * own + (trained - count) * others)
+        + trained * outer
+        + frozen * weight_bytes(training.precision)
+        for (trained, frozen), count in zip(stored, orthogonalized, strict=True)
+    )
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:

@@ -21,6 +21,7 @@ from scaletrain_cli.plan.parameters import (
     trains_everything,
 )
 from scaletrain_cli.plan.result import Layout, RunPlan
+from scaletrain_cli.plan.trained_stages import orthogonalized_by_stage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
@@ -82,7 +83,7 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     yield from workload.engine_layout_rules(spec, layout)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
-    yield from _about_local_sgd(spec)
+    yield from _about_local_sgd(spec, layout)
     yield from _about_what_trains(spec, layout)
     yield from _about_shard_groups(spec, layout)
     if spec.training.precision == "fp8" and layout.zero_stage == 3:
@@ -184,6 +185,8 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule(key, name, "engine-muon-family", {"family": spec.model.family})
     elif name == "muon" and has_adapter(spec.model):
         yield Rule(key, name, "engine-muon-adapter")
+    elif name == "muon" and not any(orthogonalized_by_stage(spec)):
+        yield Rule(key, name, "engine-muon-without-matrices")
     if away not in ENGINE.offload:
         yield Rule("layout.offload", away, "engine-offload", fix={"allowed": list(ENGINE.offload)})
     elif away != "none" and (name in _BESIDE_GRADIENTS or ((found := optimizer_extension(name)) and not found.offload)):
@@ -196,7 +199,7 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("training.averaging.name", averaging, "engine-nvme-averaging")
 
 
-def _about_local_sgd(spec: RunSpec) -> Iterator[Rule]:
+def _about_local_sgd(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     """Yield the settings that ranks in different groups would have to agree on in each step, or average differently."""
     training, key = spec.training, "training.local_sgd.groups"
     if training.local_sgd.groups == 1:
@@ -215,6 +218,8 @@ def _about_local_sgd(spec: RunSpec) -> Iterator[Rule]:
         yield Rule(key, params["groups"], "local-sgd-trains-everything")
     if training.gradient_clipping_by == "adaptive":
         yield Rule("training.gradient_clipping_by", "adaptive", "local-sgd-adaptive-clipping", params)
+    if layout.offload != "none" and spec.layout.offload_device == "nvme":
+        yield Rule("layout.offload_device", "nvme", "local-sgd-nvme", params)
     if spec.data.packing == "documents" or spec.data.loss_mask != "none":
         name = "packing" if spec.data.packing == "documents" else "loss_mask"
         yield Rule(f"data.{name}", getattr(spec.data, name), "local-sgd-all-tokens", params)

@@ -221,7 +221,7 @@ _ENGINE = {
     ),
     "local-sgd-divides-data": Text("must divide layout.data_parallel = {data_parallel}", ("Use a divisor, or 1.",)),
     "local-sgd-axis": Text(
-        "not with {groups:of group} of local SGD, each of which has data, tensor and sequence parallelism only",
+        "not with {groups:of group} of local SGD, each with data, tensor, sequence and context parallelism only",
         ("Use 1, or training.local_sgd.groups: 1.",),
     ),
     "local-sgd-objective": Text("local SGD trains text models with causal_lm only", ("Use one group.",)),
@@ -230,6 +230,9 @@ _ENGINE = {
     "local-sgd-8-bit": Text("its blocks of 8-bit states cannot be stored once per group", ("Use adamw.",)),
     "local-sgd-trains-everything": Text("needs all weights to train in all steps, without adapters", ("Use 1.",)),
     "local-sgd-adaptive-clipping": Text("each of {groups:of group} would have a history of its own", ("Use norm.",)),
+    "local-sgd-nvme": Text(
+        "the outer step of {groups:of group} updates weights in memory", ("Use offload_device: cpu, or one group.",)
+    ),
     "local-sgd-all-tokens": Text(
         "groups would have different numbers of tokens that count, and equal weights in the outer step",
         ("Remove the key, or use training.local_sgd.groups: 1.",),
@@ -240,6 +243,7 @@ _ENGINE = {
         ("Use adamw or lion.",),
     ),
     "engine-muon-adapter": Text("is not defined for the factors of adapters", ("Use adamw.",)),
+    "engine-muon-without-matrices": Text("no matrix of a block trains, which it could orthogonalize", ("Use adamw.",)),
     "engine-nvme-frozen": Text(
         "offload to NVMe does not support frozen parameters", ("Use offload_device: cpu, or layout.offload: none.",)
     ),

@@ -70,7 +70,7 @@ def _train(spec: RunSpec) -> Trained:
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(_trained(model), training.gradient_clipping).item())
         if muon is not None:
-            muon.step(learning_rate(step, spec.total_steps, training))
+            muon.step(optimizer)
         optimizer.step()
         update_correction_biases(model)
         losses.append(loss.item())
@@ -122,6 +122,12 @@ def in_fp32(matrix: Tensor, coefficients: tuple[float, float, float], steps: int
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
+def is_of_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix of a block, or several of them."""
+    in_block = re.search(r"\.(layers|h)\.", name) is not None and "bias" not in name
+    return in_block and parameter.ndim > 1 and min(parameter.shape) > 1
+
+
 class MuonOfBlocks:
     """torch.optim.Muon over views of the matrices of the blocks, each expert's and each fused projection's alone."""
 
@@ -129,12 +135,7 @@ class MuonOfBlocks:
         own, settings = spec.transformer, spec.training.optimizer
         queries, keys = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
         fused = {"c_attn": (queries, keys, keys), "qkv_proj": (queries, keys, keys)}
-        self._whole = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if re.search(r"\.(layers|h)\.", name) and parameter.ndim > 1 and "bias" not in name
-            if min(parameter.shape) > 1
-        }
+        self._whole = {name: parameter for name, parameter in model.named_parameters() if is_of_muon(name, parameter)}
 
         def parts(name: str, values: Tensor) -> list[Tensor]:
             if values.ndim == 3:
@@ -159,11 +160,26 @@ class MuonOfBlocks:
             ns_steps=settings.muon.newton_schulz_steps,
             adjust_lr_fn=settings.muon.adjust_lr,
         )
+        options = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
+        self._optimizer.param_groups = [
+            {**options, "params": views, "name": name} for name, views in self._views.items()
+        ]
 
-    def step(self, rate: float) -> None:
-        """Update the matrices, and leave their parameters without gradients."""
-        self._optimizer.param_groups[0]["lr"] = rate
-        for name, parameter in self._whole.items():
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the matrices that train, with the rate and decay of their groups in ``optimizer``.
+
+        Their parameters are left without gradients; what stops training loses its state.
+        """
+        groups = {group["name"]: group for group in optimizer.param_groups}
+        for group in self._optimizer.param_groups:
+            name = group["name"]
+            parameter, own = self._whole[name], groups.get(name)
+            if own is None:
+                for view in self._views[name]:
+                    view.grad = None
+                    self._optimizer.state.pop(view, None)
+                continue
+            group["lr"], group["weight_decay"] = own["lr"], own["weight_decay"]
             assert parameter.grad is not None
             for view, gradient in zip(self._views[name], self._parts(name, parameter.grad), strict=True):
                 view.grad = gradient
@@ -173,7 +189,8 @@ class MuonOfBlocks:
 
 def set_groups(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], spec: RunSpec, step: int) -> None:
     """Give each parameter that trains at a step a group of its own; what stops training loses its state."""
-    rate, peak = learning_rate(step, spec.total_steps, spec.training), spec.training.optimizer.lr
+    settings = spec.training.optimizer
+    rate, peak = learning_rate(step, spec.total_steps, spec.training), settings.lr
     optimizer.param_groups = [group for group in optimizer.param_groups if wanted(spec, group["name"], step)]
     for name, parameter in parameters.items():
         found = wanted(spec, name, step)
@@ -186,6 +203,8 @@ def set_groups(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parame
             optimizer.add_param_group({"params": [parameter], "name": name})
             group = optimizer.param_groups[-1]
         group["lr"] = rate * found[0] / peak
+        if settings.name == "muon" and settings.muon.adamw_lr is not None and not is_of_muon(name, parameter):
+            group["lr"] *= settings.muon.adamw_lr / peak
         group["weight_decay"] = found[1] if parameter.ndim > 1 and not name.endswith("bias") else 0.0  # stacked biases
 
 
@@ -197,10 +216,7 @@ def wanted(spec: RunSpec, name: str, step: int) -> tuple[float, float] | None:
     below = layers - int(numbers[1]) if numbers else layers + 1 if "embed" in name else 0
     factor = settings.layer_decay**below
     if not groups:
-        rate = settings.lr
-        if settings.name == "muon" and settings.muon.adamw_lr is not None:  # of what Muon leaves to AdamW
-            rate = settings.muon.adamw_lr
-        return rate * factor, settings.weight_decay
+        return settings.lr * factor, settings.weight_decay
     for group in groups:
         active = group.start_step <= step <= (group.end_step or spec.total_steps)
         if active and any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):

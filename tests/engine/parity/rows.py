@@ -129,6 +129,10 @@ def rings() -> list[Row]:
         with_features(cubed, "deepseek", *_DEEPSEEK),
         with_features(Row(2, data=2, context=2), "activation offload", "layout.activation_offload=true"),
         with_features(Row(3, context=2), "compiled", "training.compile=true"),
+        with_features(both, "muon", *MUON),
+        with_features(Row(3, tensor=2, context=2), "muon", *MUON),
+        with_features(Row(1, data=2, context=2), "local sgd", *LOCAL_SGD),
+        with_features(Row(3, data=2, sequence=2, context=2), "local sgd muon", *LOCAL_SGD, *MUON),
     ]
 
 

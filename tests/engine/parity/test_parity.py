@@ -46,7 +46,7 @@ FEATURES = [
 _ALSO_RESUMED = (
     "zero3 dp2 tp2 muon",
     *("zero2 dp2 sp2 groups of experts", "zero1 dp2 tp2 muon experts", "zero2 dp4 sp2 local sgd", "zero3 cp4"),
-    *("zero3 dp4 groups of shards", "zero3 dp4 second weights"),
+    *("zero3 dp4 groups of shards", "zero3 dp4 second weights", "zero3 dp2 sp2 cp2 local sgd muon"),
 )
 RESUMED = [CUT[4], CUT[6], NAMED["zero0 dp2 local sgd"]]
 RESUMED += [pytest.param(NAMED[name], marks=pytest.mark.long) for name in _ALSO_RESUMED]
@@ -64,6 +64,9 @@ LONG = [
             "zero2 dp2 sp2 cp2 deepseek",
             "zero3 dp4 groups of shards",
             "zero2 dp2 cp2 groups of shards",
+            "zero3 tp2 cp2 muon",
+            "zero1 dp2 cp2 local sgd",
+            "zero3 dp2 sp2 cp2 local sgd muon",
             "zero3 dp4 second weights",
             "zero3 dp4 ga2 full second weights",
         )

@@ -25,7 +25,7 @@ from tests.engine.parity.comparison import FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import Row
+from tests.engine.parity.rows import MUON, Row
 from tests.engine.ranks import on_ranks
 
 # A projector first, then all but the embeddings, then without the projector; a setting changes within a stage.
@@ -53,6 +53,7 @@ FROM_THE_HEAD = (
 )
 TIED = "model.tie_word_embeddings=true"
 NOT_TIED = "training.trainable=[{match: 'model.layers.[02].*'}]"
+NO_MATRIX_AT_FIRST = "training.trainable=[{match: ['*.0.*norm*', '*.2.*']}]"
 EXPERTS = (
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"),
     *("model.norm_topk_prob=true", "model.first_k_dense_replace=1", "layout.expert_parallel=2"),
@@ -70,6 +71,10 @@ MORE = [
     Row(3, data=2, tensor=2, overrides=(STAGES, DECAYED), title="stages and layer decay"),
     Row(2, data=2, overrides=(STAGES, "layout.offload=optimizer"), title="stages, offload optimizer"),
     Row(3, data=2, overrides=(STAGES, "layout.offload=optimizer+params"), title="stages, offload both"),
+    Row(2, data=2, overrides=(STAGES, *MUON), title="stages of muon"),
+    Row(3, data=2, tensor=2, overrides=(STAGES, *MUON, DECAYED), title="stages of muon and layer decay"),
+    # a pipeline stage on which Muon has no matrix
+    Row(1, data=2, pipeline=2, accumulation=2, overrides=(NO_MATRIX_AT_FIRST, *MUON), title="muon on one stage"),
 ]
 
 
@@ -107,6 +112,7 @@ INTERRUPTED = [
     pytest.param(ROWS[3], 5, 6, marks=pytest.mark.long),
     pytest.param(ROWS[4], 3, 4),
     pytest.param(BF16, 3, 4, marks=pytest.mark.long),
+    pytest.param(next(row for row in MORE if row.title == "stages of muon"), 5, 6, marks=pytest.mark.long),
 ]
 
 

@@ -34,6 +34,23 @@ def test_megatron_writes_the_weights_of_the_forward_pass_too() -> None:
     assert plan.durability.checkpoint_bytes == 14 * 6_738_415_616
 
 
+@pytest.mark.parametrize(("outer", "bytes_of_outer"), [("nesterov", 8), ("sgd", 4)])
+def test_each_group_of_local_sgd_has_a_state_of_its_own_beside_the_outer_weights(
+    outer: str, bytes_of_outer: int
+) -> None:
+    settings = {"groups": 4, "outer_optimizer": outer}
+    plan = plan_of(training__local_sgd=settings, layout__tensor_parallel=1, layout__pipeline_parallel=1)
+    assert plan.durability.checkpoint_bytes == (4 * 12 + bytes_of_outer) * 6_738_415_616
+
+
+def test_muon_has_one_moment_of_the_matrices_that_train_and_adamw_two_of_the_others() -> None:
+    muon = {"name": "muon"}
+    trainable = [{"match": ["*.down_proj.*", "*norm*"], "start_step": 5}, {"match": "lm_head.*", "end_step": 4}]
+    plan = plan_of(training__optimizer=muon, training__trainable=trainable)
+    matrices, norms, every = 32 * 4096 * 11008, 65 * 4096, 6_738_415_616
+    assert plan.durability.checkpoint_bytes == 8 * matrices + 12 * norms + 2 * (every - matrices - norms)
+
+
 def test_an_interval_of_auto_is_young_s() -> None:
     plan = plan_of(cluster__mean_time_between_interruptions="6h", checkpoint__async=False, training__steps=10**6)
     durability = plan.durability

@@ -74,6 +74,14 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
             },
             "training.optimizer.name = muon: is not defined for the factors of adapters",
         ),
+        (
+            {"training__optimizer": {"name": "muon"}, "training__trainable": [{"match": ["lm_head.*", "*norm*"]}]},
+            "training.optimizer.name = muon: no matrix of a block trains",
+        ),
+        (
+            {**GROUPS, "layout__offload": "optimizer", "layout__offload_device": "nvme"},
+            "layout.offload_device = nvme: the outer step of 2 groups updates weights in memory",
+        ),
         ({**GROUPS, "training__precision": "fp16"}, "training.precision = fp16: each of 2 groups would have a loss"),
         ({**GROUPS, "training__averaging": {"name": "ema"}}, "training.averaging.name = ema: the outer weights"),
         ({**GROUPS, "training__optimizer": {"name": "adamw_8bit"}}, "adamw_8bit: its blocks of 8-bit states"),
@@ -137,6 +145,9 @@ def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
         {"training__averaging": {"name": "ema"}, "layout__activation_offload": True},
         {"training__optimizer": {"name": "muon"}, "layout__offload": "optimizer", "layout__tensor_parallel": 2},
         {**GROUPS, "training__optimizer": {"name": "muon"}, "layout__zero_stage": 3},
+        {**GROUPS, **RING},
+        {**RING, "training__optimizer": {"name": "muon"}},
+        {"training__optimizer": {"name": "muon"}, "training__trainable": [{"match": "*.layers.1.*"}]},
     ],
     ids=lambda overrides: " ".join(key.rpartition("__")[2] for key in overrides),
 )
