@@ -123,7 +123,8 @@ def _configured_stage(row: Mapping[str, str]) -> int:
 def _grad_dtype(row: Mapping[str, str]) -> str:
     """Return the type in which gradients accumulate: fp32 for bf16 in stage 0, else that of the weights.
 
-    These are DeepSpeed's defaults (engine.py ``get_data_types``); BF16_Optimizer runs only with the former.
+    So did earlier versions of DeepSpeed, which these runs used (engine.py ``get_data_types``; pull request 4713). In
+    0.19.8 the default is the type of the weights in every stage.
     """
     return "fp32" if row["precision"] == "bf16" and _configured_stage(row) == 0 else row["precision"] or "bf16"
 

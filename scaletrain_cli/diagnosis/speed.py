@@ -84,8 +84,8 @@ def slow_rank(case: Case) -> Iterator[Finding]:
 def slower_than_plan(case: Case) -> Iterator[Finding]:
     """Yield a finding if the median step takes over 1.25 times the planned time: a warning from 1.5 times.
 
-    The planner's step times differ from published measurements by less than that (docs/planner.md); for CPUs they are
-    rough, and not compared. The excess is attributed to waiting for data and to a slow rank, as recorded; the rest has
+    Within the plan's range (p90, from measured runs of the same kind) it is a note. For CPUs planned times are rough,
+    and not compared. The excess is attributed to waiting for data and to a slow rank, as recorded; the rest has
     no recorded cause, and the plan's largest part is named.
     """
     measured, planned = recent_steps_seconds(case), planned_step_seconds(case)
@@ -116,7 +116,8 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     ranked.append((rest, Cause(Reason("diagnosis.cause-not-recorded", unknown))))
     ranked.sort(key=lambda pair: -pair[0])
     evidence = {"measured": measured, "planned": planned, "times": measured / planned}
-    severity: Severity = "warning" if measured > _MUCH_SLOWER * planned else "note"
+    much = max(_MUCH_SLOWER, case.plan.p90_ratio)
+    severity: Severity = "warning" if measured > much * planned else "note"
     why = Reason("diagnosis.slower-than-plan", evidence)
     yield Finding(why, severity, "high", tuple(cause for _, cause in ranked))
 

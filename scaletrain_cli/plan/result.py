@@ -385,6 +385,12 @@ class RunPlan:
     ranges: Ranges | None = None
     schema: str = SCHEMA
 
+    @property
+    def p90_ratio(self) -> float:
+        """Return the 90th percentile of the seconds per step as a multiple of the planned ones; 1 if not calibrated."""
+        step = None if self.ranges is None else self.ranges.step_seconds
+        return 1.0 if step is None else step.p90 / self.time.step
+
     def to_json(self) -> dict[str, Any]:
         """Return the stable JSON object, ``schema`` first. Each text has its reason code and parameters beside it."""
         data = {key: value for key, value in dataclasses.asdict(self).items() if key not in _REASONED}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
+import planner_accuracy
 import pytest
-from planner_truth.ranges import Observation, best_spread, left_out, side
+from planner_truth.ranges import COMMAND, Observation, best_spread, left_out, side
 
 from scaletrain_cli.plan.ranges import Quantiles
 
@@ -52,3 +54,20 @@ def test_the_planned_value_is_always_inside() -> None:
     slower = Quantiles(1.2, 1.3, 1.5)
     planned, faster, slow = (Observation("a", "b", "c", "d", ratio, ratio, None) for ratio in (1.0, 0.9, 1.6))
     assert [side(slower, each) for each in (planned, faster, slow)] == [0, -1, 1]
+
+
+def test_every_page_gets_the_tables_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = tmp_path / "one.md", tmp_path / "two.md"
+    for page in pages:
+        markers = "".join(
+            f"<!-- {name}: {COMMAND} -->\nold\n<!-- end of {name} -->\n" for name in ("accuracy", "ranges")
+        )
+        page.write_text(f"before\n{markers}after\n")
+    monkeypatch.setattr(planner_accuracy, "ERRORS", tmp_path / "errors.json")
+    monkeypatch.setattr(planner_accuracy, "DOCUMENTED", pages)
+    planner_accuracy.write({"time": {}, "memory": {}}, [])
+    first, second = (page.read_text() for page in pages)
+    assert first == second
+    assert "old" not in first
+    assert "| published runs |" in first
+    assert "| framework |" in first

@@ -17,6 +17,7 @@ from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.checks import CHECKS, diagnose
 from scaletrain_cli.diagnosis.dataset import Dataset
 from scaletrain_cli.diagnosis.history import Validation
+from scaletrain_cli.plan.result import MeasuredError, Range, Ranges
 from scaletrain_cli.reason_texts.diagnosis import TEXTS
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
@@ -372,6 +373,15 @@ def test_images_above_the_loss_of_equal_outputs_are_reported() -> None:
 )  # fmt: skip
 def test_what_only_looks_like_an_ill_is_not_reported(given: Case, code: str) -> None:
     assert code not in findings(given)
+
+
+@pytest.mark.parametrize(("p90", "severity"), [(1.2, "warning"), (2.0, "note")])
+def test_steps_slower_than_planned_are_no_warning_within_the_range_of_the_plan(p90: float, severity: str) -> None:
+    given = case(step_seconds=lambda step: 1.8 * planned()[1].time.step)
+    seconds, error = given.plan.time.step, MeasuredError(True, "deepspeed", "one node", "hopper")
+    ranges = Ranges(error, error, step_seconds=Range(0.9 * seconds, p90 * seconds))
+    found = findings(replace(given, plan=replace(given.plan, ranges=ranges)))
+    assert found["slower-than-plan"].severity == severity
 
 
 def test_a_short_wait_for_data_is_a_note_and_clipping_is_serious_with_sgd() -> None:

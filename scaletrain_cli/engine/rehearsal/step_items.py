@@ -172,7 +172,10 @@ def gradients(trials: Trials, steps: Steps) -> Item:
 
 
 def speed(trials: Trials, steps: Steps) -> Item:
-    """Compare the median step with the plan: on GPUs, slower than 1.5 times fails. For CPUs planned times are rough."""
+    """Compare the median step with the plan: on GPUs, slower than 1.5 times, and than the plan's p90, fails.
+
+    For CPUs planned times are rough.
+    """
     planned, measured = trials.case.plan.time.step, median(steps.seconds or [trials.step_seconds])
     spread = deviation(steps.seconds) if len(steps.seconds) > 2 else 0.0
     batch = trials.case.plan.layout.global_batch_size
@@ -185,7 +188,7 @@ def speed(trials: Trials, steps: Steps) -> Item:
         "samples_per_second": finite(batch / measured),
     }
     params = {"measured": measured, "planned": planned, "times": times, "spread": spread, "steps": len(steps.seconds)}
-    if times > _SLOWER and not trials.case.on_cpu:
+    if times > max(_SLOWER, trials.case.plan.p90_ratio) and not trials.case.on_cpu:
         causes = (
             Cause(Reason("rehearsal.cause-slow-step"), trials.case.change("layout")),
             Cause(Reason("rehearsal.cause-other-device"), trials.case.change("cluster.gpu")),

@@ -27,7 +27,8 @@ ENGINE = Capabilities(
 )
 
 # ZeRO-3 over nodes takes the time of 16 to 18 GB/s per node, whatever the number of GPUs: 175B and 530B on 384 to 2,240
-# A100 with 200 GB/s per node (arXiv:2104.04473, table 2). Runs of xtuner on 2 to 32 nodes with 50 GB/s agree.
+# A100 with 200 GB/s per node (arXiv:2104.04473, table 2; recalled, not read again). Runs of xtuner on 2 to 32 nodes
+# with 50 GB/s agree.
 _ZERO_3_MOST = 17e9
 # RMSNorm and rotary embedding compute in fp32, one kernel per operation; ZeRO reduces gradients in Python hooks.
 _PROFILE = FrameworkProfile(

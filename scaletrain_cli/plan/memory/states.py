@@ -268,10 +268,13 @@ def saved_weight_bytes(spec: RunSpec, layout: Layout, per_rank: Architecture, st
 
 
 def lighter_update_bytes(spec: RunSpec) -> int:
-    """Return by how many bytes per parameter an update reads and writes less than with fp32 moments and weights."""
+    """Return by how many bytes per parameter an update reads and writes less than with fp32 moments and weights.
+
+    Without fp32 master weights it reads and writes 16-bit ones.
+    """
     name, optimizer = spec.training.optimizer.name, spec.training.optimizer
     moments = moment_bytes_per_parameter(name) - moment_bytes_per_parameter(name, optimizer.state_dtype)
-    return 2 * moments + (0 if optimizer.master_weights else 2 * MASTER_BYTES)
+    return 2 * moments + (0 if optimizer.master_weights else 2 * (MASTER_BYTES - 2))
 
 
 def gathered_weight_bytes(spec: RunSpec) -> float:
@@ -281,7 +284,9 @@ def gathered_weight_bytes(spec: RunSpec) -> float:
 
 def uses_bf16_optimizer(precision: str, grad_dtype: str, zero_stage: int) -> bool:
     """Return whether DeepSpeed's BF16_Optimizer runs: in stage 1 with bf16 weights and fp32 gradients."""
-    return zero_stage == 1 and precision in ("bf16", "fp8") and gradient_bytes(precision, grad_dtype) == _FP32_BYTES
+    return (
+        zero_stage == 1 and precision in ("bf16", "fp8", "fp4") and gradient_bytes(precision, grad_dtype) == _FP32_BYTES
+    )
 
 
 def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int:

@@ -88,6 +88,7 @@ class Bounds:
 
         It times the largest micro-batch on the real number of ranks, with one and with two micro-batches per step,
         which separates the seconds per step (optimizer, exposed gradient reduction) from the seconds per micro-batch.
+        As many micro-batches of the smallest size take no longer, which counts with ZeRO-3: each gathers all weights.
         """
         widest = micro_batches[-1]
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, widest, offload)
@@ -97,7 +98,13 @@ class Bounds:
         first = max(0.0, one.step - once) / widest - further
         sequences = self.spec.training.global_batch_size / axes.data
         closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
-        return [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
+        found = [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
+        if len(micro_batches) == 1 or zero_stage < 3:
+            return found
+        small = replace(layout, micro_batch_size=micro_batches[0])
+        one, two = self._time(small, 1), self._time(small, 2)
+        narrow = (one.step + (sequences / size - 1) * max(0.0, two.step - one.step) for size in micro_batches)
+        return [max(bound, _SLACK * each) for bound, each in zip(found, narrow, strict=True)]
 
     def peak_bytes(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> int:
         """Return a lower bound on the bytes of the fullest rank."""

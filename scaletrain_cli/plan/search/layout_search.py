@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from scaletrain_cli.plan.axes import CHECKPOINTING, OFFLOAD, Axes
@@ -223,7 +224,8 @@ def search(
     chosen = choose(run.fitting, contrastive=run.contrastive)
     for candidate in run.fitting if chosen else ():
         if chosen and candidate is not chosen:
-            counts.add(_counted(reason(candidate, chosen, contrastive=run.contrastive)), describe(candidate.layout))
+            why = _counted(reason(candidate, chosen, contrastive=run.contrastive))
+            counts.add(why, partial(describe, candidate.layout))
     rejected = counts.rejections()
     return Found(tuple(run.fitting), tuple(run.too_large), run.considered, rejected, chosen, run.too_slow)
 
@@ -249,8 +251,7 @@ class _Search:
         self.contrastive = accumulation_changes_loss(spec)
         self.fitting: list[Candidate] = []
         self.too_large: list[Sized] = []
-        self.considered = 0
-        self.timed = 0
+        self.considered = self.timed = 0
         self._queue: list[tuple[float, int, _Bounded | _Point]] = []
         self._pushed = 0
         self._ruled_out = 0  # layouts among ``considered`` that are known not to fit
@@ -348,7 +349,7 @@ class _Search:
 
     def _rule_out(self, point: _Point) -> None:
         self._ruled_out += 1
-        self.counts.add(Reason("plan.does-not-fit"), describe(self._layout(point)))
+        self.counts.add(Reason("plan.does-not-fit"), lambda: describe(self._layout(point)))
 
     def _is_marked(self, point: _Point) -> bool:
         """Return whether a layout of the same group that needs no more memory is known not to fit."""

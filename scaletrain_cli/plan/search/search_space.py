@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.axes import AXES, Axes, resolve_axes
@@ -29,11 +30,12 @@ class RejectionCounts:
     def __init__(self) -> None:
         self._found: dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[int, str]] = {}
 
-    def add(self, reason: Reason, example: str, count: int = 1) -> None:
-        """Add ``count`` layouts, or degrees, to a reason; it keeps its first example."""
+    def add(self, reason: Reason, example: str | Callable[[], str], count: int = 1) -> None:
+        """Add ``count`` layouts, or degrees, to a reason; it keeps its first example, which may be a function."""
         if count:
             key = reason.code, tuple(reason.params.items())
-            earlier, first = self._found.get(key, (0, example))
+            known = self._found.get(key)
+            earlier, first = known or (0, example if isinstance(example, str) else example())
             self._found[key] = earlier + count, first
 
     def rejections(self) -> tuple[Rejection, ...]:
@@ -68,18 +70,15 @@ class Group(NamedTuple):
 
 def axes_to_try(spec: RunSpec, counts: RejectionCounts | None = None) -> list[Axes]:
     """Return all combinations of degrees that break no rule, simplest first; count the others in ``counts``."""
-    spec, batch = opened(spec), spec.training.global_batch_size
-    counted, counts = counts is not None, counts or RejectionCounts()
+    spec, counted, counts = opened(spec), counts is not None, counts or RejectionCounts()
     degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
     found = []
-    for axes in _combinations(spec, degrees, counts):
-        if not counted and batch % axes.data:
-            continue  # the most frequent reason, which is the cheapest to find
+    for axes in _combinations(spec, degrees, counts, every=counted):
         rule = next(broken_rules(spec, axes), None)
         if rule is None:
             found.append(axes)
-        else:
-            counts.add(rule.rejection, _spelled(axes))
+        elif counted:
+            counts.add(rule.rejection, partial(_spelled, axes))
     found = _runnable(spec, found, counts) if searches_engine(spec) else found
     _count_zero_stages(spec, found, counts)
     return found
@@ -92,7 +91,7 @@ def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> l
     found = [axes for axes, rule in broken.items() if rule is None]
     for axes, rule in broken.items() if found else ():
         if rule is not None:
-            counts.add(rule.rejection, _spelled(axes))
+            counts.add(rule.rejection, partial(_spelled, axes))
     return found or all_axes
 
 
@@ -162,9 +161,16 @@ def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[in
     return kept[:_MOST_DEGREES]
 
 
-def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: RejectionCounts) -> Iterator[Axes]:
-    """Yield the combinations whose product is the number of ranks; virtual stages only if they divide the layers."""
+def _combinations(
+    spec: RunSpec, degrees: dict[str, list[int]], counts: RejectionCounts, *, every: bool
+) -> Iterator[Axes]:
+    """Yield the combinations whose product is the number of ranks; virtual stages only if they divide the layers.
+
+    ``every``: also those that break the most frequent rules, which are faster to check here: the batch divides over
+    data-parallel ranks, and the model over tensor, sequence and context ranks.
+    """
     world, pinned_data = spec.world_size, spec.layout.data_parallel
+    workload, batch = workload_of(spec.model), spec.training.global_batch_size
     layers = workload_of(spec.model).layers(spec)
     chunks = {pipeline: [1] for pipeline in degrees["pipeline_parallel"]}
     for pipeline in chunks:
@@ -181,9 +187,16 @@ def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: Rejectio
     for tensor in degrees["tensor_parallel"]:
         for sequence in _dividing(degrees["sequence_parallel"], world, tensor):
             for context in _dividing(degrees["context_parallel"], world, tensor * sequence):
+                alone = Axes(world // (tensor * sequence * context), tensor, 1, 1, sequence, context, 1)
+                if not every and any(workload.rules(spec, alone)):
+                    found = True
+                    continue
                 for pipeline in _dividing(degrees["pipeline_parallel"], world, tensor * sequence * context):
                     data = world // (tensor * sequence * context * pipeline)
                     if pinned_data not in ("auto", data):
+                        continue
+                    if not every and batch % data:
+                        found = True
                         continue
                     for virtual in chunks[pipeline]:
                         for expert in degrees["expert_parallel"]:

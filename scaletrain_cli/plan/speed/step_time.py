@@ -171,7 +171,7 @@ def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: in
     framework, trained = framework_of(spec), trained_stages(spec)[0]
     link = cluster_link(spec.cluster, device)
     per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-    blocks = framework.blocks_by_stage(spec.transformer, layout.pipeline_parallel)
+    blocks = framework.pipeline_split(spec, layout.pipeline_parallel)
     stage = time_stages(per_rank, blocks)[position]
     sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
     profile = framework.profile_on(device)

@@ -18,9 +18,11 @@ from scaletrain_cli.plan.memory.states import (
     MasterWeights,
     checkpoint_bytes_per_parameter,
     communication_buffer_bytes,
+    lighter_update_bytes,
     model_state_bytes,
     optimizer_state_bytes_per_parameter,
     step_temporary_bytes,
+    uses_bf16_optimizer,
 )
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.search.engine_support import submittable
@@ -159,6 +161,21 @@ def test_moments_of_fewer_bits_and_no_master_weights_take_the_bytes_of_their_dty
     assert [held(dtype, usual) for dtype in ("fp32", "bf16", "fp8")] == [12, 8, 6]
     assert [held("bf16", master) for master in (MasterWeights.OF_16_BITS, MasterWeights.NONE)] == [6, 4]
     assert checkpoint_bytes_per_parameter("bf16", 3, "adamw", MasterWeights.NONE, "bf16") == 2 + 4
+
+
+def test_an_update_without_fp32_master_weights_reads_and_writes_16_bit_ones() -> None:
+    def saved(**optimizer: object) -> int:
+        return lighter_update_bytes(spec_of("llama-7b", training__optimizer=optimizer))
+
+    assert saved() == 0
+    assert saved(master_weights=False) == 2 * 4 - 2 * 2
+    assert saved(state_dtype="bf16") == 2 * 8 - 2 * 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp4"])
+def test_bf16_optimizer_runs_in_stage_1_with_fp32_gradients(precision: str) -> None:
+    assert uses_bf16_optimizer(precision, "fp32", 1)
+    assert not any(uses_bf16_optimizer(precision, *other) for other in (("bf16", 1), ("fp32", 2)))
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "megatron"])

@@ -98,6 +98,12 @@ def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(n
         assert held <= candidate.memory.peak, describe(candidate.layout)
 
 
+@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+def test_degrees_are_the_same_whether_the_others_are_counted_or_not(name: str) -> None:
+    spec = everything(name)
+    assert axes_to_try(spec) == axes_to_try(spec, RejectionCounts())
+
+
 def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
     for name in ("7b on 8", "experts"):
         plan = make_plan(everything(name))

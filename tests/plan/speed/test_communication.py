@@ -13,6 +13,7 @@ from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS, framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.communication import CONTENTION, data_traffic, exposed, sent_bytes
+from scaletrain_cli.plan.speed.step_time import stage_bytes
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
@@ -44,6 +45,13 @@ def test_tensor_parallelism_sends_four_all_reduces_per_block_and_five_if_it_is_r
     assert sent_bytes(spec, layout, WHOLE, 0).tensor == 4 * 32 * 64 * 2 * payload * 7 // 8 + ends
     spec, layout = run(checkpointing="full", layout__tensor_parallel=8)
     assert sent_bytes(spec, layout, WHOLE, 0).tensor == 5 * 32 * 64 * 2 * payload * 7 // 8 + ends
+
+
+def test_the_bytes_of_a_stage_follow_the_split_of_the_spec() -> None:
+    degrees = {"layout__tensor_parallel": 2, "layout__pipeline_parallel": 4}
+    spec, layout = run(layout__pipeline_split=[5, 9, 9, 9], **degrees)
+    first, second = (stage_bytes(spec, layout, find_accelerator(spec.cluster), at).tensor for at in (0, 1))
+    assert first * (4 * 9) == second * (4 * 5 + 1)  # all-reduces of the blocks, and one of the embedding
 
 
 def test_a_pipeline_sends_one_activation_each_way() -> None:
