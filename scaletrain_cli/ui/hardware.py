@@ -56,7 +56,7 @@ def gpu_text(hardware: Hardware) -> str:
 
 
 def step_parts_text(hardware: Hardware) -> str:
-    """Return ``0.42 s: forward 120 ms, backward 260 ms, communication 40 ms``, means of the same latest steps.
+    """Return ``420 ms: forward 120 ms, backward 260 ms, communication 40 ms``, means of the same latest steps.
 
     Empty if no rank measures its parts.
     """

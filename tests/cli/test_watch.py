@@ -240,6 +240,18 @@ def test_text_of_users_and_machines_cannot_control_the_terminal(trained: RunDir)
     assert "\x1b" not in out
 
 
+def test_the_parts_of_a_step_stand_beside_the_mean_time_of_the_same_steps(trained: RunDir) -> None:
+    """The median of 200 steps of ``metrics.jsonl`` is 0.5 s, which these parts do not come to."""
+    writer = SeriesWriter(node_file(trained, 1, "node-0001-m"))
+    for number, whole in enumerate((0.7, 0.9)):
+        parts = {"step_seconds": whole, "forward_seconds": whole - 0.5, "backward_seconds": 0.5}
+        writer.add("rank 0", 1e9 + number, 299 + number, parts)
+    writer.close()
+    assert "measured 800 ms: forward 300 ms, backward 500 ms" in " ".join(
+        page(shown_of(trained), "overview", 100, 45).split()
+    )
+
+
 def test_once_prints_the_overview_or_one_answer(trained: RunDir) -> None:
     ended = scaletrain("watch", "r1", "--once")
     assert (ended.code, ended.err) == (0, "")

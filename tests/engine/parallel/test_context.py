@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from scaletrain_cli.engine.model.attention import AttentionSettings, CausalAttention, TokenContext
 from scaletrain_cli.engine.parallel import context as ring
@@ -181,3 +182,25 @@ def test_a_rank_sends_the_planned_bytes(number: int, of_ranks: Any) -> None:
     )
     planned = ring_bytes(spec, build_layout(spec, resolve_axes(spec), 1, "none", 2))
     assert {tuple(sent[number][1]) for sent in of_ranks} == {planned}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(SDPBackend.FLASH_ATTENTION, torch.bfloat16), (SDPBackend.EFFICIENT_ATTENTION, torch.float32)],
+    ids=["flash", "memory-efficient"],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(96, 96), (96, 48), (48, 96)])
+def test_the_kernels_for_cuda_take_and_return_these_shapes(
+    kernel: SDPBackend, dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own shapes of its kernels: tensors without values, since there is no GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    query, gradient = (torch.empty(2, 96, 4, 16, dtype=dtype, device="meta").transpose(1, 2) for _ in range(2))
+    block = torch.empty(2, 2, 2, 96, 16, dtype=dtype, device="meta")[:, :, :, :columns]
+    mine, attention = query[:, :, 96 - rows :], ring._Kernel(kernel, 0.25)
+    mixed, sums = attention.forward(mine, *block, causal=rows == columns)
+    assert (mixed.shape, mixed.dtype) == (mine.shape, dtype)
+    assert (sums.shape, sums.dtype) == (mine.shape[:3], torch.float32)
+    whole = torch.empty(2, 4, 96, dtype=torch.float32, device="meta")[:, :, 96 - rows :]
+    found = attention.backward(gradient[:, :, 96 - rows :], mine, mixed, whole, *block, causal=rows == columns)
+    assert [each.shape for each in found] == [mine.shape, *(part.shape for part in block)]
