@@ -77,14 +77,17 @@ class Login:
         return now
 
     def wait_for_steps(self, run_id: str, attempt: int, more: int = 3) -> dict[str, Any]:
-        """Wait until the attempt has done `more` steps."""
+        """Wait until the attempt itself has trained `more` steps; return the status after that."""
 
         def trains(now: dict[str, Any]) -> bool:
             resumed = events(now["run_dir"], "resumed")
+            if not now["attempt"] == attempt == len(resumed) + 1:
+                return False
             start = resumed[-1]["step"] if resumed else 0
-            return bool(now["attempt"] == attempt == len(resumed) + 1 and now["step"] >= start + more)
+            return any(line["step"] >= start + more for line in metrics(now["run_dir"]) if line["attempt"] == attempt)
 
-        return self.wait(run_id, trains)
+        self.wait(run_id, trains)
+        return self.status(run_id)  # the one before may be older than the events
 
 
 @pytest.fixture
@@ -102,9 +105,15 @@ def ends(run_dir: str) -> list[tuple[int, str]]:
     return [(event["exit_code"], event["reason"]) for event in events(run_dir, "attempt-ended")]
 
 
+def metrics(run_dir: str) -> list[dict[str, Any]]:
+    path = Path(run_dir) / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be in part
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def curves(run_dir: str) -> dict[tuple[int, str], float]:
     """Return the metrics that must not depend on interruptions, by step and name."""
-    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(run_dir)
     names = ("loss", "validation_loss", "grad_norm", "learning_rate")
     return {(line["step"], name): line[name] for line in lines for name in names if name in line}
 

@@ -38,7 +38,7 @@ def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_
     )
     run = tmp_path / "runs" / run_id
     first = run / "evaluations" / f"step-{every:08d}.json"
-    wait_until(lambda: first.exists() and json.loads(first.read_text())["state"] == "done", "it is evaluated", 240)
+    wait_until(lambda: first.exists() and json.loads(first.read_text())["state"] == "done", "it is evaluated", 480)
 
     evaluated = json.loads(first.read_text())
     assert evaluated["run_id"] == f"{run_id}-evaluation-{every:08d}"
