@@ -8,8 +8,9 @@ PYTHON ?= python3
 TORCH ?= auto
 # More for pytest, as in: make test ARGS='-k planner -x'
 ARGS ?=
-# Tests at a time, by files. Some start several ranks, and some wait for Slurm, so it need not be the number of cores.
+# Tests at a time, by files. Many wait for Slurm, so it may be more than the cores; long ones start several ranks.
 WORKERS ?= 3
+LONG_WORKERS ?= 2
 
 # Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
 UNIT := tests/launch tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
@@ -73,7 +74,7 @@ test: setup slurm-packages ## Run the tests, with a real Slurm where the machine
 	$(BIN)/python -m pytest -m 'not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
-	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m long -n $(LONG_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Some of them: make ills ARGS='momentum labels'. The page: make ills ARGS='--write docs/planted-ills.md'.
 ills: setup ## Train small runs with one ill each, and healthy ones, and print what the diagnosis finds

@@ -20,6 +20,7 @@ _FORKS = (1 / 3, 1.0, 3.0)
 _NEAR = 3.5  # a rate within this factor of the suggestion needs no trial of its own
 _TOO_LOW = 10.0
 _LEARNS, _LEARNS_SLOWLY = 0.5, 0.25  # of the fall of the best trial
+_TELLING_STEPS = 25  # in fewer a rate that learns at all is not judged: the noise of a loss is as large as its fall
 
 
 def learning_rate(trials: Trials) -> Item:
@@ -27,8 +28,9 @@ def learning_rate(trials: Trials) -> Item:
 
     A range test of real batches gives a rate (``range_test.suggest``); trials from the first weights on the same
     batches at a third, once and three times that rate, and at the spec's if that is elsewhere, decide. The rate fails
-    if it is outside and learns less than half of what the best trial learns; a lower one if it is ten times lower and
-    learns less than a quarter, and not for loaded weights, whose loss may have nowhere to go.
+    if it is outside and learns less than half of what the best trial learns, or nothing in trials of fewer than 25
+    steps; a lower one if it is ten times lower and learns less than a quarter, and not for loaded weights, whose loss
+    may have nowhere to go.
     """
     case, spec = trials.case, trials.case.spec
     steps = trials.steps_in(_RANGE_SHARE, _FEWEST_STEPS, _MOST_STEPS)
@@ -111,7 +113,7 @@ def _decided(trials: Trials, found: range_test.Suggestion, figures: dict[str, An
         fall, most = start - own, start - least
         figures["share_of_best_fall"] = finite(fall / most) if most > 0 and math.isfinite(fall) else None
         params |= {"loss": finite(own), "best_loss": least}
-        if peak > best and fall < _LEARNS * most:
+        if peak > best and fall < (_LEARNS * most if steps >= _TELLING_STEPS else 0):
             cause = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": peak}), change)
             code = Reason("rehearsal.rate-too-high" if math.isfinite(own) else "rehearsal.rate-diverges", params)
             return Item("learning-rate", "failed", code, figures, (cause,))
