@@ -112,23 +112,22 @@ def loss_scale(case: Case) -> Iterator[Finding]:
     """Yield a finding if the loss scale of fp16 collapses: an error at its minimum.
 
     Dynamic scaling skips about one step per window of growth, and at first one per halving. So a warning for over 1 %
-    of skipped steps in two windows in a row, or for a scale below 2^7 that is still falling (arXiv:1710.03740).
+    of skipped steps in two windows in a row, or for a scale below 2^7 that is still falling (arXiv:1710.03740). A
+    collapse that the guard recorded is enough after any number of steps: the run may have ended there.
     """
     settings = case.spec.training.loss_scale
     _steps, scales = case.history.known("loss_scale")
-    if case.spec.training.precision != "fp16" or len(scales) < _FEWEST:
+    collapsed = list(case.events_named("loss-scale-collapsed"))
+    if case.spec.training.precision != "fp16" or (len(scales) < _FEWEST and not collapsed):
         return
     skipped = [value == 1.0 for value in case.history.column("skipped")]
-    applied = next((at for at, skip in enumerate(skipped) if not skip), len(skipped))
+    applied = next((at for at, skip in enumerate(skipped) if not skip), 0)
     skipped, scales = skipped[applied:], scales[applied:]
-    if not scales:
-        return
     now = scales[-1]
     window = settings.window if case.history.is_whole else len(skipped) // 4
     windows = [skipped[-(number + 1) * window : len(skipped) - number * window] for number in range(_WINDOWS)]
     often = all(len(one) >= window > 0 and sum(one) > max(1, _SKIPPED_SHARE * len(one)) for one in windows)
     falls = now < _LOW_SCALE and now < scales[len(scales) // 2]
-    collapsed = list(case.events_named("loss-scale-collapsed"))
     if not (often or falls or collapsed or now <= settings.minimum):
         return
     evidence: dict[str, Any] = {"scale": now, "first": scales[0], "skipped": sum(skipped), "steps": len(skipped)}

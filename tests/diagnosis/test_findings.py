@@ -210,6 +210,15 @@ ILL: dict[str, tuple[Case, str]] = {
         ),
         "loss-scale-collapses",
     ),
+    "fp16 that ended the run early": (
+        case(
+            "training.precision=fp16",
+            steps=range(1, 50),
+            events=[{"event": "loss-scale-collapsed", "step": 23, "loss_scale": 4.0}],
+            more={"loss_scale": lambda step: max(1.0, 2.0 ** (16 - step)), "skipped": lambda step: 1.0},
+        ),
+        "loss-scale-collapses",
+    ),
     "overfitting": (case(validations=(4.2, 3.9, 4.1, 4.3, 4.6)), "overfitting"),
     "a fine-tuning that overfits": (
         fine_tuned(loss=falling(1.4, 0.2), validations=(1.3, 1.2, 1.5, 1.7, 1.9)),
@@ -413,6 +422,12 @@ def test_growth_on_a_cpu_is_reported_only_if_memory_becomes_full_and_with_low_co
 
 
 ENDED = {"event": "attempt-ended", "reason": "nan", "params": {"failure": {"params": {"step": 700}}}}
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.5, "note"), (0.8, "warning")])
+def test_half_of_a_step_in_collectives_is_no_warning_on_a_cpu(share: float, severity: str) -> None:
+    ranks = [{**RANK, "step_seconds": 0.1, "communication_seconds": 0.1 * share}] * 2
+    assert findings(observed(case("cluster.gpu=cpu"), ranks=ranks))["communication-bound"].severity == severity
 
 
 def test_the_number_of_workers_is_that_of_the_event_if_the_spec_leaves_it_open() -> None:
