@@ -21,7 +21,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.adapters import check_adapter
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-    from scaletrain_cli.plan.parameters import check_what_trains
+    from scaletrain_cli.plan.trained_parameters import check_what_trains
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.loading import STDIN
     from scaletrain_cli.spec.problems import placed

@@ -55,8 +55,8 @@ from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.engine.validation import Validation
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
 from scaletrain_cli.own_processes import usable_cores
-from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
 from scaletrain_cli.rundir.evaluations import MOST_WAITING

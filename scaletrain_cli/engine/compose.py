@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletrain_cli.engine.checkpoint.snapshot import ShardedState
+from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.deepspeed_engine import (
     ModelParallelUnit,
     deepspeed_config,
@@ -73,8 +73,9 @@ from scaletrain_cli.engine.parallel.pipeline import (
 from scaletrain_cli.engine.parallel.sequence import place_dropout, shard_attention_over_sequence
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.plan.adapters import quantized_weights, trains_in_fp32
-from scaletrain_cli.plan.parameters import Stage, base_names, modules_with_adapter
+from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.trained_parameters import Stage, base_names
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.training import LayoutSpec

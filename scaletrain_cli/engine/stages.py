@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.checkpoint.snapshot import random_state, restore_random_state
+from scaletrain_cli.engine.checkpoint.random_state import random_state, restore_random_state
 from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.model.materialization import WeightsOfModel
 from scaletrain_cli.engine.optim.optimizers import set_rates
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.step import Stepper
-from scaletrain_cli.plan.parameters import Stage, stage_at, trains_everything
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.trained_parameters import Stage, stage_at, trains_everything
 from scaletrain_cli.spec import RunSpec
 
 

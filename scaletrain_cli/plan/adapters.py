@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.parameters import base_shapes, has_adapter, modules_with_adapter, trains_only_adapters
+from scaletrain_cli.plan.parameters import base_shapes, has_adapter, modules_with_adapter
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.trained_parameters import trains_only_adapters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, unmatched_targets

@@ -15,7 +15,6 @@ from scaletrain_cli.plan.axes import Rule, resolve_axes
 from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.parameters import check_what_trains, names_what_trains
 from scaletrain_cli.plan.ranges import plan_ranges
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
@@ -26,6 +25,7 @@ from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternati
 from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
 from scaletrain_cli.plan.speed.reference_pass import with_reference_pass
+from scaletrain_cli.plan.trained_parameters import check_what_trains, names_what_trains
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import LlavaSpec, RunSpec

@@ -1,7 +1,8 @@
-"""What each training stage trains, block by block, in the form in which memory and time are counted.
+"""The blocks that each training stage trains, in the form in which memory and time are counted.
 
-parameters.py decides by name. Here equal blocks are joined to runs, so that a layout is sized without a look at every
-parameter. A model of which everything trains, with one learning rate, has no names: its one stage has no runs.
+trained_parameters.py decides by name. Here equal blocks are joined to runs, so that the size of a layout is computed
+without each parameter. A model of which everything trains, with one learning rate, has no names: its one stage has no
+runs.
 """
 
 from __future__ import annotations
@@ -13,15 +14,10 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
 from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
-from scaletrain_cli.plan.parameters import (
-    Parameter,
-    model_parameters,
-    trained_ever,
-    training_stages,
-    trains_everything,
-)
-from scaletrain_cli.plan.parameters import Stage as NamedStage
+from scaletrain_cli.plan.parameters import Parameter, model_parameters
 from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.plan.trained_parameters import Stage as NamedStage
+from scaletrain_cli.plan.trained_parameters import trained_ever, training_stages, trains_everything
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Number of the optimizer's parameter group; None: frozen.
@@ -159,7 +155,7 @@ def stage_of_step(spec: RunSpec, step: int) -> TrainedStage:
 
 
 class _Stages:
-    """Stages of parameters.py, hashable by identity, because they are made once per run spec."""
+    """Stages of trained_parameters.py, hashable by identity, because they are made once per run spec."""
 
     def __init__(self, stages: tuple[NamedStage, ...]) -> None:
         self.stages = stages

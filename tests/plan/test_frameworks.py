@@ -16,7 +16,13 @@ from tests.plan.specs import spec_of
 
 SOURCE = Path(scaletrain_cli.__file__).parent
 # The registry of workloads tells the kinds of network apart, and vision/ its families.
-_MAY_ASK_FOR_THE_FAMILY = ("plan/workloads/", "plan/vision/", "plan/parameters.py", "plan/adapters.py")
+_MAY_ASK_FOR_THE_FAMILY = (
+    "plan/workloads/",
+    "plan/vision/",
+    "plan/parameters.py",
+    "plan/trained_parameters.py",
+    "plan/adapters.py",
+)
 
 
 def compared_names(tree: ast.AST) -> Iterator[str]:

@@ -21,7 +21,8 @@ from scaletrain_cli.engine.model.peft_files import (
     peft_tensors,
 )
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter, trained_ever
+from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter
+from scaletrain_cli.plan.trained_parameters import trained_ever
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import create_file, expand_home
 from scaletrain_cli.spec import ModelSpec, RunSpec

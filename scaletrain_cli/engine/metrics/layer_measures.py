@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scaletrain_cli.engine.checkpoint.snapshot import FlatShard, ShardedState
+from scaletrain_cli.engine.checkpoint.flat_shards import FlatShard, ShardedState
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.metrics.layer_names import layers_of_model, layers_of_run, units_of_block
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights

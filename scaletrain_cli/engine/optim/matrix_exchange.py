@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.checkpoint.snapshot import FlatShard
+from scaletrain_cli.engine.checkpoint.flat_shards import FlatShard
 from scaletrain_cli.engine.model.materialization import Matrix, matrices_of
 from scaletrain_cli.engine.optim.muon import Muon, newton_schulz, rate_factor
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts

@@ -21,8 +21,8 @@ from scaletrain_cli.engine.optim.muon import ORTHOGONALIZED, Muon
 from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.plan.parameters import Settings, Stage
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.trained_parameters import Settings, Stage
 from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec

@@ -9,9 +9,10 @@ from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.engine_states import stage_tensors, trained_bytes
-from scaletrain_cli.plan.parameters import model_parameters, names_what_trains, training_stages
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.stages import stages_in, zero_shards
+from scaletrain_cli.plan.trained_parameters import names_what_trains, training_stages
 from scaletrain_cli.plan.trained_stages import TrainedStage, trained_count, trained_stages
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason

@@ -41,7 +41,6 @@ from scaletrain_cli.plan.memory.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.muon import muon_temporary_bytes
-from scaletrain_cli.plan.parameters import has_muon
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import (
     MOST_BLOCKS,
@@ -54,6 +53,7 @@ from scaletrain_cli.plan.stages import (
     stages_in,
     zero_shards,
 )
+from scaletrain_cli.plan.trained_parameters import has_muon
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_of_step, trained_stages
 from scaletrain_cli.spec import RunSpec
 

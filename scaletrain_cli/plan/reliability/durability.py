@@ -18,8 +18,8 @@ from scaletrain_cli.plan.memory.states import (
     outer_bytes_per_parameter,
     weight_bytes,
 )
-from scaletrain_cli.plan.parameters import has_muon
 from scaletrain_cli.plan.result import Durability, Layout, Time
+from scaletrain_cli.plan.trained_parameters import has_muon
 from scaletrain_cli.plan.trained_stages import orthogonalized_by_stage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec

@@ -13,14 +13,9 @@ from scaletrain_cli.plan.axes import AXES, Capabilities, Rule, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.parameters import (
-    has_adapter,
-    has_muon,
-    model_parameters,
-    training_stages,
-    trains_everything,
-)
+from scaletrain_cli.plan.parameters import has_adapter, model_parameters
 from scaletrain_cli.plan.result import Layout, RunPlan
+from scaletrain_cli.plan.trained_parameters import has_muon, training_stages, trains_everything
 from scaletrain_cli.plan.trained_stages import orthogonalized_by_stage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home

@@ -16,7 +16,6 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_pr
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
 from scaletrain_cli.plan.muon import muon_seconds, muon_sent_bytes
-from scaletrain_cli.plan.parameters import has_muon
 from scaletrain_cli.plan.result import LIKELY, Layout, Network, PerStepBytes, Time
 from scaletrain_cli.plan.speed.communication import (
     data_traffic,
@@ -38,6 +37,7 @@ from scaletrain_cli.plan.speed.stage_time import (
     time_stages,
 )
 from scaletrain_cli.plan.stages import Stage, zero_shards
+from scaletrain_cli.plan.trained_parameters import has_muon
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import RunSpec
 

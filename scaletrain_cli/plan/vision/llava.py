@@ -23,10 +23,11 @@ from scaletrain_cli.plan.memory.states import (
     uses_bf16_optimizer,
     weight_bytes,
 )
-from scaletrain_cli.plan.parameters import Stage, model_parameters
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, Network, PerStepBytes, StageMemory, Time
 from scaletrain_cli.plan.speed.step_time import mean_time, trained_stage_time
 from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.plan.trained_parameters import Stage
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
 from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.memory import activation_bytes

@@ -22,9 +22,9 @@ from scaletrain_cli.plan.memory.states import (
     uses_bf16_optimizer,
     weight_bytes,
 )
-from scaletrain_cli.plan.parameters import Stage
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
+from scaletrain_cli.plan.trained_parameters import Stage
 from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork

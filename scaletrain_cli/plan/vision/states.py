@@ -11,15 +11,9 @@ from scaletrain_cli.plan.memory.engine_states import (
     states_of_tensors,
 )
 from scaletrain_cli.plan.memory.states import MASTER_BYTES, ModelStates
-from scaletrain_cli.plan.parameters import (
-    Parameter,
-    Stage,
-    decays,
-    model_parameters,
-    training_stages,
-    trains_everything,
-)
+from scaletrain_cli.plan.parameters import Parameter, model_parameters
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.trained_parameters import Stage, decays, training_stages, trains_everything
 from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.plan.vision.trained import SameStage, trained_count
 from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec

@@ -16,11 +16,11 @@ from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
-from scaletrain_cli.plan.parameters import Stage
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.speed.step_time import mean_time
 from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.plan.trained_parameters import Stage
 from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, loss_seconds, views

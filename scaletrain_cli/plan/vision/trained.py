@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from scaletrain_cli.plan.parameters import Stage, model_parameters, stage_at, training_stages, trains_everything
+from scaletrain_cli.plan.parameters import model_parameters
+from scaletrain_cli.plan.trained_parameters import Stage, stage_at, training_stages, trains_everything
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_parameters
 from scaletrain_cli.spec import LlavaSpec, RunSpec

@@ -11,8 +11,9 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.parameters import Stage, model_parameters
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time
+from scaletrain_cli.plan.trained_parameters import Stage
 from scaletrain_cli.plan.vision import advice
 from scaletrain_cli.plan.vision.llava import (
     language_spec,

@@ -11,8 +11,9 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.parameters import Stage, base_names, model_parameters
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time, TrainingStage
+from scaletrain_cli.plan.trained_parameters import Stage, base_names
 from scaletrain_cli.plan.vision import advice
 from scaletrain_cli.plan.vision.image_feed import is_fed
 from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive

@@ -129,7 +129,7 @@ def layers_in_layout(path: Path) -> None:
 
 def weaken(trainer: Any) -> None:
     """Set the same rows to 0 as in the reference, in the weights that the optimizer updates, too."""
-    from scaletrain_cli.engine.checkpoint.snapshot import ShardedState
+    from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
     from scaletrain_cli.engine.optim.deepspeed_optimizer import use_master_weights
 
     composed = trainer.composed

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.checkpoint.shard_file import ShardHeader, Slice, StateReader, shard_name, write_shard
-from scaletrain_cli.engine.checkpoint.snapshot import ShardedState, Snapshot, restore_state
+from scaletrain_cli.engine.checkpoint.snapshot import Snapshot, restore_state
 from scaletrain_cli.engine.deepspeed_engine import offload_config, precision_config, prepare_deepspeed
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.deepspeed_engine import offload_config, precision_config, prepare_deepspeed
 from scaletrain_cli.engine.model.vision.clip import Clip
 from scaletrain_cli.engine.optim.optimizers import LIMITS, keep_within_limits, parameter_groups
-from scaletrain_cli.plan.parameters import Phase, Settings, Stage
+from scaletrain_cli.plan.trained_parameters import Phase, Settings, Stage
 from scaletrain_cli.spec.training import OptimizerSpec
 from scaletrain_cli.spec.vision_model import ClipSpec
 from tests.engine.optim.small_engine import layout_of, run_spec

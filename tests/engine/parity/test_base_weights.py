@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export
 from scaletrain_cli.engine.checkpoint.shard_file import ShardFile
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.parameters import base_names
+from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record

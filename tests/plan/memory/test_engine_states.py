@@ -13,10 +13,10 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.muon import orthogonalized_elements
-from scaletrain_cli.plan.parameters import stage_at, trains_everything
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import engine_stages
+from scaletrain_cli.plan.trained_parameters import stage_at, trains_everything
 from scaletrain_cli.plan.trained_stages import stage_of_step
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.parameters import decays, model_parameters, stored_shapes
+from scaletrain_cli.plan.parameters import model_parameters, stored_shapes
+from scaletrain_cli.plan.trained_parameters import decays
 from scaletrain_cli.plan.vision.networks import network
 from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.spec import vision_presets

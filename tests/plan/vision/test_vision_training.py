@@ -9,10 +9,10 @@ import pytest
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.advice.explain import explain
 from scaletrain_cli.plan.axes import resolve_axes
-from scaletrain_cli.plan.parameters import stage_at
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
+from scaletrain_cli.plan.trained_parameters import stage_at
 from scaletrain_cli.plan.vision.image_feed import allowed_workers, core_seconds, image_feed, reader_bytes
 from scaletrain_cli.plan.vision.trained import stage_of_step, trained_network
 from scaletrain_cli.plan.workloads.registry import workload_of
