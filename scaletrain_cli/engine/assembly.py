@@ -277,7 +277,8 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
     if ranks.rank == 0:
         try:
             saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
-            also_kept = (saved.keep_best is not None) + (MOST_WAITING if record.spec.evaluation.tasks else 0)
+            awaited = MOST_WAITING if record.spec.evaluation.tasks else 0
+            also_kept = awaited if saved.keep_best is None else 1 + 2 * awaited  # those under evaluation, too
             check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
         except DiskSpaceError as error:
             problem = error.reason

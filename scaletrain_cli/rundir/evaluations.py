@@ -25,8 +25,7 @@ from scaletrain_cli.spec.run import CheckpointSpec
 
 SCHEMA = "scaletrain.evaluation/v1"
 _FILE = re.compile(r"step-(\d{8,})\.json")
-# Checkpoints that retention keeps because an evaluation job has not copied them yet; the latest ones.
-MOST_WAITING = 2
+MOST_WAITING = 2  # checkpoints that retention keeps for the evaluations of one state, the latest ones
 State = Literal["requested", "running", "done", "failed"]
 
 
@@ -99,15 +98,22 @@ def log_evaluation(run: RunDir, evaluation: Evaluation) -> None:
         append_line(run.metrics, {"step": evaluation.step, **evaluation.metrics, "time": round(time.time(), 3)})
 
 
-def awaited_steps(run: RunDir) -> list[int]:
-    """Return the steps whose checkpoints an evaluation job still has to read: the latest ``MOST_WAITING``."""
-    return [one.step for one in read_evaluations(run) if one.state == "requested"][-MOST_WAITING:]
+def awaited_steps(run: RunDir, state: State = "requested") -> list[int]:
+    """Return the steps whose checkpoints an evaluation job still has to read: the latest ``MOST_WAITING``.
+
+    With the ``state`` running those that it evaluates at present.
+    """
+    return [one.step for one in read_evaluations(run) if one.state == state][-MOST_WAITING:]
 
 
 def steps_to_keep(run: RunDir, retention: CheckpointSpec, folder: Path) -> set[int]:
-    """Return the steps of the checkpoints in ``folder`` that an evaluation needs, and of the best one."""
+    """Return the steps of the checkpoints in ``folder`` that an evaluation needs, and of the best one.
+
+    With ``keep_best`` also of those that are being evaluated: each may turn out to be the best.
+    """
     kept = set(awaited_steps(run))
     if retention.keep_best is not None:
+        kept |= set(awaited_steps(run, "running"))
         best = best_step(run, retention.keep_best, {checkpoint.step for checkpoint in list_checkpoints(folder)})
         kept |= set() if best is None else {best}
     return kept

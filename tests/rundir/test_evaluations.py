@@ -16,10 +16,12 @@ from scaletrain_cli.rundir.evaluations import (
     log_evaluation,
     read_evaluation,
     read_evaluations,
+    steps_to_keep,
     write_evaluation,
 )
 from scaletrain_cli.rundir.journal import Rollback, append_line, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec.run import CheckpointSpec
 
 
 @pytest.fixture
@@ -61,6 +63,14 @@ def test_the_latest_checkpoints_whose_evaluation_has_not_begun_are_awaited(run: 
         write_evaluation(run, Evaluation(step, f"e{step}", state, 0.0))
     assert awaited_steps(run) == [30, 50]
     assert [one.state for one in read_evaluations(run)] == list(states.values())
+
+
+def test_a_checkpoint_under_evaluation_is_kept_where_it_may_be_the_best(run: RunDir) -> None:
+    write_evaluation(run, Evaluation(10, "e10", "running", 0.0))
+    write_evaluation(run, Evaluation(20, "e20", "requested", 0.0))
+    folder = run.path / "checkpoints"
+    assert steps_to_keep(run, CheckpointSpec(), folder) == {20}
+    assert steps_to_keep(run, CheckpointSpec(keep_best="code/loss"), folder) == {10, 20}
 
 
 def test_metrics_of_an_evaluation_are_logged_at_its_step(run: RunDir) -> None:

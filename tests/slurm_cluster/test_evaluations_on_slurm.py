@@ -49,13 +49,12 @@ def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_
     login.wait(evaluated["run_id"], lambda now: now["state"] == "finished", "finished")
     assert losses_by_step(run)[every] == evaluated["metrics"]["code/loss"]
 
-    second = run / "evaluations" / f"step-{2 * every:08d}.json"
-    wait_until(lambda: second.exists() and json.loads(second.read_text())["state"] == "done", "so is the next", 240)
+    # Steps are faster than evaluations, and only the latest two checkpoints wait for theirs: which one is open.
+    wait_until(lambda: len(losses_by_step(run)) >= 2, "so is a later one", 240)
     login.scaletrain("cancel", run_id, "--yes")
     login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
     kept = {int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")}
-    losses = losses_by_step(run)  # perhaps of a third one, which ended meanwhile
-    assert losses.keys() >= {every, 2 * every}
+    losses = losses_by_step(run)
     assert min(losses, key=losses.__getitem__) in kept, (kept, losses)
 
 
