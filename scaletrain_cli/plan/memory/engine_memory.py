@@ -60,6 +60,7 @@ from scaletrain_cli.spec import RunSpec
 # Fragmentation, because the caching allocator rounds and splits blocks: a twentieth of what is allocated and freed in a
 # step. An assumption, not measured. States are allocated once and do not fragment.
 _FRAGMENTATION_DIVISOR = 20
+_FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,16 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
     saved = _Activations(spec, layout, device).saved(held, trained, 1)
     runs = trained.blocks_of(model, held)
     mixes = any(backward_products(model, run.training, run.experts).attention for run in runs)
-    return saved + (_saved_mask_bytes(spec, layout, device, held.start, held.blocks) if mixes else 0)
+    if not mixes:
+        return saved
+    tables = _saved_table_bytes(spec, layout, held.start, held.blocks)
+    return saved + tables + _saved_mask_bytes(spec, layout, device, held.start, held.blocks)
 
 
 def activation_phases(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> ActivationPhases:
     """Return the activations of a model without a pipeline while the run trains what ``trained`` states."""
     whole, activations = engine_stages(spec.transformer, 1)[0], _Activations(spec, layout, device)
-    saved = activations.saved(whole, trained, 1) + kept_mask_bytes(spec, layout, device)
+    saved = activations.saved(whole, trained, 1) + _shared_bytes(spec, layout, device)
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     loss = loss_bytes(spec.transformer, element, tokens, 1, layout.cross_entropy, trains_head=trained.head)
     return ActivationPhases(saved, activations.backward(whole, trained, copied=False), loss)
@@ -234,7 +238,7 @@ def _size_of_stage(
     own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
-    mask = kept_mask_bytes(spec, layout, device)
+    shared = _shared_bytes(spec, layout, device)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
@@ -297,7 +301,7 @@ def _size_of_stage(
             found = cache[alike] = fixed_bytes(stage)
         states, host, backward, buffers, second, step = found
         chunks = chunks_in_flight(layout, stage.position)
-        saved = (activations.saved(stage, trained, chunks) + chunks * mask) // layout.virtual_pipeline
+        saved = (activations.saved(stage, trained, chunks) + chunks * shared) // layout.virtual_pipeline
         kept = saved - saved // chunks  # after the backward pass of one micro-batch
         if offloaded:
             host, saved, kept = host + saved, 0, 0
@@ -311,6 +315,43 @@ def _size_of_stage(
         return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)
 
     return size
+
+
+def _shared_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+    """Return the bytes that all blocks share until the backward pass of a micro-batch has ended."""
+    return kept_mask_bytes(spec, layout, device) + kept_table_bytes(spec, layout)
+
+
+def kept_table_bytes(spec: RunSpec, layout: Layout) -> int:
+    """Return the bytes of the rotary tables of one micro-batch that exist until its backward pass has ended.
+
+    A pair of tables in fp32 of this rank's positions, shared by all blocks, and another one for layers with a window
+    if those have a base of their own (engine/model/rope.py ``tables_of_layers``). Rows with several documents have
+    tables each; other rows share them. Recomputed blocks keep all pairs, because they need them again.
+    """
+    if layout.activation_checkpointing == "none":
+        return _saved_table_bytes(spec, layout, 0, spec.transformer.num_hidden_layers)
+    return _table_bytes(spec, layout, 1 + (spec.transformer.rope_local_base_freq is not None))
+
+
+def _saved_table_bytes(spec: RunSpec, layout: Layout, start: int, blocks: int) -> int:
+    """Return the bytes of the tables that ``blocks`` blocks from block ``start`` save; recomputed ones save none."""
+    model, again = spec.transformer, recomputation(spec, layout)
+    if again.attention_only:
+        return 0
+    whole = [start + place for place in range(min(blocks, MOST_BLOCKS)) if not again.blocks(1, place)]
+    if model.rope_local_base_freq is None:
+        return _table_bytes(spec, layout, bool(whole))
+    return _table_bytes(spec, layout, len(set(map(model.slides, whole))))
+
+
+def _table_bytes(spec: RunSpec, layout: Layout, pairs: int) -> int:
+    model, tokens = spec.transformer, local_tokens(spec, layout)
+    if model.positions != "rotary":
+        return 0
+    if not has_documents(spec):
+        tokens //= layout.micro_batch_size * rows_per_sample(spec)
+    return pairs * 2 * _FP32 * model.rotary_dim * tokens
 
 
 def kept_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:

@@ -40,6 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks and windows": ("llama-7b", {"attention_sinks": True, **WINDOW}),
     "both": ("llama-7b", {**WINDOW, "attention_sinks": True, "layer_types": ["sliding_attention", "full_attention"]}),
     "capped": ("gemma-2-2b", WINDOW),
+    "two bases": (
+        "llama-7b",
+        {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "rope_local_base_freq": 50.0},
+    ),
 }
 
 
@@ -54,9 +58,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ("both", True, "selective"),
         ("capped", True, "none"),
         ("capped", False, "selective"),
+        ("two bases", False, "none"),
+        ("two bases", True, "none"),
+        ("two bases", True, "selective"),
+        ("two bases", True, "full"),
     ],
 )
-def test_the_plan_counts_the_masks_that_attention_saves(kind: str, packed: bool, mode: str) -> None:
+def test_the_plan_counts_the_masks_and_rotary_tables_that_attention_saves(kind: str, packed: bool, mode: str) -> None:
     preset, changes = MODELS[kind]
     dims = {**SIZES, **changes, "seq_len": LENGTH, "num_hidden_layers": LAYERS, "max_position_embeddings": LENGTH}
     spec = spec_of(
@@ -73,11 +81,13 @@ def test_the_plan_counts_the_masks_that_attention_saves(kind: str, packed: bool,
     model = build_model(spec.transformer, seed=0).to(torch.bfloat16)
     wrap_blocks(model, LayoutSpec(), mode, compiled=False)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    documents = (torch.arange(LENGTH) // 100).expand(BATCH, LENGTH) if packed else None
+    places = torch.arange(LENGTH)
+    documents = (places // 100).expand(BATCH, LENGTH) if packed else None
+    positions = (places % 100).repeat(BATCH, 1) if packed else places
     with watching_activations(model) as saved:
-        model(tokens, tokens, TokenContext(torch.arange(LENGTH), torch.arange(BATCH), documents)).backward()
+        model(tokens, tokens, TokenContext(positions, torch.arange(BATCH), documents)).backward()
     planned = kept_activation_bytes(spec, make_plan(spec).layout, find_accelerator(spec.cluster), 0)
-    assert saved.bytes == pytest.approx(planned, abs=0.4 * 2 * LENGTH**2)  # less than half of a mask
+    assert saved.bytes == pytest.approx(planned, abs=256)  # bounds of documents, and sinks, are not planned
 
 
 class LiveBytes(TorchDispatchMode):

@@ -147,8 +147,7 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held, tuple[int, int]]:
     planned = engine_states(spec, layout, stage, mesh.replicas.rank, stage_of_step(spec, Row(*row).step))
     composed.engine.destroy()
     activations = kept_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage.position, Row(*row).step)
-    tables = 2 * 4 * length * spec.transformer.rotary_dim if saved.bytes else 0  # rotary, the same for all blocks
-    return (counted, watched.bytes.host), planned, (saved.bytes - tables, activations)
+    return (counted, watched.bytes.host), planned, (saved.bytes, activations)
 
 
 def held_of_each(rows: list[tuple[Any, ...]]) -> list[tuple[Held, Held, tuple[int, int]]]:
