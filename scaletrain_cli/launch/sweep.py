@@ -21,7 +21,7 @@ from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import Sweep, SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.run import CodeSpec
+from scaletrain_cli.spec.code import CodeSpec
 
 MOST_POINTS = 500
 _LONGEST_ID = 100

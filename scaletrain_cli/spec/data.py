@@ -33,6 +33,7 @@ from scaletrain_cli.spec.sources import (
     stage_inconsistencies,
 )
 
+NO_DATA = "none"  # data.source of a program of the user's whose spec has no data section
 _WITH_TIKTOKEN = used_when(where("data.tokenizer.kind", "tiktoken"))
 
 

@@ -291,6 +291,14 @@ VISION: dict[str, type[Section]] = {
     "clip": ClipSpec,
     "llava": LlavaSpec,
 }
+# The objectives of each family, its default first.
+OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
+    "resnet": ("classification", "regression", "contrastive"),
+    "convnext": ("classification", "regression", "contrastive"),
+    "vit": ("classification", "regression", "contrastive"),
+    "clip": ("contrastive",),
+    "llava": ("sft",),
+}
 
 
 def _inner(model: ClipSpec | LlavaSpec) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.preparation import PreparationStep
-from scaletrain_cli.spec.run import NO_DATA
 from scaletrain_cli.spec.vision_model import ClipSpec, LlavaSpec
 from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console

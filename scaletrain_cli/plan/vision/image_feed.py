@@ -10,10 +10,10 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
 from scaletrain_cli.plan.vision.networks import autocasts
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
-from scaletrain_cli.spec.run import NO_DATA
 from scaletrain_cli.spec.sources import MOST_WORKERS
 from scaletrain_cli.spec.vision_model import image_channels
 
