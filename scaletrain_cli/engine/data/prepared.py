@@ -23,7 +23,8 @@ from scaletrain_cli.engine.data.dataset import (
     open_dataset,
     open_source_dataset,
 )
-from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, build_rows, left_out, open_rows, rows_folder
+from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, left_out, open_rows, rows_folder
+from scaletrain_cli.engine.data.row_writing import build_rows
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import ScaletrainError, UsageError

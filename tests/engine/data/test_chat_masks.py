@@ -16,8 +16,8 @@ import pytest
 
 from scaletrain_cli.engine.data.chat_template import CHATML, compile_template
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles
-from scaletrain_cli.engine.data.row_dataset import RowEncoder
 from scaletrain_cli.engine.data.row_source import Row
+from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_formats import Example, Message, RowError, parse_row
