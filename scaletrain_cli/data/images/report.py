@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.images.index import SAMPLE
+from scaletrain_cli.data.images.index_units import SAMPLE
 from scaletrain_cli.data.images.reading import describe_index
 from scaletrain_cli.data.pipeline.shards import SPLITS
 from scaletrain_cli.data.report import IMAGE_REPORT

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.images import index as index_module
-from scaletrain_cli.data.images.index import SAMPLE, find_indexed
+from scaletrain_cli.data.images.index import find_indexed
+from scaletrain_cli.data.images.index_units import SAMPLE
 from scaletrain_cli.data.images.reading import describe_index, open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.errors import UsageError

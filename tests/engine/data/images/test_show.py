@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scaletrain_cli.data.images.index import bucket_of
+from scaletrain_cli.data.images.index_units import bucket_of
 from scaletrain_cli.data.images.report import image_report
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.engine.data import show, stats, step_view, upload
