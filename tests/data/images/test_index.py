@@ -107,7 +107,7 @@ def test_kills_and_processes_at_the_same_time_change_nothing(tmp_path: Path) -> 
 def test_a_killed_build_is_continued_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_shards(tmp_path / "source", 4, 3)
     expected = files_below(index(source, tmp_path / "alone", SETTINGS))
-    read = index_module._index_unit
+    read = index_module.index_unit
     done: list[int] = []
 
     def fails_at_the_third(folder: Path, settings: ImageSettings, names: object, given: tuple[int, object]) -> None:
@@ -116,7 +116,7 @@ def test_a_killed_build_is_continued_with_the_same_bytes(tmp_path: Path, monkeyp
         done.append(given[0])
         read(folder, settings, names, given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(index_module, "_index_unit", fails_at_the_third)
+    monkeypatch.setattr(index_module, "index_unit", fails_at_the_third)
     with pytest.raises(UsageError, match="killed"):
         index(source, tmp_path / "runs", SETTINGS)
     assert find_indexed(str(source), SETTINGS, tmp_path / "runs") is None
