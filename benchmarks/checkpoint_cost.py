@@ -1,4 +1,4 @@
-"""What checkpoints cost training: how long one holds up the loop, beside the bare copy, and what is left of the speed.
+"""The cost of checkpoints: seconds that one blocks the loop, beside the bare copy, and the remaining speed.
 
 One run of one rank, in which stretches with a save and stretches without take turns. Prints a table.
 """

@@ -50,7 +50,7 @@ LARGER = {
 
 
 def measured() -> Costs:
-    """Of the demo's model on this machine."""
+    """Return the costs of the demo's model on this machine."""
     with tempfile.TemporaryDirectory() as runs:
         sets = [word for setting in SHORT for word in ("--set", setting)]
         fault = {"SCALETRAIN_RUNS": runs, "SCALETRAIN_FAULT": f"sigkill rank=1 step={KILLED_AT} attempt=1"}
@@ -62,7 +62,7 @@ def measured() -> Costs:
 
 
 def costs_of(metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> Costs:
-    """From the journals of a run whose first attempt was killed."""
+    """Return the costs from the journals of a run whose first attempt was killed."""
     saves = [event for event in events if event["event"] == "checkpoint"]
     before = max(line["time"] for line in metrics if line["attempt"] == 1)
     after = min(line["time"] - line["step_seconds"] for line in metrics if line["attempt"] == 2)
@@ -132,7 +132,7 @@ class Attempt:
             self._note(now, trained, saved, step)
 
     def ledger(self) -> Ledger | None:
-        """As old as the last that the engine would have written; None for one that was killed before its first step."""
+        """Return the ledger that the engine wrote last; None for a run that was killed before its first step."""
         if self._written is None:
             return None
         updated, trained, saved, steps = self._written

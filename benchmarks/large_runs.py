@@ -1,4 +1,4 @@
-"""What a rank of an 8B or 70B run on 8 to 4,096 ranks sends and holds in a step, beside its plan. Prints a table.
+"""Compare with the plan what one rank of a large run sends and allocates in a step: 8B and 70B, 8 to 4,096 ranks.
 
 Each rank runs the engine and DeepSpeed on fake tensors in a process of its own; no GPU and no other rank is needed.
 """

@@ -51,7 +51,7 @@ _UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is as it is. ``code``: ``<table>.<words-with-hyphens>``.
+    """The reason of a state, a decision or an error. ``code``: ``<table>.<words-with-hyphens>``.
 
     ``params``: JSON values in SI units; a parameter may be a Reason itself, as the cause of a consequence.
     """

@@ -1,9 +1,9 @@
-"""How far measured runs are from their predictions: the data of a plan's ranges, and how many runs these contain.
+"""The errors of predictions for measured runs: the data of a plan's ranges, and the share of runs within these.
 
 ``error_file`` returns the content of scaletrain_cli/plan/catalogue/errors.json. A cell is a framework, a regime and an
 architecture of GPUs. Each source of runs has the same weight in a cell, except that those with fewer than five runs
-have less. ``left_out`` predicts the runs of each source from the cells of all others, which is what the range of a new
-run is worth; percentiles are widened about the median until that share of the runs is inside which their names promise.
+have less. ``left_out`` predicts the runs of each source from the cells of all others, which measures the range of a new
+run. Percentiles are widened about the median until the share of the runs within them is the nominal one, 80 %.
 """
 
 from __future__ import annotations

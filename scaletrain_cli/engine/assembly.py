@@ -159,7 +159,7 @@ def assemble(
     step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler)
 
     def goes_on() -> bool:
-        """Between micro-batches of the reference: return False on every rank after a preemption signal."""
+        """Return False on every rank after a preemption signal; called between micro-batches of the reference."""
         heartbeat.beat(resume_point.step, "evaluation")
         return step_sync.agree(resume_point.step)[0] is not StepDecision.PREEMPT
 

@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
 
 
 class BlockTraining(NamedTuple):
-    """What trains in one block.
+    """The modules and adapters that train in one block.
 
     ``reached``: a weight before the block trains, so that its input has a gradient. ``modules``: the modules whose own
     weight trains, by their names within the block; None: all.

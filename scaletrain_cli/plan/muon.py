@@ -1,4 +1,4 @@
-"""What it costs to orthogonalize the matrices of the blocks for Muon: temporary bytes, and seconds of a step.
+"""The cost of orthogonalizing the matrices of the blocks for Muon: temporary bytes, and seconds of a step.
 
 Muon (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; arXiv:2502.16982) replaces the
 momentum of a matrix by an approximation of its nearest orthogonal matrix. The ranks of a pipeline stage divide the

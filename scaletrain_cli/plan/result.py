@@ -181,7 +181,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measurements of earlier runs say about the step time: measured seconds as a multiple of the planned ones.
+    """Measured step times of earlier runs as multiples of the planned ones.
 
     ``factor``: the median of ``runs`` measurements; ``low`` and ``high``: the 10th and 90th percentile of their steps.
     ``newest``: Unix time of the newest one, on ``nodes`` nodes with the packages in ``versions``. ``same_workload``: of
@@ -208,7 +208,7 @@ class Range:
 
 @dataclass(frozen=True)
 class MeasuredError:
-    """How far measured runs were from their plans; ``p10`` and ``p90``: measured as a multiple of planned.
+    """The error of plans for measured runs. ``p10`` and ``p90``: percentiles of measured divided by planned.
 
     ``calibrated``: whether runs of this framework, regime and hardware were measured. ``basis``: ``published runs`` or
     ``own runs``, of which ``n`` count, from ``sources``. ``measured_hardware``: the architecture of these GPUs if they

@@ -1,4 +1,4 @@
-"""What ranks, GPUs, nodes and layers measured, as JSON values: their latest figures, and curves of some of them."""
+"""Measurements of ranks, GPUs, nodes and layers as JSON values: the latest figures, and curves of some of them."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def withdraw_request(run: RunDir, request_id: str) -> None:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is profiled. ``state``: ``scheduled``, ``recorded`` or ``not-reached``: the attempt ended before it.
+    """A requested profile. ``state``: ``scheduled``, ``recorded`` or ``not-reached``: the attempt ended before it.
 
     ``first_step`` is the first step of the trace; the step before it warms the profiler up. ``planned``: seconds of a
     step by cause, and in all, by the plan.

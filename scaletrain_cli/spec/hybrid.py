@@ -21,7 +21,7 @@ BlockType = Literal[
 
 
 class BlockParts(NamedTuple):
-    """What a block consists of; a whole transformer block has attention and an MLP or experts."""
+    """The sublayers of a block; a complete transformer block has attention and an MLP or experts."""
 
     attention: bool
     mamba: bool

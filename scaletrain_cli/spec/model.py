@@ -165,8 +165,7 @@ class ModelSpec(Section):
     )
     index_topk: WholeOrZero = Field(
         default=0,
-        description="above 0: a token attends to so many tokens, which an indexer chooses (DeepSeek-V3.2); latent "
-        "attention",
+        description="above 0: tokens that a token attends to, chosen by an indexer (DeepSeek-V3.2); latent attention",
     )
     index_n_heads: Annotated[WholeOrZero, _INDEXER] = Field(default=0, description="query heads of the indexer")
     index_head_dim: Annotated[WholeOrZero, _INDEXER] = Field(default=0, description="channels of an indexer's head")

@@ -48,7 +48,7 @@ def _start(value: Any) -> Any:
 
 
 class SourceFieldsSpec(Section):
-    """As data.images.fields, of one source of images."""
+    """The fields of one source of images, as data.images.fields."""
 
     image: Text = "auto"
     label: Text = "auto"

@@ -52,8 +52,8 @@ def read_telemetry(
 ) -> Telemetry:
     """Return the telemetry of an attempt, by default of the newest that has any.
 
-    ``newest``: at most so many rows of each subject, see read_series(). Of more than ``most_nodes`` nodes, so many are
-    read, evenly spaced. Files that cannot be read are left out.
+    ``newest``: maximum number of rows of each subject, see read_series(). ``most_nodes``: maximum number of nodes that
+    are read; of more nodes, evenly spaced ones. Files that cannot be read are left out.
     """
     numbers = reversed(run.attempts()) if attempt is None else (attempt,)
     for number in numbers:

@@ -191,7 +191,7 @@ class SeriesWriter:
 
 
 def _pieces(tier: int, rows: Mapping[str, Sequence[Row]]) -> Iterator[dict[str, Sequence[Row]]]:
-    """Yield the rows in pieces for one segment each: at most so many values, and consecutive rows of each subject."""
+    """Yield the rows in pieces for one segment each: _CELLS_PER_SEGMENT values at most, consecutive rows only."""
     values = sum(len(row.cells) + 3 for own in rows.values() for row in own)
     number = -(-values // _CELLS_PER_SEGMENT)
     for index in range(number):
@@ -213,7 +213,7 @@ def _runs(rows: Sequence[Row], span: int) -> Iterator[Sequence[Row]]:
 def read_series(path: Path, *, newest: int | None = None) -> dict[str, Series]:
     """Return the series in a file by subject; what is damaged is left out. Raises OSError.
 
-    ``newest``: at most so many rows of each subject, read from the end of the file. At most 128 KiB are read for it,
+    ``newest``: maximum number of rows of each subject, read from the end of the file. At most 128 KiB are read for it,
     so that a subject with few rows may have fewer, or be absent.
     """
     if newest is not None and newest < 1:

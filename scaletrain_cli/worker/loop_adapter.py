@@ -38,7 +38,7 @@ class NotFiniteError(DoNotRequeueError):
 
 
 class Request(enum.IntEnum):
-    """What the ranks do after a step; of the requests of all ranks the largest wins."""
+    """Action of the ranks after a step; the largest request of any rank applies."""
 
     CONTINUE = 0
     SAVE = 1

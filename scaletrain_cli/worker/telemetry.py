@@ -1,4 +1,4 @@
-"""What a rank measures of itself, sent to the node agent through the pipe of its heartbeat.
+"""Measurements of a rank, sent to the node agent through the pipe of its heartbeat.
 
 A line of JSON, which agents and programs that do not know it pass over:
 ``{"telemetry": 1, "step": 12, "time": 1.7e9, "count": 4, "mean": {...}, "lowest": {...}, "highest": {...}}``. The
@@ -26,7 +26,7 @@ from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, private_descript
 _FORMAT = 1
 _MOST_COLUMNS = 64
 _LONGEST_NAME = 64
-# With so many unread bytes the agent does not listen; the rest of the pipe is left to heartbeats.
+# With more unread bytes the agent is not reading; the rest of the pipe is left to heartbeats.
 _MOST_UNREAD_BYTES = 1 << 14
 
 

@@ -40,7 +40,7 @@ def stored(path: Path) -> tuple[RunSpec, RunPlan]:
 
 
 def printed(view: Callable[[Console], None], width: int, encoding: str = "utf-8") -> str:
-    """What ``view`` prints on a console of ``width`` columns, without colours."""
+    """Return the text that ``view`` prints on a console of ``width`` columns, without colors."""
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding=encoding, errors="replace")
     view(Console(file=stream, width=width, highlight=False, markup=False, emoji=False))

@@ -147,7 +147,7 @@ def test_planning_verbs_use_little_cpu_besides_planning(arguments: list[str], li
 
 
 def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: dict[str, str] | None = None) -> str:
-    """What the command shows on a terminal of its own."""
+    """Return the output of the command on a terminal of its own."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, **(env or {}), "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
     for name in ("NO_COLOR", "FORCE_COLOR", "CI"):

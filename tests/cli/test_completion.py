@@ -15,7 +15,7 @@ from tests.cli.command_line import PROJECT, scaletrain
 
 @pytest.fixture
 def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """What bash offers at the end of a command line; the last word may be empty."""
+    """Return the completions of bash at the end of a command line; the last word may be empty."""
     monkeypatch.chdir(tmp_path)
 
     def at_the_end_of(line: str) -> list[str]:

@@ -144,7 +144,7 @@ def test_status_of_a_million_steps_on_4096_ranks_costs_less_than_a_second(long_r
 
 
 def test_the_figures_for_trackers_of_4096_ranks_cost_a_part_of_a_second(long_run: RunDir) -> None:
-    """What rank 0 reads once a minute, less often if it costs more than 60 ms, and what it writes every 5 s."""
+    """Rank 0 reads these figures once a minute, less often if that takes over 60 ms, and writes them every 5 s."""
     record = read_record(long_run)
     assert least_cpu_seconds(lambda: run_figures(long_run, record), 0.3) <= 0.3
     found = run_figures(long_run, record)

@@ -39,7 +39,7 @@ MODELS = {
 
 
 def sizes(group: Group) -> list[int]:
-    """Of each tensor, in order."""
+    """Return the number of elements of each tensor, in order."""
     return [size for part, times in group.runs for _ in range(times) for size in part]
 
 

@@ -1,7 +1,7 @@
-"""What a real Slurm does to runs, fast: the launcher, the agents and the scheduler are real, the engine is a stand-in.
+"""Runs on a real Slurm, fast: the launcher, the agents and the scheduler are real, the engine is a stand-in.
 
-Lost nodes are in test_lost_nodes, what needs an accounting database is in test_life_with_quotas, and what the real
-engine makes of the same in test_a_run_on_slurm.
+Tests of lost nodes are in test_lost_nodes, tests that need an accounting database in test_life_with_quotas, and tests
+with the real engine in test_a_run_on_slurm.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ training:
 
 
 def load(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> RunSpec:
-    """The spec in ``text``, which errors call run.yaml."""
+    """Return the spec in ``text``, which errors call run.yaml."""
     return parse_spec(text, file="run.yaml", base_dir=base_dir, overrides=overrides)
 
 
 def error(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> SpecError:
-    """What loading it ends with."""
+    """Return the error of loading ``text``."""
     with pytest.raises(SpecError) as caught:
         load(text, *overrides, base_dir=base_dir)
     return caught.value

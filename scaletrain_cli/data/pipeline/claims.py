@@ -40,7 +40,7 @@ _LONG_STALE = 30  # times stale_seconds: dead without watching, whatever the clo
 
 @dataclass(frozen=True)
 class Timing:
-    """``stale_seconds``: a process is dead if its file has not changed for so long.
+    """Intervals of claims. ``stale_seconds``: a process whose file is unchanged for longer is dead.
 
     NFS clients may see times that are a minute old, and a process that computes may be late by seconds.
     """

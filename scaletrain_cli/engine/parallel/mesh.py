@@ -83,11 +83,11 @@ class Axis:
 
 
 class SequencePart(NamedTuple):
-    """Which positions of each sequence a rank has.
+    """The positions of each sequence that a rank holds.
 
-    Of ``context`` ranks each has two of twice as many chunks: from the beginning the chunk of its number, and so from
-    the end. All then have the same number of pairs of queries and keys in causal attention ("zig-zag"). ``sequence``
-    ranks (Ulysses) divide the positions of their context rank in order.
+    A sequence is split into 2 x ``context`` chunks. Context rank r holds the chunks r and 2 x ``context`` - 1 - r, so
+    that all ranks compute the same number of query-key pairs in causal attention ("zig-zag"). ``sequence`` ranks
+    (Ulysses) divide the positions of their context rank in order.
     """
 
     context: int = 1

@@ -65,7 +65,7 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Program:
-    """What a training program sets in DeepSpeed and allocates for its loss; the defaults are this project's engine."""
+    """Settings of a training program that decide its memory under DeepSpeed; the defaults are those of our engine."""
 
     bucket_elements: int | None = None  # reduce_bucket_size; None: ``zero_buffers``
     loss_entry_bytes: int | None = None  # of a whole loss per token and vocabulary entry; None: ``loss_bytes``

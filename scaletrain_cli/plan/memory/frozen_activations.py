@@ -23,7 +23,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class BlockKernels:
-    """How a rank runs a block: bytes per element, tensor and sequence ranks, kernels."""
+    """Bytes per element, tensor and sequence ranks, and kernels with which a rank runs a block."""
 
     element: int
     tensor: int = 1

@@ -1,4 +1,4 @@
-"""What a page of `watch` consists of, what the keys have chosen, and lines of a given width."""
+"""Parts of a page of `watch`, the choices made by keys, and lines of a given width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEASURING = Console(width=80, color_system=None, force_terminal=False, _environ
 
 @dataclass
 class Choices:
-    """What the keys have chosen. ``halvings``: of the part of the run that curves show, up to now.
+    """The choices made by keys. ``halvings``: of the part of the run that curves show, up to now.
 
     ``order``: of the ranks, a place in ORDERS of tables.py. ``log``: the number of the log, from 0.
     """

@@ -1,4 +1,4 @@
-"""What the node agent does for the telemetry of forked ranks: it reads their pipes and writes the file of the node."""
+"""The telemetry part of a node agent for forked ranks: read their pipes and write the file of the node."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _parsed(plant: str) -> list[tuple[str, list[float]]]:
 
 @contextlib.contextmanager
 def _slow_link(megabits: float) -> Iterator[Strike]:
-    """Put rank 1 into a network of its own, behind a link of so many Mbit/s (tc, token bucket filter)."""
+    """Put rank 1 into a network of its own, behind a link of ``megabits`` Mbit/s (tc, token bucket filter)."""
     name, ours, theirs = f"ill{os.getpid()}", f"ia{os.getpid()}", f"ib{os.getpid()}"
     subnet = f"10.77.{os.getpid() % 250}"
     limit = f"root tbf rate {megabits}mbit burst 32k latency 400ms"
@@ -106,7 +106,7 @@ def join_network() -> None:
 
 @contextlib.contextmanager
 def _cpu_limit(cores: float) -> Iterator[Strike]:
-    """Limit the ranks to so many cores by a control group, of version 1 or 2."""
+    """Limit the ranks to ``cores`` cores by a control group, of version 1 or 2."""
     parent = next(each for each in (_CPU_V1, _CPU_V2) if _has_cpu_control(each))
     folder, period = parent / f"ill{os.getpid()}", 100_000
     folder.mkdir()

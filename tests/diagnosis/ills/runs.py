@@ -36,7 +36,7 @@ _EVERY = 10  # steps between two diagnoses
 class Trial:
     """A run: a base of ``SPECS`` and overrides, a fault of ``$SCALETRAIN_FAULT``, and what ``plants`` plants.
 
-    ``attempts``: at most so many; a fault ends all but the last one.
+    ``attempts``: maximum number; a fault ends all but the last one.
     """
 
     base: str
@@ -65,9 +65,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial came to: its last step of all, the seconds of its attempts, and the findings in order.
+    """The result of a trial: its last step of all, the seconds of its attempts, and the findings in order.
 
-    ``log``: its end.
+    ``log``: the end of its log.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whether the diagnosis named what was planted, and nothing in healthy runs. No tests here."""
+"""Check that the diagnosis names the planted fault, and nothing in healthy runs. No tests here."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ DATE = "2025-03-09"
 
 @dataclass(frozen=True)
 class Family:
-    """What is special about a template. ``rewritten``: conversations whose earlier turns it writes in another way."""
+    """Properties of a template. ``rewritten``: conversations whose earlier turns it writes in another way."""
 
     end: str  # the token that ends the assistant's turn
     tokens: tuple[str, ...]  # the other special tokens

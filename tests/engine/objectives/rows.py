@@ -111,7 +111,7 @@ def order(spec: RunSpec, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Course:
-    """What a training came to on one rank, by step, and the reference that it used."""
+    """The measures of a training on one rank, by step, and the reference that it used."""
 
     losses: list[float]
     norms: list[float]

@@ -119,7 +119,7 @@ def spec_of(row: Row, dataset: Path, folder: Path) -> RunSpec:
 
 
 def targets_of(spec: RunSpec) -> dict[str, Any]:
-    """What PEFT's LoraConfig calls the targets of a spec."""
+    """Return the names of a spec's targets in PEFT's LoraConfig."""
     adapter, model = spec.transformer.adapter, spec.transformer
     assert adapter is not None
     if model.family == "gpt":

@@ -117,7 +117,7 @@ def live_tensors() -> list[Any]:
 
 
 def total_bytes(tensors: list[Any]) -> int:
-    """Of their storages, each once."""
+    """Return the bytes of their storages, each counted once."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -196,7 +196,7 @@ def megatron_error(row: tuple[Any, ...]) -> float:
 
 
 def name_of(value: Any) -> str:
-    """The source, or the row and so much of it as tells it from others."""
+    """Return the name of the source, or the first 60 characters of the row."""
     return value.__name__ if callable(value) else str(value)[:60]
 
 

@@ -104,7 +104,7 @@ def dead_nodes(seen: Observation, now: float) -> Iterator[StuckJob]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a job is in its state: the cause, and further reasons that are reported before and after it."""
+    """The cause of a job's state, and further reasons that are reported before and after it."""
 
     cause: Reason
     after: tuple[Reason, ...] = ()
