@@ -15,7 +15,7 @@ import pytest
 
 from scaletrain_cli.data.images import index as index_module
 from scaletrain_cli.data.images.index import find_indexed
-from scaletrain_cli.data.images.index_units import SAMPLE
+from scaletrain_cli.data.images.index_units import PACKED, SAMPLE
 from scaletrain_cli.data.images.reading import describe_index, open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.errors import UsageError
@@ -160,7 +160,7 @@ def test_a_source_elsewhere_has_an_index_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_sample_takes_43_bytes_beside_its_text(tmp_path: Path) -> None:
-    assert SAMPLE.itemsize == index_module.PACKED.size == 43
+    assert SAMPLE.itemsize == PACKED.size == 43
     dataset = index(write_shards(tmp_path / "a", 1, 9), tmp_path / "runs")
     assert (dataset / "train.samples.bin").stat().st_size == 9 * 43
     assert (dataset / "train.text.bin").stat().st_size == 9 * len("000000000.jpg")
