@@ -307,9 +307,20 @@ def _folder(path: Path) -> Iterator[int]:
                 parts.popleft()
                 descriptor = os.open("/", _PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             os.close(here)
-        yield descriptor
+        try:
+            yield descriptor
+        except OSError as error:
+            raise _with_whole_path(error, path) from error
     finally:
         os.close(descriptor)
+
+
+def _with_whole_path(error: OSError, folder: Path) -> OSError:
+    """Return the error of a call with ``dir_fd``, which has a name alone, with its path in ``folder``."""
+    name = error.filename
+    if error.errno is None or not isinstance(name, str) or os.path.isabs(name):
+        return error
+    return OSError(error.errno, error.strerror, str(folder / name))
 
 
 def _follow(folder: int, name: str, path: Path) -> str:

@@ -241,6 +241,25 @@ def test_a_folder_that_cannot_be_created_is_an_error() -> None:
         safe_files.make_folder(Path("/proc/none/such"))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: safe_files.make_folder(path, exist_ok=False),
+        lambda path: safe_files.create_file(path, "text"),
+        lambda path: safe_files.replace_file(path, "text"),
+        lambda path: safe_files.open_new(path, replace=False),
+    ],
+)
+def test_an_error_names_the_whole_path(root: Path, write: Callable[[Path], object]) -> None:
+    taken = root / "taken"
+    taken.mkdir()
+    (taken / "file").touch()
+    with pytest.raises(OSError) as caught:
+        write(taken)
+    assert str(taken.parent) in str(caught.value.filename)
+    assert os.path.isabs(caught.value.filename)
+
+
 def test_an_existing_file_is_never_overwritten_by_create(root: Path) -> None:
     safe_files.create_file(root / "run.json", "first")
     with pytest.raises(FileExistsError):

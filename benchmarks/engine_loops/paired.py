@@ -23,12 +23,15 @@ from engine_loops.rivals import Loop, bare_deepspeed, plain_ddp
 from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
+
+# Relative difference of the mean loss of equal batches. In fp32 other tokens differ by more; with 16-bit weights the
+# rounding differs by as much, so that the check there finds only other weights.
+_ROUNDING = {"fp32": 1e-5, "bf16": 3e-3, "fp16": 3e-3}
 
 
 class Moment(NamedTuple):
@@ -89,12 +92,14 @@ class TakingTurns(Faults):
         self.seconds.setdefault(name, []).append(self._now().since(began))
 
 
-def _check_same_data(trainer: Trainer, rivals: Mapping[str, Loop]) -> None:
-    """Check that the rivals' first loss is near the engine's, which is a mean over ranks and micro-batches."""
-    first = read_metrics(trainer.run)[0]["loss"]
+def check_same_data(first: float, precision: str, rivals: Mapping[str, Loop]) -> None:
+    """Raise RuntimeError if a rival's first loss is not ``first``, the engine's: other weights or other tokens.
+
+    Any tokens give untrained weights about the logarithm of the vocabulary, so that only rounding may differ.
+    """
     for name, loop in rivals.items():
         assert loop.first_loss is not None
-        if abs(loop.first_loss / first - 1) > 0.02:
+        if abs(loop.first_loss / first - 1) > _ROUNDING[precision]:
             raise RuntimeError(f"{name} begins with loss {loop.first_loss} and the engine with {first}")
 
 
@@ -109,7 +114,7 @@ def main() -> None:
     trainer.faults = turns
     trainer.fit()
     if ranks.rank == 0:
-        _check_same_data(trainer, rivals)
+        check_same_data(read_metrics(trainer.run)[0]["loss"], record.spec.training.precision, rivals)
         print(json.dumps(turns.seconds), flush=True)
     dist.barrier()
     os._exit(0)  # destructors of process groups wait for peers

@@ -26,20 +26,25 @@ Batches = Sequence[Sequence[tuple[Tensor, Tensor]]]  # by step and micro-batch: 
 
 @dataclass
 class Loop:
-    """A rival, which trains one step after the other. ``first_loss``: of its first micro-batch, before any update."""
+    """A rival, which trains one step after the other. ``train_step`` returns the loss of each micro-batch.
+
+    ``first_loss``: of its first batch, before any update, as the mean over the ranks.
+    """
 
     batches: Batches
-    train_step: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor]
+    train_step: Callable[[Sequence[tuple[Tensor, Tensor]]], list[Tensor]]
     first_loss: float | None = None
     _step: int = 0
 
     def train(self, steps: int) -> None:
         """Train ``steps`` steps."""
         for _ in range(steps):
-            loss = self.train_step(self.batches[self._step % len(self.batches)])  # one block more than the run has
+            losses = self.train_step(self.batches[self._step % len(self.batches)])  # one block more than the run has
             self._step += 1
             if self.first_loss is None:
-                self.first_loss = loss.item()
+                mean = torch.stack(losses).detach().float().mean()
+                dist.all_reduce(mean)
+                self.first_loss = mean.item() / dist.get_world_size()
 
 
 def bare_deepspeed(trainer: Trainer) -> Loop:
@@ -51,13 +56,13 @@ def bare_deepspeed(trainer: Trainer) -> Loop:
     model = _model(trainer)
     bare, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model, trainer.device), config=config)
 
-    def train_step(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def train_step(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         losses: list[Tensor] = []
         for batch in micro_batches:
             losses.append(bare(*batch))
             bare.backward(losses[-1])
             bare.step()
-        return losses[0].detach()
+        return losses
 
     return Loop(_batches(trainer), train_step)
 
@@ -70,7 +75,7 @@ def plain_ddp(trainer: Trainer) -> Loop:
     wrapped = model if alone else nn.parallel.DistributedDataParallel(model)
     optimizer = _optimizer(spec, model, device)
 
-    def train_step(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def train_step(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         losses: list[Tensor] = []
         for number, batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
@@ -81,7 +86,7 @@ def plain_ddp(trainer: Trainer) -> Loop:
             nn.utils.clip_grad_norm_(model.parameters(), spec.training.gradient_clipping)
         optimizer.step()
         optimizer.zero_grad()
-        return losses[0].detach()
+        return losses
 
     return Loop(_batches(trainer), train_step)
 

@@ -80,6 +80,8 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
     elif job.state == "running" and (last is None or unended) and not stuck:
         yield _running(run, status)
     over = not job.may_be_active
+    if last is not None and job.begins_no_attempt:
+        yield Finding.because("never-began", job.why, needs_action=True)
     if last is not None and (last.ended is not None or over):
         yield why_it_ended(run, record, last, job)
     elif last is None and over:

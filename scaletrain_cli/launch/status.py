@@ -354,6 +354,8 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     end = why_ended(run, record, last, job)
     if last.ended is None:
         return end
+    if job.begins_no_attempt:
+        return Reason("launch.attempt-ended-job-failed", {"end": end, "detail": job.why})
     if job.state == "unknown" and last.may_be_followed:
         return Reason("launch.attempt-ended-maybe-followed", {"end": end, "detail": job.why})
     if job.state in ("suspended", "ending"):

@@ -265,6 +265,7 @@ TEXTS: dict[str, Text] = {
     "attempt-ended-job-gone": Text(
         "{end}. But the job is gone, so the restart will not happen; `scaletrain resume` continues the run"
     ),
+    "attempt-ended-job-failed": Text("{detail}. Before that, {end}"),
     "attempt-ended-with-job": Text(
         "{end}. The job is over, so no attempt follows; `scaletrain resume` continues the run"
     ),

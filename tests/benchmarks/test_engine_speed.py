@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from engine_loops.gpu_table import MODELS, Case, catalogue_name, recipe_of
+from engine_loops.paired import check_same_data
+from engine_loops.rivals import Loop
 from engine_speed import ratios
 
 from scaletrain_cli.errors import UsageError
@@ -21,6 +23,13 @@ def test_a_steady_drift_cancels() -> None:
         theirs.append([float(next(moments)), 0.0])
         ours.append([1.1 * next(moments), 0.0])
     assert ratios(ours[:-1], theirs, 0) == pytest.approx([1.1] * 4)
+
+
+def test_a_loop_that_trains_on_other_tokens_is_no_rival() -> None:
+    """Untrained weights have nearly the same loss on any tokens: 8.37 for a vocabulary of 4,096."""
+    check_same_data(8.37, "fp32", {"DDP": Loop([], lambda _: [], first_loss=8.37003)})
+    with pytest.raises(RuntimeError, match=r"DDP begins with loss 8\.375"):
+        check_same_data(8.37, "fp32", {"DDP": Loop([], lambda _: [], first_loss=8.375)})
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.2B", 0.187), ("1B", 1.236), ("3B", 3.213), ("8B", 8.030)])

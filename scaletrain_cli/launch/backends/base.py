@@ -131,6 +131,7 @@ class Job:
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not visible here.
     ``cause`` is set for an ended job if the scheduler names one; ``unsettled``: the submission was not answered, and
     the scheduler may still accept it; ``forgotten``: it ended, and the scheduler no longer has a record of it.
+    ``begins_no_attempt``: it ended by an error of its own after the last attempt of the run; ``reason`` has the error.
     """
 
     id: str
@@ -144,6 +145,7 @@ class Job:
     forgotten: bool = False
     reason: Reason | None = None  # why it is in this state; ``detail`` contains its text
     resumable: bool = False
+    begins_no_attempt: bool = False
 
     @classmethod
     def because(cls, job_id: str, state: JobState, reason: Reason, nodes: tuple[str, ...] = (), **more: Any) -> Job:

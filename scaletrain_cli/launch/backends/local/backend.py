@@ -103,7 +103,9 @@ class LocalBackend(Backend):
             return Job.because(job_id, "running", Reason("local.supervisor-running"), nodes)
         if live_agents(run):
             return Job.because(job_id, "running", Reason("local.agent-stopping"), nodes)
-        return Job.because(job_id, "ended", _failure(run) or Reason("local.no-process"), nodes)
+        failure = _failure(run)
+        why = failure or Reason("local.no-process")
+        return Job.because(job_id, "ended", why, nodes, begins_no_attempt=failure is not None)
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         supervisor = read_supervisor(run)

@@ -22,6 +22,7 @@ from scaletrain_cli.launch.backends.local.backend import (
     write_supervisor,
 )
 from scaletrain_cli.launch.backends.local.supervisor import supervisor_lock
+from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.node.processes import identify
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
@@ -322,6 +323,13 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
         resume(made.run, scheduler=LOCAL, from_scratch=True)
     assert read_submission(made.run) == before
     assert "cannot continue" in LOCAL.job(made.run, made.record).detail
+    status = run_status(made.run, LOCAL)
+    assert status.state == "failed"
+    assert str(status.reason).startswith(f"the supervisor cannot continue: {folder}")
+    assert "Before that, attempt 1 ended with exit code 93" in str(status.reason)
+    first, *_ = explain(made.run).findings
+    assert first.code == "local.supervisor-failed"
+    assert first.needs_action
     assert [event["why"] for event in made.events("stopped")][-1].startswith("the supervisor cannot continue")
     folder.unlink()
     resume(made.run, scheduler=LOCAL, from_scratch=True)
