@@ -9,8 +9,9 @@ import pytest
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
-from scaletrain_cli.spec import ModelSpec, presets, to_hugging_face
+from scaletrain_cli.spec import ModelSpec, to_hugging_face
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from tests.plan.specs import model_of
 from tests.spec.samples import FIXTURES, load, problem, problems
 
 START = "schema: scaletrain/v1\nname: a\ndata: {source: x, tokenizer: {vocab_size: 512}}\n"
@@ -37,66 +38,6 @@ PUBLISHED = {
     "nemotron3_nano_30b": 31_577_937_344,
     "jamba": 51_570_323_328,
 }
-PRESETS = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "llama-7b": 6_738_415_616,
-    "llama-13b": 13_015_864_320,
-    "llama-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "llama-405b": 405_853_388_800,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-8b": 8_190_735_360,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_630_071_296,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "mistral-7b": 7_248_023_552,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-3b": 3_085_938_688,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-2-27b": 27_227_128_320,
-    "gemma-3-1b": 999_885_952,
-    "phi-3-mini": 3_821_079_552,
-    "phi-3-medium": 13_960_238_080,
-    "phi-4": 14_659_507_200,
-    "olmo-2-1b": 1_484_916_736,
-    "olmo-2-7b": 7_298_617_344,
-    "olmo-2-13b": 13_716_198_400,
-    "olmo-2-32b": 32_234_279_936,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v3": 671_026_404_352,
-    "qwen3-235b-a22b": 235_093_634_560,
-    # The sums of transformers' modules (test_current_models.py); of multimodal models the language model.
-    "kimi-k2": 1_026_408_209_408,
-    "deepseek-v3.2": 671_877_929_216,
-    "llama-4-scout": 107_769_861_120,
-    "llama-4-maverick": 400_711_848_960,
-    "gemma-3-4b": 3_880_263_168,
-    "gemma-3-12b": 11_766_034_176,
-    "gemma-3-27b": 27_009_346_304,
-    "nemotron-4-340b": 341_029_195_776,
-    "nemotron-h-8b": 8_100_852_736,
-    "nemotron-3-nano-30b-a3b": 31_577_937_344,
-    "jamba-v0.1": 51_570_323_328,
-}
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -106,15 +47,9 @@ def test_a_config_json_gives_the_published_model(name: str, parameters: int) -> 
     assert load(f"{START}model: {{hf_config: {name}}}\n") == spec, "its folder is as good"
 
 
-@pytest.mark.parametrize(("name", "parameters"), PRESETS.items())
-def test_a_preset_gives_the_published_model(name: str, parameters: int) -> None:
-    assert parameter_count(load(f"{START}model: {{preset: {name}}}\n").model) == parameters
-
-
-def test_every_preset_loads_and_all_but_those_without_weights_are_checked() -> None:
+def test_a_preset_in_a_spec_is_the_model_whose_parameters_are_counted() -> None:  # by test_architecture.py
     for name in presets():
-        load(f"{START}model: {{preset: {name}}}\n")
-    assert presets().keys() - PRESETS.keys() == {"gpt3-175b"}
+        assert load(f"{START}model: {{preset: {name}}}\n").model == model_of(name)
 
 
 def test_rope_theta_is_read_as_transformers_4_and_5_write_it() -> None:

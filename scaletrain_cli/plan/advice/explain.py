@@ -2,7 +2,7 @@
 
 The order is: what trains (explain_training.py), one GPU, data parallelism with ZeRO, tensor parallelism within a node,
 pipeline stages across nodes; then (explain_speed.py) each axis, recomputation, compilation, batch, bubble,
-communication, and the next best layouts.
+communication, the next best layouts, and the image loader.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from scaletrain_cli.plan.advice.explain_images import loader_questions
 from scaletrain_cli.plan.advice.explain_speed import speed_questions
 from scaletrain_cli.plan.advice.explain_training import training_questions
 from scaletrain_cli.plan.advice.explanation import Question, Row, distinct, modes, on_one_rank, row, sized
@@ -48,7 +47,6 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
             yield from _pipeline(spec, plan, base, device)
     if plan.memory.fits:
         yield from speed_questions(spec, plan, device)
-        yield from loader_questions(spec, plan)
 
 
 def _plain(layout: Layout) -> Layout:

@@ -1,4 +1,4 @@
-"""Explain the speed of a layout that fits: axes, recomputation, compilation, batch, bubble, communication, next best.
+"""Explain the speed of a layout that fits: axes, recomputation, batch, communication, next best, image loader.
 
 The second half of explain.py. It sizes variants of the chosen layout that differ in one setting.
 """
@@ -18,6 +18,7 @@ from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.loader_processes import loader_processes
 
 _AXES = {
     "tensor_parallel": "tensor",
@@ -32,7 +33,7 @@ _CHOSEN = Reason("plan.chosen")
 
 
 def speed_questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
-    """Yield the questions about the speed of a plan that fits: each compares the layout with variants of it."""
+    """Yield the questions about the speed of a plan that fits; most compare the layout with variants of it."""
     yield from _axes(spec, plan, device)
     yield from _recomputation(spec, plan, device)
     yield from _compiled(spec, plan, device)
@@ -40,6 +41,7 @@ def speed_questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterat
     yield from _bubble(plan)
     yield _communication(plan)
     yield _winner(spec, plan)
+    yield from _image_loader(spec, plan)
 
 
 def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
@@ -185,6 +187,44 @@ def _winner(spec: RunSpec, plan: RunPlan) -> Question:
     pinned = [f"{key} = {value}" for key, value in spec.layout if value != getattr(type(spec.layout)(), key)]
     follows = (Reason("plan.pinned-by-spec", {"settings": ", ".join(pinned)}),) if pinned else ()
     return Question("winner", Reason("plan.ask-winner"), tuple(rows), None, (verdict,), follows)
+
+
+def _image_loader(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
+    """Yield the question whether reading and decoding keep up with the step, for runs that read images."""
+    if spec.unit == "tokens":
+        return
+    from scaletrain_cli.plan.vision.image_feed import (  # only for images
+        allowed_workers,
+        image_feed,
+        is_fed,
+        waits_for_storage,
+    )
+
+    if not is_fed(spec):
+        return
+    time, layout = plan.time, plan.layout
+    busy = time.step - time.data_wait
+    feed = image_feed(spec, layout, busy)
+    images = layout.global_batch_size / layout.data_parallel
+    per_core = Reason("plan.images-by-core", {"core_rate": feed.core_rate})
+    per_node = Reason("plan.images-by-node", {"node_rate": feed.node_rate, "cores": feed.cores})
+    rows = (
+        Row("images of a rank, decoded by one core", seconds=images / feed.core_rate, note=per_core),
+        Row("step without waiting", seconds=busy, note=per_node),
+        Row("read by a node, of the step", round(feed.read_rate * busy)),
+        Row("waiting for data", seconds=time.data_wait, share=time.data_wait / time.step),
+    )
+    given = {"workers": loader_processes(spec), "needed": allowed_workers(spec, feed)}
+    if waits_for_storage(spec, feed):
+        verdict = Reason("plan.storage-is-too-slow", {"needed": feed.read_rate})
+    elif time.data_wait and (spec.data.loader.workers == "auto" or given["workers"] >= given["needed"]):
+        cores = {"needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
+        verdict = Reason("plan.cores-are-too-few", cores)
+    elif time.data_wait:
+        verdict = Reason("plan.workers-are-too-few", given)
+    else:
+        verdict = Reason("plan.loader-keeps-up", given)
+    yield Question("loader", Reason("plan.ask-loader"), rows, not time.data_wait, (verdict,))
 
 
 def _series(
