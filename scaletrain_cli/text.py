@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 
 def bytes_text(count: float) -> str:
@@ -159,3 +159,16 @@ def visible(text: str) -> str:
 @functools.cache
 def _obeyed() -> re.Pattern[str]:
     return re.compile(f"[{_CONTROLS}]")
+
+
+def span_text(low: float, high: float, text: Callable[[float], str]) -> str:
+    """Return ``14 s to 18 s``, rounded to the two or three figures that a range is worth."""
+    return f"{text(two_figures(low))} to {text(two_figures(high))}"
+
+
+def two_figures(value: float) -> float:
+    """Return a value rounded to two significant figures, or to three that begin with 1."""
+    if value <= 0:
+        return value
+    size = math.floor(math.log10(value))
+    return round(value, (2 if value < 2 * 10.0**size else 1) - size)

@@ -60,6 +60,15 @@ _PLAIN = r"gpt|bert|opt|bloom|falcon|pythia|neox|megatron|turing"
 # bf16_master_weights_and_grads and bf16_optimizer_states of DeepSpeed's section bf16
 _NARROW = {"state_dtype": "bf16", "master_weights": False}
 _RECOMPUTED = ("full", "selective")
+# The table of chenyaofo (gist d4cd6a20ab4b95cb3a49491747e2139a) prints the memory allocated after a step beside its
+# peak. By offload and printed (micro-batch, global batch): the micro-batch of rows whose two figures are both those of
+# another one. 2.2 GB with offloaded weights is the row above it, 3.8 GB, without 1.6 GB of weights, so it has the same
+# two logits; 21.4 GB is 17.7 GB and the logits of eight sequences more.
+_OTHER_MICRO_BATCH = {("optimizer+params", 4, 64): 2, ("", 8, 128): 16}
+# Of ZeRO-2 it has 19.4 GB with one sequence and 27.2 GB with four: 6.3 GB more than the logits of three sequences, the
+# two moments of AdamW (8 bytes x 6.74e9 / 8 ranks). The first was read before the first update.
+_BEFORE_THE_UPDATE = ("ZeRO-2", "", 1)
+_TWO_FIGURES = "chenyaofo-deepspeed"
 
 
 def build(row: Mapping[str, str]) -> Case:
@@ -70,7 +79,7 @@ def build(row: Mapping[str, str]) -> Case:
     tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1) or 1
     sequence, context = whole(row, "sp", 1), whole(row, "cp", 1)
     data = whole(row, "dp", max(1, gpus // (tensor * pipeline * sequence * context)))
-    micro = whole(row, "mbs")
+    micro = _micro_batch(row)
     name, per_node, between = _machines(row)
     precision = row["precision"] or "bf16"
     if precision not in ("bf16", "fp16", "fp32"):
@@ -107,6 +116,20 @@ def build(row: Mapping[str, str]) -> Case:
         env={"CUDA_LAUNCH_BLOCKING": "1"} if "cuda_launch_blocking=1" in notes else None,
     )
     return replace(case, program=program_of(row))
+
+
+def _micro_batch(row: Mapping[str, str]) -> int:
+    """Return the sequences of a micro-batch: as printed, unless the memory printed beside the peak is of another."""
+    printed = whole(row, "mbs")
+    if row["set"] != _TWO_FIGURES:
+        return printed
+    return _OTHER_MICRO_BATCH.get((row["cpu_offload"], printed, whole(row, "gbs_samples")), printed)
+
+
+def _has_moments(row: Mapping[str, str]) -> bool:
+    """Return whether AdamW had its moments when the memory of a row was read."""
+    kind = (row["dp_sharding"], row["cpu_offload"], whole(row, "mbs"))
+    return row["set"] != _TWO_FIGURES or kind != _BEFORE_THE_UPDATE
 
 
 def _zero_stage(row: Mapping[str, str]) -> int:
@@ -173,7 +196,7 @@ def _model(row: Mapping[str, str], tensor: int) -> dict[str, Any]:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Return step time, and memory of the kind that the source names.
+    """Return step time, and memory of the kind that the source names, unless it lacks the optimizer's states.
 
     Programs print GB of 2^30 bytes (torch.cuda.max_memory_allocated() / 1024**3), unless the note says 1e9.
     """
@@ -184,7 +207,7 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
         seconds = whole(inputs, "gbs_samples") * whole(inputs, "seq_len") / (rate * whole(inputs, "n_gpus"))
     return Measured(
         step_seconds=seconds,
-        memory_bytes=None if memory is None else memory * (1e9 if "1e9" in note else 2**30),
+        memory_bytes=None if memory is None or not _has_moments(inputs) else memory * (1e9 if "1e9" in note else 2**30),
         memory_kind=kind,
         ran=truth["oom"] != "1",
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.plan.result import Range
 from scaletrain_cli.rundir import times_and_costs
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -18,7 +19,8 @@ class RunFigures:
 
     ``eta_seconds``: until the last step, at the present rate and without interruptions; 0 after the last step.
     ``cost_so_far_usd``: of the attempts so far, at the planned price, for all GPUs of the run; ``cost_to_come_usd``: of
-    ``eta_seconds``. ``step_seconds``: the median of the last 200 measured steps, and the planned time.
+    ``eta_seconds``. ``step_seconds``: the median of the last 200 measured steps, and the planned time
+    with its range from the 10th to the 90th percentile.
     """
 
     eta_seconds: float | None
@@ -26,14 +28,21 @@ class RunFigures:
     cost_to_come_usd: float | None
     planned_step_seconds: float
     measured_step_seconds: float | None
+    planned_step_range: Range | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values with stable keys."""
+        span = self.planned_step_range
         return {
             "eta_seconds": self.eta_seconds,
             "cost_so_far_usd": self.cost_so_far_usd,
             "cost_to_come_usd": self.cost_to_come_usd,
-            "step_seconds": {"planned": self.planned_step_seconds, "measured": self.measured_step_seconds},
+            "step_seconds": {
+                "planned": self.planned_step_seconds,
+                "measured": self.measured_step_seconds,
+                "planned_p10": None if span is None else span.p10,
+                "planned_p90": None if span is None else span.p90,
+            },
         }
 
 
@@ -48,6 +57,7 @@ def run_figures(run: RunDir, record: RunRecord, case: Case, *, step: int, is_ove
         cost_to_come_usd=times_and_costs.cost_to_come(record.plan, eta),
         planned_step_seconds=planned_step_seconds(case),
         measured_step_seconds=measured,
+        planned_step_range=times_and_costs.planned_step_range(case.plan, case.history.last_step),
     )
 
 

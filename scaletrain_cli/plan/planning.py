@@ -78,7 +78,7 @@ def plan_within(
     compared: bool = False,
     bounds: Bounds | None = None,
 ) -> RunPlan | None:
-    """Return the same plan as ``plan_or_raise``; None if no layout with a step of ``most_seconds`` at most can fit.
+    """Return the same plan as ``plan_or_raise``; None if its step is known to exceed ``most_seconds``.
 
     ``bounds``: lower bounds for the layouts of this spec, which may be known from another number of nodes.
     """

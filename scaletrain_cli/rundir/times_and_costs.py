@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.result import Range, RunPlan
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.goodput import CATEGORIES, read_ledger
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
@@ -91,6 +91,15 @@ def planned_step_seconds(plan: RunPlan, step: int) -> float:
         if stage.first_step <= step <= stage.last_step:
             return stage.step_seconds
     return plan.time.step
+
+
+def planned_step_range(plan: RunPlan, step: int) -> Range | None:
+    """Return the 10th and 90th percentile of the planned seconds of a step; None if the plan has none."""
+    found = None if plan.ranges is None else plan.ranges.step_seconds
+    if found is None or plan.time.step <= 0:
+        return None
+    scale = planned_step_seconds(plan, step) / plan.time.step
+    return Range(scale * found.p10, scale * found.p90)
 
 
 def cost_to_come(plan: RunPlan, remaining: float | None) -> float | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -30,6 +29,8 @@ from scaletrain_cli.text import (
     counted,
     dollars_text,
     seconds_text,
+    span_text,
+    two_figures,
     whole_text,
 )
 from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console, stdout_console, supports_unicode
@@ -210,7 +211,7 @@ def cost_text(plan: RunPlan) -> str:
     if cost.expected_usd is None:
         return f"never finishes: interruptions arrive faster than a restart takes; {price}"
     span = plan.ranges and plan.ranges.expected_usd
-    likely = f" ({span_text(span, dollars_text)})" if span else ""
+    likely = f" ({span_text(span.p10, span.p90, dollars_text)})" if span else ""
     return f"{dollars_text(cost.expected_usd)}{likely} expected with interruptions; {price}"
 
 
@@ -246,10 +247,10 @@ def _interruptions(durability: Durability) -> str:
 def _market(market: Market, spans: Mapping[str, Range | None], name: str) -> Iterator[Text]:
     """Yield the cells of a market: dollars, their range if some market has one, time and price."""
     span = spans.get(name)
-    usd = None if market.usd is None else market.usd if span is None else _two_figures(market.usd)
+    usd = None if market.usd is None else market.usd if span is None else two_figures(market.usd)
     yield escaped_text("never finishes" if usd is None else dollars_text(usd), "bold")
     if any(spans.values()):
-        yield escaped_text("" if span is None else f"({span_text(span, dollars_text)})")
+        yield escaped_text("" if span is None else f"({span_text(span.p10, span.p90, dollars_text)})")
     yield escaped_text("" if market.wall_seconds is None else seconds_text(market.wall_seconds))
     assert market.price_per_gpu_hour is not None
     yield escaped_text(f"{dollars_text(market.price_per_gpu_hour)} per GPU and hour")
@@ -302,7 +303,9 @@ def range_lines(plan: RunPlan) -> list[Text]:
         return []
     if ranges.step_seconds is None or ranges.to_train_seconds is None:
         return [escaped_text(f"  {_not_calibrated(ranges.time)}", "dim")]
-    step, whole = (span_text(each, _about_seconds) for each in (ranges.step_seconds, ranges.to_train_seconds))
+    step, whole = (
+        span_text(each.p10, each.p90, _about_seconds) for each in (ranges.step_seconds, ranges.to_train_seconds)
+    )
     return [escaped_text(f"  p10 to p90: {step} per step, {whole} in all ({_measured_on(ranges.time)})", "dim")]
 
 
@@ -313,28 +316,15 @@ def memory_range_lines(plan: RunPlan) -> list[Text]:
         return []
     if ranges.peak_bytes is None:
         return [escaped_text(f"  {_not_calibrated(ranges.memory)}", "dim")]
-    span = span_text(ranges.peak_bytes, bytes_text)
+    span = span_text(ranges.peak_bytes.p10, ranges.peak_bytes.p90, bytes_text)
     return [escaped_text(f"  p10 to p90: {span} ({_measured_on(ranges.memory)})", "dim")]
-
-
-def span_text(span: Range, text: Callable[[float], str]) -> str:
-    """Return ``14 s to 18 s``, rounded to the two or three figures that a range is worth."""
-    return f"{text(_two_figures(span.p10))} to {text(_two_figures(span.p90))}"
-
-
-def _two_figures(value: float) -> float:
-    """Return a value rounded to two significant figures, or to three that begin with 1."""
-    if value <= 0:
-        return value
-    size = math.floor(math.log10(value))
-    return round(value, (2 if value < 2 * 10.0**size else 1) - size)
 
 
 def _about_seconds(seconds: float) -> str:
     """Return a duration in one unit: ``830 ms``, ``14 s``, ``3.2 h``, ``12 d``."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 3 * size:
-            return f"{_two_figures(seconds / size):,g} {unit}"
+            return f"{two_figures(seconds / size):,g} {unit}"
     return seconds_text(seconds)
 
 

@@ -30,6 +30,7 @@ from scaletrain_cli.text import (
     percent_text,
     ratio_text,
     seconds_text,
+    span_text,
 )
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
@@ -150,11 +151,14 @@ def left_text(figures: RunFigures) -> str:
 
 
 def step_text(figures: RunFigures) -> str:
-    """Return ``0.52 s per step, planned 0.48 s (x1.08)``, or the one of them that is known."""
+    """Return ``0.52 s per step, planned 0.48 s (x1.08; p10 to p90 0.40 s to 0.60 s)``, as far as it is known."""
     measured, planned = figures.measured_step_seconds, figures.planned_step_seconds
+    span = figures.planned_step_range
+    inside = "" if span is None else f"p10 to p90 {span_text(span.p10, span.p90, seconds_text)}"
     if measured is None:
-        return f"planned {seconds_text(planned)}" if planned > 0 else ""
-    beside = f", planned {seconds_text(planned)} ({ratio_text(measured / planned)})" if planned > 0 else ""
+        return f"planned {seconds_text(planned)}{f' ({inside})' if inside else ''}" if planned > 0 else ""
+    notes = "; ".join(note for note in (ratio_text(measured / planned) if planned > 0 else "", inside) if note)
+    beside = f", planned {seconds_text(planned)} ({notes})" if planned > 0 else ""
     return f"{seconds_text(measured)} per step{beside}"
 
 

@@ -234,6 +234,25 @@ def test_a_run_of_deepspeed_gets_its_sequence_ranks_offload_and_threads(tmp_path
     assert spec.planner.framework == "deepspeed"
 
 
+def test_rows_whose_other_figure_of_memory_contradicts_them_are_read_by_it(tmp_path: Path) -> None:
+    row = DEEPSPEED | {"set": "chenyaofo-deepspeed", "mbs": "8", "gbs_samples": "128", "grad_accum": "2"}
+    offloaded = row | {"mbs": "4", "gbs_samples": "64", "cpu_offload": "optimizer+params"}
+    before_the_update = row | {"mbs": "1", "gbs_samples": "64", "dp_sharding": "ZeRO-2"}
+    usual = row | {"mbs": "2", "gbs_samples": "64"}
+    rows = (row, offloaded, before_the_update, usual, row | {"set": "other"})
+    judged = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, *rows)).rows
+    sizes = [(each.case.layout.micro_batch_size, each.case.layout.gradient_accumulation_steps) for each in judged]
+    assert sizes == [(16, 1), (2, 4), (1, 8), (2, 4), (8, 2)]
+    assert [each.measured.memory_bytes is None for each in judged] == [False, False, True, False, False]
+    assert all(each.measured.step_seconds == 12 for each in judged)
+
+
+def test_a_program_that_keeps_its_output_holds_the_logits_too(tmp_path: Path) -> None:
+    rows = DEEPSPEED | {"mbs": "8"}, DEEPSPEED | {"mbs": "8", "set": "chenyaofo-deepspeed"}
+    plain, keeps = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, *rows)).rows
+    assert keeps.memory.logits - plain.memory.logits == 8 * 4096 * 32000 * 4
+
+
 @pytest.mark.parametrize(
     ("change", "device", "network"),
     [

@@ -11,12 +11,13 @@ import pytest
 from scaletrain_cli.diagnosis.case import read_case
 from scaletrain_cli.diagnosis.timing import RunFigures, run_figures
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.plan.result import MeasuredError, Range, Ranges, TrainingStage
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.goodput import CATEGORIES, Ledger, write_ledger
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, add_revision, read_record, read_spec_lines
-from scaletrain_cli.ui.status import cost_text, times_text
+from scaletrain_cli.ui.status import cost_text, step_text, times_text
 from scaletrain_cli.worker.run_figures import run_figures as figures_of_trackers
 from tests.diagnosis.histories import planned
 
@@ -53,6 +54,28 @@ def test_a_run_that_has_not_begun_costs_nothing_and_has_no_rate(made: tuple[RunD
     assert found.measured_step_seconds is None
     assert found.planned_step_seconds == made[1].plan.time.step
     assert (times_text(found), cost_text(found)) == ("", "$0.00 so far")
+
+
+def test_the_range_of_the_plan_is_beside_the_planned_step(made: tuple[RunDir, RunRecord]) -> None:
+    run, record = made
+    planned_seconds = record.plan.time.step
+    error = MeasuredError(True, "deepspeed", "one node", "hopper")
+    ranges = Ranges(error, error, step_seconds=Range(0.8 * planned_seconds, 1.5 * planned_seconds))
+    stage = TrainingStage(0, 10, 1, 1, 2 * planned_seconds)
+    plan = dataclasses.replace(record.plan, ranges=ranges)
+    for stages, times in (((), 1), ((stage,), 2)):
+        staged = dataclasses.replace(record, plan=dataclasses.replace(plan, training_stages=stages))
+        found = figures((run, staged), 0)
+        assert found.planned_step_range is not None
+        assert found.planned_step_range.p10 == pytest.approx(times * 0.8 * planned_seconds)
+        assert found.to_json()["step_seconds"]["planned_p90"] == pytest.approx(times * 1.5 * planned_seconds)
+    measured = dataclasses.replace(
+        found, measured_step_seconds=2.0, planned_step_seconds=1.6, planned_step_range=Range(1.28, 2.4)
+    )
+    assert step_text(measured) == "2 s per step, planned 1.60 s (x1.25; p10 to p90 1.28 s to 2.40 s)"
+    unknown = dataclasses.replace(measured, planned_step_range=None)
+    assert step_text(unknown) == "2 s per step, planned 1.60 s (x1.25)"
+    assert unknown.to_json()["step_seconds"]["planned_p10"] is None
 
 
 def test_the_time_left_includes_saves_and_evaluations(made: tuple[RunDir, RunRecord]) -> None:

@@ -43,6 +43,9 @@ _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
 # Above this number of expected interruptions per interval no run finishes, and exp() would overflow.
 _MOST_INTERRUPTIONS = 700.0
+# Halvings of the interval in which the best time between checkpoints is searched for, and a margin for rounding.
+_HALVINGS = 40
+_ROUNDING = 1 + 1e-6
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
@@ -115,10 +118,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     """
     size = checkpoint_bytes(spec, layout)
     save = save_seconds(spec, layout)
-    blocked = save
-    if spec.checkpoint.asynchronous:
-        copy_rate = min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * layout.world_size
-        blocked = min(save, size / copy_rate)
+    blocked = _blocked_seconds(spec, size, save, device)
     preemptions, failures = interruptions_per_second(spec, device)
     between = 1 / (preemptions + failures)
     grace_ok = save + time.step <= spec.cluster.grace_seconds
@@ -129,8 +129,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     else:
         interval_steps = spec.checkpoint.every
     interval = interval_steps * time.step
-    started = _CPU_START_SECONDS if device.is_cpu else _START_SECONDS
-    restart = started + size / (_storage_rate(spec) * spec.cluster.nodes)
+    restart = _restart_seconds(spec, size, device)
     behind = save - blocked
     goodput = expected_goodput(interval, save, blocked, restart, sudden) / (1 + noticed * (restart + save))
     wall = time.to_train / goodput if goodput > 0 else None
@@ -150,6 +149,52 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         wall_seconds=wall,
         copy_bytes_per_node=math.ceil(size / spec.cluster.nodes),
     )
+
+
+def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: float) -> float:
+    """Return an upper bound on the goodput of layouts with checkpoints of at least ``size`` bytes, at any interval.
+
+    ``step_seconds``: a lower bound on their steps, which decides whether a preemption can wait for a last checkpoint.
+    """
+    save = size / spec.cluster.nodes / _storage_rate(spec)
+    blocked, restart = _blocked_seconds(spec, size, save, device), _restart_seconds(spec, size, device)
+    preemptions, failures = interruptions_per_second(spec, device)
+    behind = restart + save - blocked
+    found = _most_share(blocked, behind, preemptions + failures)
+    if save + step_seconds <= spec.cluster.grace_seconds:
+        noticed = _most_share(blocked, behind, failures) / (1 + preemptions * (restart + save))
+        found = max(found, noticed)
+    return min(1.0, found * _ROUNDING)
+
+
+def _most_share(blocked: float, restart: float, rate: float) -> float:
+    """Return the most that ``_share_after_losses`` can be, over all intervals.
+
+    With x and d, interval and ``blocked`` in units of 1 / ``rate``, its derivative is 0 where (1 - x) e^(x + d) = 1.
+    That has one solution in (0, 1), where the share is (1 - x) e^(-R/M).
+    """
+    if rate <= 0:
+        return 1.0
+    low, high, cost = 0.0, 1.0, blocked * rate
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        # log1p, because 1 - x may be 0 to rounding
+        low, high = (middle, high) if math.log1p(-middle) + middle + cost > 0 else (low, middle)
+    return (1 - low) * math.exp(-min(restart * rate, _MOST_INTERRUPTIONS))
+
+
+def _blocked_seconds(spec: RunSpec, size: int, save: float, device: Accelerator) -> float:
+    """Return the seconds that a checkpoint blocks training: the whole ``save``, or the copies to host memory."""
+    if not spec.checkpoint.asynchronous:
+        return save
+    rate = min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * spec.world_size
+    return min(save, size / rate)
+
+
+def _restart_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
+    """Return the seconds from an interruption until all ranks have loaded a checkpoint of ``size`` bytes."""
+    started = _CPU_START_SECONDS if device.is_cpu else _START_SECONDS
+    return started + size / (_storage_rate(spec) * spec.cluster.nodes)
 
 
 def best_interval_steps(step: float, save: float, blocked: float, sudden: float) -> int:

@@ -12,6 +12,7 @@ A search over a large cluster cannot size every layout. The bounds follow from p
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -82,9 +83,17 @@ class Bounds:
         return [scale * (sequences / size + filling) * max(least, size * each) for size in micro_batches]
 
     def group_seconds(
-        self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
+        self,
+        axes: Axes,
+        zero_stage: int,
+        offload: str,
+        micro_batches: Sequence[int],
+        floors: Sequence[float],
+        enough: float = math.inf,
     ) -> list[float]:
         """Return a tighter bound for layouts of one ZeRO stage; ``floors`` are the bounds of ``step_seconds``.
+
+        Bounds above ``enough`` are not tightened further.
 
         It times the largest micro-batch on the real number of ranks, with one and with two micro-batches per step,
         which separates the seconds per step (optimizer, exposed gradient reduction) from the seconds per micro-batch.
@@ -99,7 +108,7 @@ class Bounds:
         sequences = self.spec.training.global_batch_size / axes.data
         closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
         found = [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
-        if len(micro_batches) == 1 or zero_stage < 3:
+        if len(micro_batches) == 1 or zero_stage < 3 or min(found) > enough:
             return found
         small = replace(layout, micro_batch_size=micro_batches[0])
         one, two = self._time(small, 1), self._time(small, 2)

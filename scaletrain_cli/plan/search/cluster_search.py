@@ -1,8 +1,8 @@
 """Plan a run on clusters of different sizes: a coarse grid of node counts, then those between.
 
-A lower bound on the step time of each cluster comes first. Clusters are planned most promising first, and none whose
-bound is behind the best one so far. The search for the layout of a cluster ends when no layout that is left can
-make it the best. Neither changes which cluster is chosen.
+A lower bound on the time of each cluster comes first, from bounds on the step and on goodput. Clusters are planned most
+promising first, and none whose bound is behind the best one so far. The search for the layout of a cluster ends when
+no layout that is left can make it the best. Neither changes which cluster is chosen.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from scaletrain_cli.plan.axes import divisors
+from scaletrain_cli.plan.axes import Axes, divisors
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.planning import plan_within
 from scaletrain_cli.plan.reliability.cost import price_quote
+from scaletrain_cli.plan.reliability.durability import checkpoint_bytes, most_goodput
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
-from scaletrain_cli.plan.search.layouts import checkpointing_modes
+from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes
 from scaletrain_cli.plan.search.search_space import axes_to_try, groups
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -108,6 +109,7 @@ class Clusters:
         self.spec = spec
         self._bounds: dict[str | None, Bounds] = {}
         self._least: dict[tuple[int, str | None], float] = {}
+        self._checkpoint_bytes: int | None = None
 
     def bounds(self, spec: RunSpec, gpu: str | None) -> Bounds:
         """Return the lower bounds for the layouts of one cluster; ``spec``: the run on it."""
@@ -124,17 +126,33 @@ class Clusters:
             self._least[nodes, gpu] = min((min(seconds) for seconds in found), default=math.inf)
         return self._least[nodes, gpu]
 
+    def most_goodput(self, nodes: int, gpu: str | None) -> float:
+        """Return an upper bound on the goodput of a cluster; 1 if no layout divides."""
+        step = self.least_step_seconds(nodes, gpu)
+        if not math.isfinite(step):
+            return 1.0
+        spec = on_cluster(self.spec, nodes, gpu)
+        return most_goodput(spec, find_accelerator(spec.cluster), self._least_checkpoint_bytes(), step)
+
+    def _least_checkpoint_bytes(self) -> int:
+        """Return the bytes of the smallest checkpoint of any layout. They depend on the ZeRO stage alone."""
+        if self._checkpoint_bytes is None:
+            alone = Axes(1, 1, 1, 1, 1, 1, 1)
+            layouts = (build_layout(self.spec, alone, stage, "none", 1) for stage in range(4))
+            self._checkpoint_bytes = min(checkpoint_bytes(self.spec, layout) for layout in layouts)
+        return self._checkpoint_bytes
+
     def at_least(self, nodes: int, gpu: str | None) -> Tried:
-        """Return the cluster without a plan; ``row`` has the least time and cost, without interruptions."""
+        """Return the cluster without a plan; ``row`` has lower bounds on its time and cost."""
         spec = on_cluster(self.spec, nodes, gpu)
         device, quote = find_accelerator(spec.cluster), price_quote(spec)
-        seconds = self.least_step_seconds(nodes, gpu) * spec.total_steps
+        seconds = self.least_step_seconds(nodes, gpu) * spec.total_steps / self.most_goodput(nodes, gpu)
         dollars = None if quote is None else quote.usd * spec.world_size * seconds / 3600
         row = Considered(device.name, nodes, spec.world_size, seconds, dollars, None, None, None, False, None)
         return Tried(spec, gpu, row, None)
 
     def plan(self, nodes: int, gpu: str | None, most_seconds: float = math.inf) -> Tried:
-        """Plan the run on a cluster, unless every layout that fits takes more than ``most_seconds`` per step.
+        """Plan the run on a cluster, unless it takes more than ``most_seconds`` with every layout that fits.
 
         The row has the reason if there is no plan.
         """
@@ -142,7 +160,8 @@ class Clusters:
         name = find_accelerator(spec.cluster).name
         row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
         try:
-            plan = plan_within(spec, most_seconds, bounds=self.bounds(spec, gpu))
+            most_step = most_seconds * self.most_goodput(nodes, gpu) / spec.total_steps
+            plan = plan_within(spec, most_step, bounds=self.bounds(spec, gpu))
         except PlanInfeasibleError as error:
             return Tried(spec, gpu, replace(row, why=why_no_plan(error)), None)
         if plan is None:
@@ -223,9 +242,9 @@ def _planned(
     ``least``: each with the least time and cost; ``best``: the best one so far.
     """
     found: list[Tried] = []
-    open_, above = list(least), _Above()
+    open_, ratios = list(least), _PlanToBoundRatios()
     while open_:
-        each = above.most_promising(open_, limits)
+        each = ratios.most_promising(open_, limits)
         open_.remove(each)
         row = each.row
         divides = row.seconds is not None and math.isfinite(row.seconds)
@@ -233,24 +252,25 @@ def _planned(
         if divides and (row.seconds or 0.0) > most:
             found.append(each._replace(row=_excluded(row)))
             continue
-        found.append(clusters.plan(row.nodes, each.gpu, most / clusters.spec.total_steps))
-        above.add(each, found[-1].row)
+        found.append(clusters.plan(row.nodes, each.gpu, most))
+        ratios.add(each, found[-1].row)
         if meets(limits, found[-1]):
             best = min((found[-1].row, best or found[-1].row), key=limits.rank)
     return found, best
 
 
-class _Above:
-    """How far plans are above the bounds of their clusters: an estimate for the clusters without a plan.
+class _PlanToBoundRatios:
+    """The ratio of planned to least time of the clusters planned so far, to estimate the time of the others.
 
-    It decides only the order in which clusters are planned. A good one first lets the search on all others end early.
+    Estimates decide only the order in which clusters are planned. The sooner a good one is, the sooner bounds end the
+    search on all others.
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[str | None, float, float]] = []  # GPU, logarithms of nodes and of plan / bound
+        self._known: list[tuple[str | None, float, float]] = []  # GPU, logarithms of nodes and of the ratio
 
     def add(self, least: Tried, planned: Considered) -> None:
-        """Add a cluster; one without a plan says nothing."""
+        """Add the ratio of a cluster, if it has a plan."""
         if planned.seconds and least.row.seconds:
             ratio = math.log(planned.seconds / least.row.seconds)
             self._known.append((least.gpu, math.log(planned.nodes), ratio))
@@ -296,7 +316,7 @@ def _with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Tri
     for index in sorted(open_, key=lambda index: limits.least_miss(found[index].row)):
         row = found[index].row
         if limits.least_miss(row) < closest:
-            most = limits.seconds_within(row, closest) / clusters.spec.total_steps
+            most = limits.seconds_within(row, closest)
             closed[index] = clusters.plan(row.nodes, found[index].gpu, most)
             if closed[index].row.seconds:
                 closest = min(closest, limits.miss(closed[index].row))
@@ -344,11 +364,10 @@ def _chances(
     most = most_nodes(spec, limits.max_gpus)
     aim = best.gpus if best else limits.max_gpus
     nearest = min(known, key=lambda each: abs(each.row.gpus - aim))
-    above = (nearest.row.seconds or 0.0) / (
-        clusters.least_step_seconds(nearest.row.nodes, nearest.gpu) * spec.total_steps
-    )
+    bound = clusters.at_least(nearest.row.nodes, nearest.gpu).row.seconds or math.inf
+    ratio = (nearest.row.seconds or 0.0) / bound
     rows = [each.row for each in known]
-    rows += [_as_planned(each.row, above, nearest.row.dollars is not None) for each in tried if each.row.least_seconds]
+    rows += [_as_planned(each.row, ratio, nearest.row.dollars is not None) for each in tried if each.row.least_seconds]
     cheapest = min(rows, key=lambda row: (row.seconds or 0.0) * row.gpus)
     done = {each.row.nodes for each in tried}
     hopeful = []
@@ -359,20 +378,20 @@ def _chances(
     found = []
     counts = likeliest(spec, hopeful, aim // spec.cluster.gpus_per_node)
     for nodes in counts:
-        least = clusters.least_step_seconds(nodes, nearest.gpu)
+        least = clusters.at_least(nodes, nearest.gpu).row.seconds or math.inf
         if not math.isfinite(least):
             continue  # no layout divides
-        times = _BETTER * least / clusters.least_step_seconds(nearest.row.nodes, nearest.gpu)
+        times = _BETTER * least / bound
         row = _scaled(nearest.row, nodes, times)
         if _could_win(limits, row, best):
             found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
     return found, len(counts)
 
 
-def _as_planned(row: Considered, above: float, priced: bool) -> Considered:
-    """Return what a plan of a cluster without one would find, if it is ``above`` times its bound."""
-    dollars = row.least_dollars * above if priced and row.least_dollars is not None else None
-    return replace(row, seconds=(row.least_seconds or 0.0) * above, dollars=dollars)
+def _as_planned(row: Considered, ratio: float, priced: bool) -> Considered:
+    """Return what a plan of a cluster without one would find, if it is ``ratio`` times its bound."""
+    dollars = row.least_dollars * ratio if priced and row.least_dollars is not None else None
+    return replace(row, seconds=(row.least_seconds or 0.0) * ratio, dollars=dollars)
 
 
 def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from scaletrain_cli.plan.axes import CHECKPOINTING, OFFLOAD, Axes
@@ -149,6 +149,8 @@ _FEWEST_SIZED = 100
 _MOST_SIZED = 3000
 # If nothing fits: how many layouts with the lowest memory bound are sized to find the smallest.
 _MOST_TOO_LARGE = 50
+# If only tight layouts fit within a limit of time: how many of the smallest are sized to find one with a margin.
+_MOST_SMALL = 4
 
 
 class _Bounded(NamedTuple):
@@ -180,7 +182,7 @@ class Found:
     considered: int
     rejected: tuple[Rejection, ...]
     chosen: Candidate | None
-    too_slow: bool = False  # the search ended before any layout fitted, because all others exceed its limit of time
+    too_slow: bool = False  # the search ended because the layout to choose exceeds its limit of time
 
 
 def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
@@ -216,8 +218,8 @@ def search(
 
     The result is exact unless more than _MOST_SIZED layouts have bounds below the best step time; a test compares it
     with sizing every layout. ``compared``: size at least a hundred layouts, as alternatives to the chosen one.
-    ``bounds``: those of this spec, computed if None. ``most_seconds``: if no layout with a shorter step fits, the
-    search ends without a choice.
+    ``bounds``: those of this spec, computed if None. ``most_seconds``: if the layout to choose has a longer
+    step, the search may end without a choice.
     """
     run = _Search(spec, device, counts, _FEWEST_SIZED if compared else 0, bounds, most_seconds)
     run.go(all_axes)
@@ -256,19 +258,22 @@ class _Search:
         self._pushed = 0
         self._ruled_out = 0  # layouts among ``considered`` that are known not to fit
         self._best = float("inf")
+        self._has_comfortable = False  # among ``fitting``
+        self._groups: list[Group] = []
         self._marks: dict[tuple[Axes, int], list[_Point]] = {}  # layouts that do not fit, by group
         self._bounded_out: list[tuple[int, _Point]] = []  # the smallest layouts of groups that a bound rules out
 
     def go(self, all_axes: list[Axes]) -> None:
         for group in groups(self.spec, all_axes):
+            self._groups.append(group)
             self.considered += self._count(group)
             floors = self.bounds.step_seconds(group.axes, group.micro_batches)
             self._push(min(floors), _Bounded(group, floors))
         enough = False
         while self._queue and not enough:
             floor, _, item = heapq.heappop(self._queue)
-            self.too_slow = floor > self.most_seconds and not self.fitting
-            if self.too_slow:
+            if floor > self.most_seconds and self._choice_is_left():
+                self.too_slow = True
                 return
             enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
             if enough:
@@ -282,6 +287,26 @@ class _Search:
         if not self.fitting:
             for _, point in sorted(self._bounded_out, key=lambda pair: pair[0])[:_MOST_TOO_LARGE]:
                 self.too_large.append(Sized(self._layout(point), self._memory(point)))
+
+    def _last_seconds(self) -> float:
+        """Return the bound on the step at which the search ends, as far as known: no layout above it is looked at."""
+        compared = self._best * SAME_TIME if self.timed >= self.fewest_sized else math.inf
+        return min(compared, self.most_seconds)
+
+    def _choice_is_left(self) -> bool:
+        """Return whether the layout to choose is not found yet; what is left has no shorter step than what was found.
+
+        That is so if nothing fits yet. It is so too if all that fits is tight and some layout fits with a margin, which
+        ``choose`` prefers.
+        """
+        return not self.fitting or (not self._has_comfortable and self._small_is_comfortable)
+
+    @cached_property
+    def _small_is_comfortable(self) -> bool:
+        """Return whether a layout fits with a margin: the smallest of the groups with the lowest bounds are sized."""
+        points = [_Point(group, 0, len(self.modes) - 1, len(group.offload) - 1) for group in self._groups]
+        points.sort(key=self._least_bytes)
+        return any(self._memory(point).verdict == "fits" for point in points[:_MOST_SMALL])
 
     def _count(self, group: Group) -> int:
         return len(group.offload) * len(group.micro_batches) * len(self.modes)
@@ -298,7 +323,7 @@ class _Search:
             self._bounded_out.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
             self._rule_out_group(group, *self._bounded_out[-1])
             return
-        closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors)
+        closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors, self._last_seconds())
         for index, floor in enumerate(closer):
             self._push(floor, _Point(group, index, 0, 0))
 
@@ -321,6 +346,7 @@ class _Search:
         if memory and memory.fits and point.timing:
             candidate = Candidate(self._layout(point), memory, *point.timing)
             self.fitting.append(candidate)
+            self._has_comfortable |= candidate.comfortable
             if candidate.comfortable and (not self.contrastive or candidate.layout.gradient_accumulation_steps == 1):
                 self._best = min(self._best, candidate.expected_seconds)
                 dominated = len(point.group.offload) - point.offload - 1
@@ -361,8 +387,11 @@ class _Search:
         )
 
     def _is_too_large(self, point: _Point) -> bool:
+        return self._is_marked(point) or self.device.memory_bytes < self._least_bytes(point)
+
+    def _least_bytes(self, point: _Point) -> int:
         group = point.group
-        return self._is_marked(point) or self.device.memory_bytes < self.bounds.peak_bytes(
+        return self.bounds.peak_bytes(
             group.axes,
             group.zero_stage,
             group.micro_batches[point.micro_batch],

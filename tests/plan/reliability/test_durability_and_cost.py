@@ -11,7 +11,9 @@ import pytest
 from scaletrain_cli.plan import RunPlan, find_accelerator, make_plan
 from scaletrain_cli.plan.reliability.durability import (
     checkpoint_bytes,
+    expected_goodput,
     interruptions_per_second,
+    most_goodput,
     plan_durability,
     save_seconds,
 )
@@ -256,3 +258,38 @@ def test_a_memory_per_node_that_cannot_hold_that_copy_is_a_warning() -> None:
     assert "memory_per_node" not in said["32GB"]
     pods = {"cluster__scheduler": "kubernetes", "cluster__kubernetes": {"memory_per_node": "16GB"}}
     assert "cluster.kubernetes.memory_per_node = 16.0 GB" in "\n".join(map(str, plan_of(**pods).warnings))
+
+
+@pytest.mark.parametrize("spot", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("nodes", "grace"), [(1, 30), (64, 30), (2048, 3600)])
+def test_no_layout_step_or_interval_has_a_goodput_above_the_bound(
+    nodes: int, grace: int, asynchronous: bool, spot: bool
+) -> None:
+    plan = plan_of()
+    changes = {"cluster__nodes": nodes, "cluster__spot": spot, "checkpoint__asynchronous": asynchronous}
+    spec = spec_of("llama-7b", cluster__grace_seconds=grace, **changes)
+    device = find_accelerator(spec.cluster)
+    size = checkpoint_bytes(spec, plan.layout)
+    bound = most_goodput(spec, device, size, 0.01)
+    assert 0 < bound <= 1
+    found = []
+    for every in ("auto", 1, 30, 1000, 30_000):
+        checked = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every": every})})
+        for step in (0.01, 1.0, 60.0, 1000.0):
+            time = replace(plan.time, step=step)
+            found.append(plan_durability(checked, plan.layout, time, device).expected_goodput)
+    assert 0.97 * bound < max(found) <= bound
+
+
+def test_the_bound_on_goodput_is_that_of_the_best_interval() -> None:
+    spec = spec_of("llama-7b", cluster__nodes=64, cluster__spot=True, checkpoint__asynchronous=False)
+    device, layout = find_accelerator(spec.cluster), plan_of().layout
+    size, save, rate = (
+        checkpoint_bytes(spec, layout),
+        save_seconds(spec, layout),
+        sum(interruptions_per_second(spec, find_accelerator(spec.cluster))),
+    )
+    restart = plan_durability(spec, layout, plan_of().time, device).restart_seconds
+    best = max(expected_goodput(interval, save, save, restart, rate) for interval in range(1, 3600))
+    assert most_goodput(spec, device, size, 1e9) == pytest.approx(best, rel=1e-4)

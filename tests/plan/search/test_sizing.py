@@ -166,6 +166,25 @@ def test_the_best_of_several_gpu_types_is_found_without_planning_every_cluster(o
     assert len(sizing.considered) < len(every)
 
 
+@pytest.mark.parametrize("spot", [False, True])
+def test_no_cluster_is_faster_than_its_bound_and_none_that_bounds_exclude_is_cheaper(spot: bool) -> None:
+    """Against planning every cluster without a limit."""
+    spec = run(cluster__spot=spot, training__tokens="30B", planner__search="everything")
+    clusters, most = Clusters(spec), 256
+    every = {nodes: clusters.plan(nodes, None).row for nodes in node_counts(spec, most)}
+    for nodes, row in every.items():
+        least = clusters.at_least(nodes, None).row
+        assert row.seconds is not None
+        assert (least.seconds or 0) < row.seconds < 4 * (least.seconds or 0)
+        assert clusters.plan(nodes, None, 0.9 * (least.seconds or 0)).plan is None
+        within = clusters.plan(nodes, None, row.seconds * (1 + 1e-9)).row
+        assert (within.seconds, within.layout) == (row.seconds, row.layout)
+    for objective in ("cost", "time"):
+        limits = ClusterLimits(objective, most, None, None)
+        best = chosen(size_cluster(spec, objective, max_gpus=most))
+        assert limits.rank(best) <= min(map(limits.rank, every.values()))
+
+
 def test_invalid_objectives_limits_and_gpus_are_usage_errors() -> None:
     for arguments in (
         {"objective": "speed"},
