@@ -23,7 +23,7 @@ STAMP := $(VENV)/setup-done-$(TORCH)
 # What `make setup` installs and `make lock` pins.
 EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
 
-.PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills ills slurm-packages parity bench bench-planner bench-engine clean
+.PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills ills slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,20 @@ bench-planner: setup ## Compare the planner with runs that others measured: make
 
 bench-engine: setup ## Time the training loop beside the barest ones; on a GPU also its use and memory beside the plan
 	@$(BIN)/python benchmarks/engine_speed.py $(ARGS)
+
+# One machine with a GPU and torch: docs/engine.md. Pieces by name, rows by text: make gpu ARGS='steps saves --only 1B'.
+# The wheels are used where there is no .venv; their folder must be there then, for nothing is downloaded.
+GPU_WHEELS ?= build/gpu-wheels
+gpu: ## Measure one GPU within 25 minutes, offline: speed, memory, parity, checkpoints, resume, beside their targets
+	@python=$(CURDIR)/$(BIN)/python; \
+	if [[ ! -x $$python ]]; then \
+		python=$(CURDIR)/build/gpu/venv/bin/python; \
+		$(PYTHON) benchmarks/gpu/wheels.py install '$(GPU_WHEELS)' build/gpu/venv; \
+	fi; \
+	PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR) $$python -m gpu $(ARGS)
+
+gpu-wheels: setup ## Gather the packages that `make gpu` needs where there is no network (for another Python: ARGS=3.13)
+	@$(BIN)/python benchmarks/gpu/wheels.py gather '$(GPU_WHEELS)' $(ARGS)
 
 clean: ## Remove .venv, caches and builds; never runs/
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

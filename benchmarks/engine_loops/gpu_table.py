@@ -1,31 +1,29 @@
 """Llamas of several sizes trained on one GPU for a few steps: speed and memory, measured beside planned.
 
-Each row is a run of ``scaletrain train``, ended by a fault before its last checkpoint, which would not fit every disk.
+Each row is a run on the local back end, ended by a fault before its last checkpoint, which would not fit every disk.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from scaletrain_cli.engine.faults import VARIABLE
-from scaletrain_cli.errors import UsageError
+from engine_loops.start import train_here
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.plan import PlanInfeasibleError, accelerator_names, make_plan
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.rundir.measured import read_measured
-from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.spec import load_spec
+from scaletrain_cli.rundir.measured import Figure, read_measured
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import RunSpec, load_spec
 
-STEPS = 16
+STEPS = 26
 WARM_UP = 6  # compilation, and the first choices of the allocator and the libraries
 _RECIPE = """
 schema: scaletrain/v1
@@ -33,7 +31,7 @@ name: {name}
 model: {model}
 data: {{source: python-stdlib, tokenizer: {{kind: bpe, vocab_size: {vocabulary}}}}}
 training:
-  {{global_batch_size: 16, steps: 1000, precision: bf16, optimizer: {{name: adamw, lr: 1.0e-4}}}}
+  {{global_batch_size: {sequences}, steps: 1000, precision: bf16, optimizer: {{name: adamw, lr: 1.0e-4}}}}
 evaluation: {{every: 0}}
 layout: {{offload: none}}
 cluster: {{scheduler: local, nodes: 1, gpus_per_node: 1, gpu: {gpu}}}
@@ -50,17 +48,18 @@ MODELS = {
     "intermediate_size: 8192, vocab_size: 128256, tie_word_embeddings: true, rope_theta: 500000",
     "8B": "preset: llama-3-8b",
 }
+SEQUENCES = {"0.2B": 16, "1B": 16, "3B": 8, "8B": 4}  # of a step, so that all steps of a row take about a minute
 _TINY = (
     "{family: llama, seq_len: 64, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
     "num_key_value_heads: 2, intermediate_size: 128, vocab_size: 512, tie_word_embeddings: true}"
 )
 _PAIRS = ("step ms: plan", "run", "MFU: plan", "run", "peak GB: plan", "run", "off by")
-# in this order, until one fits
-_WAYS = {
-    "fp32 gradients": ("training.grad_dtype=fp32",),
-    "bf16 gradients": ("training.grad_dtype=bf16",),
-    "bf16, 8-bit moments": ("training.grad_dtype=bf16", "training.optimizer.name=adamw_8bit"),
-}
+# Settings of the states, in this order, until one fits.
+_WAYS = (
+    ("training.grad_dtype=fp32",),
+    ("training.grad_dtype=bf16",),
+    ("training.grad_dtype=bf16", "training.optimizer.name=adamw_8bit"),
+)
 
 
 @dataclass(frozen=True)
@@ -120,47 +119,87 @@ def recipe_of(model: str, gpu: str | None, folder: Path) -> Path:
     name = f"speed-{model.lower().replace('.', '')}"
     vocabulary = 512 if gpu is None else 16384
     path.write_text(
-        _RECIPE.format(name=name, model=described, vocabulary=vocabulary, gpu=gpu or "cpu"), encoding="utf-8"
+        _RECIPE.format(name=name, model=described, vocabulary=vocabulary, gpu=gpu or "cpu", sequences=SEQUENCES[model]),
+        encoding="utf-8",
     )
     return path
 
 
-def _cells(case: Case, gpu: str | None, folder: Path) -> list[str]:
-    recipe = recipe_of(case.model, gpu, folder)
-    shown = [case.model, "yes" if case.compiled else "no", case.checkpointing]
+@dataclass(frozen=True)
+class Outcome:
+    """What a row measured. ``states``: type of gradients, and the optimizer; ``mfu`` is None on CPUs.
+
+    ``problem``: why nothing was measured, else empty; without a ``plan`` the run was not started.
+    """
+
+    states: str = ""
+    plan: RunPlan | None = None
+    run: RunDir | None = None
+    seconds: float = 0.0  # of a step, median
+    mfu: float | None = None
+    memory: dict[str, Figure] | None = None
+    problem: str = ""
+
+
+def train_row(recipe: Path, settings: Sequence[str]) -> Outcome:
+    """Train a recipe with its settings, in the first of _WAYS whose plan fits, and return what was measured.
+
+    The plan is the one without the user's calibration. A choice of gradients or optimizer in ``settings`` is kept.
+    """
     problem = ""
-    for way, settings in _WAYS.items():
-        overrides = [*case.overrides, *settings]
+    for more in _WAYS:
         try:
-            plan = make_plan(load_spec(recipe, overrides))
+            spec = load_spec(recipe, [*more, *settings])
+            plan = make_plan(spec)
+            run = train_here(spec, fault=f"exception step={STEPS + 1}")
         except PlanInfeasibleError as error:
-            problem = str(error).splitlines()[0]
-            continue
-        return [*shown, way, *_measured(recipe, overrides, plan)]
-    return [*shown, f"not run: {problem}"]
+            problem = problem or first_line(error)
+        except ScaletrainError as error:
+            return Outcome(problem=first_line(error))
+        else:
+            return _outcome(spec, plan, run)
+    return Outcome(problem=problem)
 
 
-def _measured(recipe: Path, overrides: list[str], plan: RunPlan) -> list[str]:
-    layout, time, memory = plan.layout, plan.time, plan.memory
-    sets = [word for setting in overrides for word in ("--set", setting)]
-    before = set(runs_root().iterdir()) if runs_root().is_dir() else set()
-    command = [sys.executable, "-m", "scaletrain_cli", "train", str(recipe), *sets]
-    environment = os.environ | {VARIABLE: f"exception step={STEPS + 1}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    batch = f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
-    planned = [f"{time.step * 1e3:.0f}", f"{time.mfu:.1%}", f"{memory.allocated / 1e9:.2f}"]
-    made = [path for path in runs_root().iterdir() if path not in before and (path / "run.json").is_file()]
-    lines = [line for line in read_metrics(RunDir(made[0])) if WARM_UP < line["step"] <= STEPS] if made else []
-    if not lines:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return [batch, planned[0], f"failed: {last[:120]}", planned[1], "", planned[2], "", ""]
-    step = statistics.median(line["step_seconds"] for line in lines)
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text with its first problem, up to 200 characters."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    problems = getattr(error, "problems", ())
+    return (f"{problems[0].key}: {problems[0].message}" if problems else first)[:200]
+
+
+def _outcome(spec: RunSpec, plan: RunPlan, run: RunDir) -> Outcome:
+    way = f"{spec.training.grad_dtype} gradients, {spec.training.optimizer.name}"
+    lines = [line for line in read_metrics(run) if WARM_UP < line["step"] <= STEPS]
+    if len(lines) < STEPS - WARM_UP:
+        return Outcome(way, plan, run, problem=f"failed: {run_status(run).why[:160]}")
     mfu = [line["mfu"] for line in lines if line["mfu"] is not None]
-    found = read_measured(RunDir(made[0]))
-    peak = found.stages[0].figures.get("allocated") if found is not None else None
+    found = read_measured(run)
+    return Outcome(
+        states=way,
+        plan=plan,
+        run=run,
+        seconds=statistics.median(line["step_seconds"] for line in lines),
+        mfu=statistics.median(mfu) if mfu else None,
+        memory=found.stages[0].figures if found is not None else None,
+    )
+
+
+def _cells(case: Case, gpu: str | None, folder: Path) -> list[str]:
+    shown = [case.model, "yes" if case.compiled else "no", case.checkpointing]
+    outcome = train_row(recipe_of(case.model, gpu, folder), case.overrides)
+    if outcome.plan is None:
+        return [*shown, f"not run: {outcome.problem}"]
+    layout, time, memory = outcome.plan.layout, outcome.plan.time, outcome.plan.memory
+    shown += [outcome.states, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}"]
+    planned = [f"{time.step * 1e3:.0f}", f"{time.mfu:.1%}", f"{memory.allocated / 1e9:.2f}"]
+    if outcome.problem:
+        return [*shown, planned[0], outcome.problem, planned[1], "", planned[2], "", ""]
+    peak = (outcome.memory or {}).get("allocated")
     return [
-        *(batch, planned[0], f"{step * 1e3:.0f}", planned[1]),
-        f"{statistics.median(mfu):.1%}" if mfu else "-",
+        *shown,
+        *(planned[0], f"{outcome.seconds * 1e3:.0f}", planned[1]),
+        "-" if outcome.mfu is None else f"{outcome.mfu:.1%}",
         planned[2],
         f"{peak.measured / 1e9:.2f}" if peak else "-",
         f"{peak.difference:+.1%}" if peak and peak.difference is not None else "-",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
-from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.launch.preparation import prepare_data
+from scaletrain_cli.launch.submit import create_run, plan_for_engine
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, load_spec
@@ -28,6 +33,40 @@ def made_run(recipe: Path, overrides: list[str]) -> tuple[RunDir, RunSpec]:
     prepare_run_datasets(spec, run.path.parent, {}, 1, lambda *_: None)
     open_attempt(run.checkpoints, run.new_attempt())
     return run, spec
+
+
+def train_here(
+    spec: RunSpec,
+    *,
+    fault: str = "",
+    before: Callable[[RunDir], None] = lambda run: None,
+) -> RunDir:
+    """Train a run under $SCALETRAIN_RUNS as ``scaletrain train`` does, until it ends or fails, and return it.
+
+    ``fault``: to inject, in the notation of engine/faults.py; ``before`` is called with the run before its first
+    attempt. Raises InfeasibleError for a run that cannot be trained, and SchedulerError for a machine that cannot.
+    """
+    backend, plan = LocalBackend(), plan_for_engine(spec, spec.name)
+    backend.preflight(spec, plan)
+    data = prepare_data(spec)
+    made = create_run(spec, plan)
+    data.record(made.run)
+    before(made.run)
+    with _environment(VARIABLE, fault):
+        backend.run_in_foreground(made.run, made.record, lambda: None)
+    return made.run
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for the processes that are started; an empty value sets none."""
+    earlier = os.environ.pop(name, None)
+    os.environ.update({name: value} if value else {})
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if earlier is None else {name: earlier})
 
 
 def on_ranks(module: str, run: RunDir, world_size: int, *arguments: str) -> Any:
