@@ -99,10 +99,7 @@ def _about_attention(
 
 
 def _about_local_sgd(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Iterator[Reason]:
-    """Yield whether groups of local SGD train faster than one group, in the same layout, and from which interval on.
-
-    With an outer step after each step, its time would be ``inner_steps`` times its mean.
-    """
+    """Yield whether groups of local SGD train faster than one group, in the same layout, and from which interval on."""
     groups, settings = layout.local_sgd_groups, spec.training.local_sgd
     if groups == 1:
         return
@@ -113,13 +110,13 @@ def _about_local_sgd(spec: RunSpec, layout: Layout, time: Time, device: Accelera
         .time(spec.model_copy(update={"training": training}), replace(layout, local_sgd_groups=1), device)[0]
         .step
     )
-    never = spec.training.model_copy(
-        update={"local_sgd": settings.model_copy(update={"inner_steps": spec.total_steps})}
-    )
-    inner = workload_of(spec.model).time(spec.model_copy(update={"training": never}), layout, device)[0].step
+    # The time of an outer step follows from a second interval: the mean step has 1 / interval of it.
     every = min(settings.inner_steps, spec.total_steps)
-    outer = max(0.0, time.step - inner) / max(1 / every - 1 / spec.total_steps, 1e-12)
-    inner -= outer / spec.total_steps
+    other = spec.total_steps if every < spec.total_steps else 1
+    changed = spec.training.model_copy(update={"local_sgd": settings.model_copy(update={"inner_steps": other})})
+    step = workload_of(spec.model).time(spec.model_copy(update={"training": changed}), layout, device)[0].step
+    outer = 0.0 if other == every else max(0.0, (step - time.step) / (1 / other - 1 / every))
+    inner = time.step - outer / every
     params = {"groups": groups, "step": time.step, "together": together, "outer": outer, "inner_steps": every}
     if inner >= together:
         yield Reason("plan.local-sgd-saves-nothing", params)

@@ -176,7 +176,18 @@ def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: in
     sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
     profile = framework.profile_on(device)
     data = data_traffic(spec, layout, link, profile, sizes.parameters, stage.blocks, sizes.trained)
-    return sent_bytes(spec, layout, stage, data.sent)
+    sent = data.sent + _beside_gradients(spec, layout, link, stage, sizes.trained)[1]
+    return sent_bytes(spec, layout, stage, sent)
+
+
+def _beside_gradients(spec: RunSpec, layout: Layout, link: Link, held: Stage, trained: int) -> tuple[float, int]:
+    """Return the mean seconds of the outer steps of local SGD, and the bytes that those and Muon send per step."""
+    seconds, sent = 0.0, 0
+    if layout.local_sgd_groups > 1:
+        seconds, sent = outer_traffic(spec, layout, link, trained)
+    if has_muon(spec):
+        sent += muon_sent_bytes(spec.transformer, spec.training.optimizer.muon, layout, held.start, held.blocks)
+    return seconds, sent
 
 
 def _once_per_step(
@@ -200,16 +211,12 @@ def _once_per_step(
     reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout, profile))
     gather = exposed(data.gather, windows * forward, overlaps * profile.gather_overlap)
     optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained, sizes.parameters)
-    sent, communication = data.sent, reduce + gather
-    if layout.local_sgd_groups > 1:
-        seconds, outer = outer_traffic(spec, layout, link, sizes.trained)
-        sent, communication = sent + outer, communication + seconds
+    outer, beside = _beside_gradients(spec, layout, link, held, sizes.trained)
     if has_muon(spec):
         settings = spec.training.optimizer.muon
         own = rates(device, "bf16" if settings.newton_schulz_dtype == "bf16" else spec.training.precision)
         optimizer += muon_seconds(spec.transformer, settings, layout, held.start, held.blocks, own, link)
-        sent += muon_sent_bytes(spec.transformer, settings, layout, held.start, held.blocks)
-    return _OncePerStep(communication, optimizer, sent)
+    return _OncePerStep(reduce + gather + outer, optimizer, data.sent + beside)
 
 
 def _optimizer_seconds(

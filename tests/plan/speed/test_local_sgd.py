@@ -8,7 +8,9 @@ import pytest
 
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.speed.step_time import stage_bytes
 from tests.plan.specs import DATA_ALONE, spec_of
 
 NODES = {
@@ -48,6 +50,24 @@ def test_an_outer_step_costs_its_all_reduce_divided_by_the_inner_steps() -> None
     assert often.time.step - rarely.time.step == pytest.approx(outer * (1 / 10 - 1 / 100))
     assert outer == pytest.approx(about(rarely).params["outer"])
     assert rarely.network.per_step_bytes.data < often.network.per_step_bytes.data
+
+
+def test_an_outer_step_takes_as_long_if_it_is_the_only_one_of_the_run() -> None:
+    often, once = (planned(1e9, groups=4, inner_steps=steps) for steps in (10, 10_000))
+    assert once.time.to_train / once.time.step < 10_000, "fewer steps than inner steps"
+    assert about(once).params["outer"] == pytest.approx(about(often).params["outer"])
+    assert about(once).params["least"] == about(often).params["least"]
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_the_bytes_of_a_stage_are_those_of_the_plan(muon: bool) -> None:
+    optimizer = {"training__optimizer": {"name": "muon"}} if muon else {}
+    settings = {"groups": 4, "inner_steps": 10}
+    spec = spec_of(**NODES, **optimizer, training__local_sgd=settings)
+    plan = make_plan(spec)
+    assert stage_bytes(spec, plan.layout, find_accelerator(spec.cluster), 0) == plan.network.per_step_bytes
+    fewer = spec_of(**NODES, **optimizer, training__local_sgd={**settings, "inner_steps": 1})
+    assert stage_bytes(fewer, plan.layout, find_accelerator(spec.cluster), 0).data > plan.network.per_step_bytes.data
 
 
 def test_states_are_sharded_over_the_ranks_of_a_group_with_outer_weights_and_momentum() -> None:
