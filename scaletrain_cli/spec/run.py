@@ -199,7 +199,7 @@ class RunSpec(Section):
     guard: GuardSpec = LEFT_OUT
     restarts: RestartsSpec = LEFT_OUT
     tracking: TrackingSpec = LEFT_OUT
-    notify: tuple[NotifySpec, ...] = Field(default=(), description="receivers of findings, failures and the end of the run")
+    notify: tuple[NotifySpec, ...] = Field(default=(), description="receivers of findings, failures and the end")
     telemetry: TelemetrySpec = LEFT_OUT
     planner: PlannerSpec = LEFT_OUT
     code: CodeSpec = LEFT_OUT
