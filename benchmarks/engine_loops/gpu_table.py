@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from engine_loops.start import train_here
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.status import run_status
@@ -94,6 +92,8 @@ def rows(chosen: Iterator[Case], gpu: str | None, folder: Path) -> Iterator[str]
 
 def gpu_of_this_machine() -> str | None:
     """Return the catalogue's name of this machine's GPU; None without one. Raises UsageError for an unknown one."""
+    import torch  # takes seconds, and most rows need it only in the processes of their run
+
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
-from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.launch.drill import VARIABLE
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.submit import create_run, plan_for_engine
 from scaletrain_cli.plan import make_plan

@@ -70,7 +70,7 @@ PIECE = Piece(
     title="A step by cause",
     text=(
         "Each moment of a profiled step counts for one cause, as in `scaletrain profile`; below them the kernels that "
-        "take most of the time."
+        "take most of the time. The plan is calibrated by the rows above."
     ),
     columns=("row", "cause or kernel", "plan, ms", "run, ms", "share of the step", "calls per step"),
     rows={

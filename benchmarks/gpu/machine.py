@@ -9,12 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
-import torch
 from engine_loops.gpu_table import gpu_of_this_machine
 
 from gpu.piece import Piece, Result, Setting
 from scaletrain_cli import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "triton", "deepspeed", "liger-kernel", "torchao", "bitsandbytes", "numpy", "pydantic")
 _REPETITIONS = 30
@@ -22,6 +25,8 @@ _REPETITIONS = 30
 
 def measure(setting: Setting) -> Result:
     """Return names and versions, and both ceilings. The fact ``ceiling`` is in FLOP/s."""
+    import torch
+
     device = torch.device("cpu" if setting.gpu is None else "cuda")
     size = 512 if setting.gpu is None else 8192
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -51,6 +56,8 @@ def found_gpu() -> str | None:
 
 def device_name(gpu: str | None) -> str:
     """Return the product's name of the GPU with its memory, or of the CPU."""
+    import torch
+
     if gpu is None:
         return f"CPU, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(0)
@@ -70,6 +77,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 

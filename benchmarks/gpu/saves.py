@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 
-from checkpoint_cost import MOST_BEYOND_COPY_SECONDS, cost_of_saves, train_with_saves
 from engine_loops.gpu_table import first_line, recipe_of
 
 from gpu.piece import Piece, Result, Setting, verdict
@@ -17,6 +16,8 @@ from scaletrain_cli.spec import load_spec
 
 def measure(setting: Setting, model: str, pairs: int, stretch: int) -> Result:
     """Return one line on a model: ``pairs`` stretches with a save and as many without, after one pair to warm up."""
+    from checkpoint_cost import MOST_BEYOND_COPY_SECONDS, cost_of_saves, train_with_saves  # imports the engine
+
     steps = 2 * stretch * (pairs + 1)
     overrides = [f"training.steps={steps}", "checkpoint.keep=1"]
     try:
