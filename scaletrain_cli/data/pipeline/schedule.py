@@ -64,6 +64,9 @@ def run_stage(stage: Stage, claims: Claims, workers: Workers[int], progress: Pro
         free = workers.count - len(running)
         for unit in [each for each in left.from_place(claims.owner) if each not in running] if free else []:
             if claims.claim(stage.key, stage.results[unit]):
+                if (stage.folder / stage.results[unit]).exists():  # its owner has ended since the last look
+                    del left.units[unit]
+                    continue
                 losses[unit] = claims.losses
                 workers.start(stage.work, unit, stage.argument(unit))
                 free -= 1

@@ -246,3 +246,19 @@ def test_a_recorded_failure_hides_secrets(tmp_path: Path, monkeypatch: pytest.Mo
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_a_unit_that_was_done_since_the_last_look_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, again = Claims.claim, list[int]()
+
+    def claim_after_another_ended(self: Claims, key: str, result: str) -> bool:
+        (tmp_path / "results" / result).touch()
+        return claim(self, key, result)
+
+    monkeypatch.setattr(Claims, "claim", claim_after_another_ended)
+    stage = Stage("hash", "hash", tmp_path / "results", ("0", "1"), again.append)
+    with Claims(tmp_path) as claims, Workers[int](1) as pool:
+        run_stage(stage, claims, pool, lambda *_: None)
+    assert again == []
