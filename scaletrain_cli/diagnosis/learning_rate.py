@@ -137,7 +137,7 @@ def batch_too_large(case: Case) -> Iterator[Finding]:
     rank = case.telemetry.ranks.get(0)
     values = [] if rank is None else recent(case, rank, "noise_scale")
     batch, last = case.spec.training.global_batch_size, case.history.last_step
-    if len(values) < 2 * FEWEST or last < case.spec.total_steps / 4 or last <= case.spec.training.schedule.warmup_steps:
+    if len(values) < FEWEST or last < case.spec.total_steps / 4 or last <= case.spec.training.schedule.warmup_steps:
         return
     half = len(values) // 2
     scale = max(median(values[:half]), median(values[half:]))
