@@ -92,7 +92,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What saves cost a run, in seconds. ``blocked_*``: beyond the copy; the others are medians."""
+    """The cost of saves to a run, in seconds. ``blocked_*``: beyond the copy; the others are medians."""
 
     bytes: int
     saves: int

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -105,6 +105,17 @@ def lines(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     yield from rows(chosen, None if options.tiny else gpu, folder)
 
 
+def print_page(found: Iterable[str], page: Path | None) -> None:
+    """Print each line when it is there; write all of them to ``page``, too, if it is given."""
+    kept = []
+    for line in found:
+        print(line, flush=True)
+        kept.append(line)
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -121,15 +132,9 @@ def main() -> None:
     on_gpu.add_argument("--recompute", action="append", choices=("none", "selective", "full"), help="again for more")
     on_gpu.add_argument("--tiny", action="store_true", help="small models on the CPU, to try the table out")
     options = parser.parse_args()
-    kept = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = str(Path(folder) / "runs")
-        for line in lines(options, Path(folder)):
-            print(line, flush=True)
-            kept.append(line)
-    if options.write is not None:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        print_page(lines(options, Path(folder)), options.write)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine_loops.start import made_run, on_ranks
 from engine_loops.telemetry import TURNS
-from engine_speed import QUIET, RECIPE, SMALL, TINY
+from engine_speed import QUIET, RECIPE, SMALL, TINY, print_page
 
 from scaletrain_cli import __version__
 
@@ -109,15 +109,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run's spec")
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the table as a page, too")
     options: Any = parser.parse_args()
-    kept = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = str(Path(folder) / "runs")
-        for line in lines(options):
-            print(line, flush=True)
-            kept.append(line)
-    if options.write is not None:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        print_page(lines(options), options.write)
 
 
 if __name__ == "__main__":

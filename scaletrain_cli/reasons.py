@@ -39,6 +39,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "usd": dollars_text,
     "percent": percent_text,
     "list": listed,
+    "every": ", ".join,
     "or": either,
 }
 

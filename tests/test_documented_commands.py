@@ -59,9 +59,9 @@ SPEC = "recipes/llama-10m-cpu.yaml"
 KUBERNETES = "recipes/llama-13b-kueue.yaml --set cluster.kubernetes.image=r.example/scaletrain:0.1.0"
 RUN: dict[str, Runs] = {
     "scaletrain plan recipes/llama-7b-h100.yaml": Runs("plan recipes/llama-7b-h100.yaml", ": fits"),
-    "scaletrain plan recipes/llama-70b-spot.yaml --deadline 90d": Runs(
-        "plan recipes/llama-70b-spot.yaml --deadline 90d",
-        "Cluster with the fewest GPUs: at most 256 GPUs, finished in 90 d",
+    "scaletrain plan recipes/llama-70b-spot.yaml --deadline 120d": Runs(
+        "plan recipes/llama-70b-spot.yaml --deadline 120d",
+        "Cluster with the fewest GPUs: at most 256 GPUs, finished in 120 d",
     ),
     "scaletrain submit recipes/llama-7b-h100.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
     "scaletrain plan run.yaml": Runs("plan run.yaml", ": fits"),

@@ -1,4 +1,4 @@
-"""What the pieces of the measurements have in common: the machine they run on, their rows, and their limits."""
+"""Pieces of the measurements: the machine they run on, their rows, and their limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a row is measured. ``gpu``: the catalogue's name of the GPU; None on the CPU, with small models.
+    """The place of a measurement. ``gpu``: the catalogue's name of the GPU; None on the CPU, with small models.
 
     ``ceiling``: FLOP/s of a large bf16 matrix product on this device; None if it was not measured. ``folder``: for the
     row's files. The environment has SCALETRAIN_RUNS, which all rows share, so that data are prepared once.
@@ -23,7 +23,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """What one row measured: lines of the piece's table, and figures that other rows use.
+    """The measurement of one row: lines of the piece's table, and figures that other rows use.
 
     ``failed``: it should have been measured and was not. A row that the product refuses has not failed.
     """

@@ -1,4 +1,4 @@
-"""What rows have measured: kept line by line in a file, and written as a page of tables."""
+"""Measurements of rows: kept line by line in a file, and written as a page of tables."""
 
 from __future__ import annotations
 

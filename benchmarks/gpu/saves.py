@@ -1,4 +1,4 @@
-"""How long a save holds up training beyond the copy off the device, and what saves cost a run."""
+"""Time that a save holds up training beyond the copy off the device, and the cost of saves to a run."""
 
 from __future__ import annotations
 

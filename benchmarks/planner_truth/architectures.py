@@ -101,6 +101,15 @@ def model_of(row: Mapping[str, str], tensor: int = 1) -> dict[str, Any]:
     if any(not row[key] for key in ("layers", "hidden", "heads", "vocab")):
         raise Unmapped(f"dimensions of {row['model']} are not known")
     plain = re.search(_PLAIN, row["model"].lower()) is not None
+    return model_of_columns(row, plain=plain, vocab=padded_vocab(whole(row, "vocab"), tensor), tied=plain)
+
+
+def model_of_columns(row: Mapping[str, str], *, plain: bool, vocab: int, tied: bool) -> dict[str, Any]:
+    """Return the model section of a row whose columns have its dimensions. Raises Unmapped.
+
+    ``plain``: LayerNorm, biases and an MLP that is not gated. Without a column ``ffn`` its width is 4 times the hidden
+    size, of a gated MLP 8/3 times in multiples of 256.
+    """
     hidden, heads = whole(row, "hidden"), whole(row, "heads")
     return transformer(
         "gpt" if plain else "llama",
@@ -109,9 +118,9 @@ def model_of(row: Mapping[str, str], tensor: int = 1) -> dict[str, Any]:
         heads=heads,
         kv_heads=whole(row, "kv_heads", heads),
         ffn=whole(row, "ffn", 4 * hidden if plain else -(-8 * hidden // 3 // 256) * 256),
-        vocab=padded_vocab(whole(row, "vocab"), tensor),
+        vocab=vocab,
         seq_len=whole(row, "seq_len"),
-        tied=plain,
+        tied=tied,
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner_truth.architectures import known_model
-from planner_truth.deepspeed_programs import program_of
-from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
+from planner_truth.architectures import known_model, model_of_columns
+from planner_truth.deepspeed_programs import is_megatron, program_of
+from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case
 from planner_truth.table import Measured, Table, number, whole
 from planner_truth.train_runs import COLUMNS, TRUTH
 from scaletrain_cli.errors import UsageError
@@ -56,6 +56,14 @@ _NETWORKS: tuple[tuple[str, str, float | None], ...] = (
 )
 # Links of authors who do not print them with the run: InternLM prints those of its nodes with InternEvo's.
 _SITES = {"xtuner": "4x100gb roce"}
+# What notes say of runs in fp16 whose first steps were timed: until gradients are finite DeepSpeed lowers its loss
+# scale, which began at 2^32 in 2021, and does not update (fp16/loss_scaler.py, stage3.py ``step``).
+_SKIPPED = "optimizer steps may be skipped by the loss scaler"
+# Versions 4.38 to 4.40 of transformers pass a causal mask to torch's attention, so that it cannot choose flash
+# attention (pull request 30070; issue 30461 has times of both). DeepSpeed 0.14.0 to 0.14.2 are of the same months.
+_MASKS = r"transformers[ =v]*4\.(38|39|40)\b|deepspeed[ =v]*0\.14\.[0-2]\b"
+# Pages that print the versions of their program, by a part of their address.
+_VERSIONS = {"chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a": "deepspeed 0.14.2"}
 _PLAIN = r"gpt|bert|opt|bloom|falcon|pythia|neox|megatron|turing"
 # bf16_master_weights_and_grads and bf16_optimizer_states of DeepSpeed's section bf16
 _NARROW = {"state_dtype": "bf16", "master_weights": False}
@@ -112,10 +120,10 @@ def build(row: Mapping[str, str]) -> Case:
             "compile": row["compile"] == "1",
             **({"optimizer": _NARROW} if row["optimizer"].endswith("-bf16-states") else {}),
         },
-        planner={"attention": "materialised" if _unfused(notes) else "flash"},
+        planner={"attention": _attention(row)},
         env={"CUDA_LAUNCH_BLOCKING": "1"} if "cuda_launch_blocking=1" in notes else None,
     )
-    return replace(case, program=program_of(row))
+    return replace(case, program=program_of(row), skips_update=_SKIPPED in notes)
 
 
 def _micro_batch(row: Mapping[str, str]) -> int:
@@ -152,6 +160,18 @@ def _grad_dtype(row: Mapping[str, str]) -> str:
     return "fp32" if row["precision"] == "bf16" and _configured_stage(row) == 0 else row["precision"] or "bf16"
 
 
+def _attention(row: Mapping[str, str]) -> str:
+    """Return the kernel of attention: that of the notes, or that which the versions of the program choose."""
+    printed = [versions for page, versions in _VERSIONS.items() if page in row["source"]]
+    words = " ".join([row["notes"], row["source"], *printed]).lower()
+    if _unfused(row["notes"].lower()):
+        return "materialised"
+    if re.search(r"flash[- ]?att(ention|n)[- ]?v?3|\bfa3\b", words):
+        return "flash3"
+    masked = re.search(_MASKS, words) and "flash" not in words and not is_megatron(row)
+    return "masked" if masked else "flash"
+
+
 def _unfused(notes: str) -> bool:
     """Return whether the notes say that attention stored its scores."""
     return re.search(r"(no|without) flash[- ]?att|flash[- ]?attention off", notes) is not None
@@ -177,22 +197,12 @@ def _model(row: Mapping[str, str], tensor: int) -> dict[str, Any]:
     name = row["model"].lower()
     if any(not row[key] for key in ("layers", "hidden", "heads", "vocab")):
         return known_model(row, tensor)
-    hidden, heads = whole(row, "hidden"), whole(row, "heads")
+    hidden = whole(row, "hidden")
     # A gated MLP has another width than 4 x hidden, as in AuroraGPT, which is a Llama.
     plain = re.search(_PLAIN, name) is not None and whole(row, "ffn", 4 * hidden) == 4 * hidden
-    ffn = whole(row, "ffn", 4 * hidden if plain else -(-8 * hidden // 3 // 256) * 256)
-    vocab = whole(row, "vocab")
-    return transformer(
-        "gpt" if plain else "llama",
-        layers=whole(row, "layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=whole(row, "kv_heads", heads),
-        ffn=ffn,
-        vocab=-(-vocab // tensor) * tensor,
-        seq_len=whole(row, "seq_len"),
-        tied=("tied embedding" in row["notes"] or plain) and "untied" not in row["notes"],
-    )
+    vocab = -(-whole(row, "vocab") // tensor) * tensor
+    tied = ("tied embedding" in row["notes"] or plain) and "untied" not in row["notes"]
+    return model_of_columns(row, plain=plain, vocab=vocab, tied=tied)
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:

@@ -13,12 +13,15 @@ from planner_truth.scores import Errors, Ranking, Run, Verdicts, errors, kendall
 from planner_truth.sets import TruthSet
 from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.axes import resolve_axes
-from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Memory, Time
 from scaletrain_cli.plan.search.layout_search import evaluate
 from scaletrain_cli.plan.search.layouts import division_problems
+from scaletrain_cli.plan.speed.offload import host_update_seconds
+from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import RunSpec
 
 
@@ -116,14 +119,27 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
     try:
         predicted = evaluate(case.spec, case.layout, device)
         memory = predicted.memory
+        predicted_time = without_update(case, device, predicted.time)
         if case.program is not None:
             memory = plan_memory(case.spec, case.layout, device, case.program)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
     if measured.mfu is None and measured.step_seconds:
-        measured = replace(measured, mfu=predicted.time.mfu * predicted.time.step / measured.step_seconds)
+        measured = replace(measured, mfu=predicted_time.mfu * predicted_time.step / measured.step_seconds)
     refused = any(case.spec.inconsistencies()) or bool(division_problems(case.spec, resolve_axes(case.spec)))
-    return Judged(row, table.panel(row.inputs), case, measured, predicted.time, memory, refused)
+    return Judged(row, table.panel(row.inputs), case, measured, predicted_time, memory, refused)
+
+
+def without_update(case: Case, device: Accelerator, time: Time) -> Time:
+    """Return the time of a step in which the loss scaler skips the update, if the case says so."""
+    if not case.skips_update or case.layout.offload == "none":
+        return time
+    layout = case.layout
+    held = architecture(case.spec.transformer, layout.tensor_parallel, layout.expert_parallel).parameters
+    shards = zero_shards(layout) if layout.zero_stage else 1
+    skipped = host_update_seconds(case.spec, device, -(-held // layout.pipeline_parallel // shards))
+    step = time.step - skipped
+    return replace(time, step=step, optimizer=time.optimizer - skipped, mfu=time.mfu * time.step / step)
 
 
 def _under(spec: RunSpec, framework: str) -> RunSpec:

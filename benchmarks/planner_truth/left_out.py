@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner_truth.evaluation import Judged, judge
+from planner_truth.evaluation import Judged, judge, without_update
 from planner_truth.table import Table
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import DeepSpeed
@@ -95,7 +95,8 @@ def leave_one_out(table: Table, directory: Path) -> tuple[LeftOut, ...]:
 
 
 def _timed(row: Judged, device: Accelerator) -> _Run:
-    seconds = plan_time(row.case.spec, row.case.layout, device)[0].step
+    planned = plan_time(row.case.spec, row.case.layout, device)[0]
+    seconds = without_update(row.case, device, planned).step
     ratio = seconds / (row.measured.step_seconds or math.nan)
     return _Run(row.row.inputs["set"], ratio, (row.measured.mfu or 0.0) >= _FITTED_MFU)
 

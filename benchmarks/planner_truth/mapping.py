@@ -24,11 +24,15 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One run as the planner gets it; ``program``: what sizes its memory, if not the framework of the spec."""
+    """One run as the planner gets it; ``program``: what sizes its memory, if not the framework of the spec.
+
+    ``skips_update``: the loss scaler skipped the update of an offloaded optimizer in the steps that were measured.
+    """
 
     spec: RunSpec
     layout: Layout
     program: Framework | None = None
+    skips_update: bool = False
 
 
 @dataclass(frozen=True)

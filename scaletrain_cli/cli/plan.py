@@ -167,6 +167,10 @@ def command(
     measurements = _measurements(run, uncalibrated=uncalibrated)
     run = _priced(run) if live_prices else run
     found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
+    if calibrate and not uncalibrated and found.plan.calibration is None:
+        from scaletrain_cli.ui.console import say
+
+        say(_DOES_NOT_APPLY)
     data = summarize_data(run)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -190,6 +194,12 @@ def command(
         raise UsageError(Reason("checks.spec-unusable", {"problems": len(data.wrong)}), data.wrong)
     if data is not None and data.infeasible is not None:
         raise InfeasibleError(data.infeasible)
+
+
+_DOES_NOT_APPLY = (
+    "this plan is not corrected: no measurement is of its GPU, model family, precision and framework, and near its "
+    "size (docs/planner.md#calibration)"
+)
 
 
 @dataclass(frozen=True)

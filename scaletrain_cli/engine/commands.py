@@ -3,19 +3,21 @@
 ``prepare`` builds datasets, ``prepare-job`` a part of them, ``stats`` reports on them, and ``upload`` copies them to an
 object store; ``show`` renders rows, and ``step`` the samples of a step; ``export`` writes a checkpoint's weights as
 Hugging Face files. The result is one JSON object, the last line of stdout; progress goes to stderr. An error is
-``{"error": {...}}`` with the exit code of the error. Heavy modules are imported last, so that a missing package or
+``{"error": {...}}`` with the exit code of the error. SIGTERM ends a command with 143, after what it was writing is
+removed. Heavy modules are imported last, so that a missing package or
 Ctrl-C during an import ends like any other error.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from importlib import import_module
 
 from scaletrain_cli.unexpected import known_error
 
-_INTERRUPTED = 130  # 128 + SIGINT, the shell convention
+_INTERRUPTED, _TERMINATED = 130, 143  # 128 + SIGINT or SIGTERM, the shell convention
 # By command: the module whose ``run_command`` runs it, and the CLI verb to name in an error.
 _COMMANDS = {
     "prepare": ("data.prepared", "data prepare"),
@@ -45,6 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # what is being written is removed
     try:
         code = main(sys.argv[1:])
     except KeyboardInterrupt:

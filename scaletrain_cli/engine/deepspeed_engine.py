@@ -20,7 +20,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.log_setup import take_over_library_logger
 from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.adapters import trains_in_fp32
-from scaletrain_cli.plan.memory.states import NVME_OPTIMIZER_BUFFERS
+from scaletrain_cli.plan.memory.buffers import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.reasons import Reason

@@ -1,14 +1,8 @@
 """Fault injection, off by default, by kind, rank and step; drills use it to verify that nothing is lost.
 
 ``SCALETRAIN_FAULT="sigkill rank=1 step=7; slow-save seconds=0.5"``: before optimizer step 7, rank 1 kills itself; every
-checkpoint write takes half a second longer. Add ``attempt=1`` to inject into one attempt only. ``spike step=20-23
-factor=20`` multiplies the loss of the *batches* 20 to 23 on all ranks, so that skipping these batches avoids the spike.
-``truncate``, ``flip`` and ``delete`` corrupt the latest checkpoint, once there are two, and kill the rank.
-``slow-rank`` waits at every step, with ``step=5`` from that on, with ``step=5-9`` at these. ``disk-full step=9
-write=7``: from step 9 on, the seventh and every later checkpoint write of a rank fails. ``stale-attempt`` opens the
-checkpoints to a later attempt, as if this attempt had been superseded. ``slow-data seconds=0.5``: each read of a batch
-takes half a second longer. ``labels offset=2``: the label of a token is the second one after it (0: the token itself),
-as in data that were shifted twice or not at all. ``non-causal``: each token also has the embedding of the next one.
+checkpoint write takes half a second longer. ``KINDS`` has every kind with its keys; each may name ``rank``, ``step``
+and ``attempt``, and without them affects all ranks, steps or attempts.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -111,8 +105,50 @@ _ACTIONS: dict[str, Callable[[], None]] = {
     "node": _kill_node,
 }
 _OF_DATA = ("slow-data", "labels")
-_KINDS = (*_ACTIONS, *CORRUPTIONS, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
-_KINDS += (*_OF_DATA, "non-causal")
+
+
+class FaultKind(NamedTuple):
+    """The effect of a kind of fault, and the keys that it reads beside rank, step and attempt."""
+
+    effect: str
+    keys: tuple[str, ...] = ()
+
+
+_IN_CHECKPOINT = "in the latest checkpoint, from the step on and once there are two, and the rank kills itself"
+KINDS: dict[str, FaultKind] = {
+    "sigkill": FaultKind("the rank kills itself before the step"),
+    "sigterm": FaultKind("the rank gets SIGTERM before the step, as in a preemption"),
+    "sigstop": FaultKind("the rank is stopped before the step"),
+    "sigkill-agent": FaultKind("the rank kills its node agent before the step"),
+    "node": FaultKind("the agent and all ranks of the node are killed at once before the step"),
+    "exception": FaultKind("the rank raises an exception before the step"),
+    "stale-attempt": FaultKind("the checkpoints are opened to a later attempt, as if this one had been superseded"),
+    "truncate": FaultKind(f"a file is truncated {_IN_CHECKPOINT}"),
+    "flip": FaultKind(f"one bit is flipped {_IN_CHECKPOINT}"),
+    "delete": FaultKind(f"a file is deleted {_IN_CHECKPOINT}"),
+    "nan": FaultKind("the rank's loss becomes NaN in the step"),
+    "spike": FaultKind(
+        "the loss of the batches of the steps (`step=20-23`) is multiplied by `factor` (20) on all ranks, so that a "
+        "run that leaves these batches out avoids the spike",
+        ("factor",),
+    ),
+    "slow-save": FaultKind("every checkpoint write takes `seconds` longer", ("seconds",)),
+    "slow-rank": FaultKind(
+        "the rank waits `seconds` before every step, with `step=5` from that on, with `step=5-9` before these",
+        ("seconds",),
+    ),
+    "disk-full": FaultKind(
+        "from the step on, checkpoint write number `write` (1) of a rank and all later ones fail", ("write",)
+    ),
+    "slow-data": FaultKind("each read of a batch takes `seconds` longer", ("seconds",)),
+    "labels": FaultKind(
+        "the label of a token is the `offset`-th one after it (1 in correct data): with 2 as in data that were shifted "
+        "twice, with 0 as in data that were not",
+        ("offset",),
+    ),
+    "non-causal": FaultKind("each token also has the embedding of the next one"),
+}
+_COMMON_KEYS = ("rank", "step", "attempt")
 
 
 @dataclass(frozen=True)
@@ -213,6 +249,7 @@ def _parse(text: str) -> Fault:
     kind, *settings = text.split()
     try:
         given = dict(setting.split("=", 1) for setting in settings)
+        names = list(given)
         first, _, last = given.pop("step", "").partition("-")
         whole = {key: int(given.pop(key)) for key in ("rank", "attempt", "write", "offset") if key in given}
         step, last_step = int(first) if first else None, int(last) if last else None
@@ -220,9 +257,12 @@ def _parse(text: str) -> Fault:
     except ValueError as error:
         params = {"variable": VARIABLE, "text": text.strip(), "error": str(error)}
         raise UsageError(Reason("engine.fault-invalid", params)) from error
-    if kind not in _KINDS or given:
-        place = {"variable": VARIABLE, "text": text.strip()}
-        raise UsageError(Reason("engine.fault-unknown", {**place, "kinds": list(_KINDS)}))
+    place = {"variable": VARIABLE, "text": text.strip()}
+    if kind not in KINDS:
+        raise UsageError(Reason("engine.fault-unknown", {**place, "kinds": list(KINDS)}))
+    keys = (*_COMMON_KEYS, *KINDS[kind].keys)
+    if unknown := [key for key in names if key not in keys]:
+        raise UsageError(Reason("engine.fault-key-unknown", {**place, "unknown": unknown, "kind": kind, "keys": keys}))
     if kind == "spike" and last_step is None:
         last_step = step
     return Fault(kind, step=step, last=last_step, seconds=seconds, factor=factor, **whole)

@@ -268,6 +268,7 @@ class Trainer:
                 began = time.perf_counter()
                 batches = self.loader.take(number, self._following(step)).micro_batches()
                 waited = time.perf_counter() - began
+            self.heartbeat.has_batch()
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
         self.data_waits.add(step, waited, workers=self.readers, prefetch=self.record.spec.data.loader.prefetch)

@@ -15,7 +15,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
+from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, has_all_files, read_checkpoint
 from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
@@ -165,9 +165,13 @@ def read_attempts(run: RunDir) -> list[AttemptRecord]:
 
 
 def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
-    """Return the step of the newest committed checkpoint; None where there is none. Reads manifests, not data."""
+    """Return the step of the newest committed checkpoint whose files are there in full size; None where there is none.
+
+    Manifests are read and files are looked up, but no data: damage that keeps the size of a file is found when the
+    checkpoint is verified.
+    """
     newest_first = map(read_checkpoint, reversed(committed_folders(checkpoint_folder(run, spec))))
-    return next((found.step for found in newest_first if isinstance(found, Checkpoint)), None)
+    return next((found.step for found in newest_first if isinstance(found, Checkpoint) and has_all_files(found)), None)
 
 
 def attempt_outcome(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.text import visible
 
+_TERMINATED = 143  # 128 + SIGTERM, the shell convention
 _PATIENCE_SECONDS = 10.0  # after Ctrl-C, for the process to remove partial files
 _SIGNALS = {number.value for number in signal.Signals}
 
@@ -80,9 +81,10 @@ def run_engine_command(
         talk = threading.Thread(target=_pass_on, args=(process.stderr, on_line or _to_stderr), daemon=True)
         talk.start()
         try:
-            text = process.stdout.read()
-            talk.join()
-            process.wait()
+            with _passing_on_termination(process):
+                text = process.stdout.read()
+                talk.join()
+                process.wait()
         except BaseException:  # Ctrl-C reaches the process as well: let it exit
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
@@ -94,6 +96,27 @@ def run_engine_command(
     if process.returncode != 0 or not answer:
         raise EngineProcessError(process.returncode, answer.get("error", {}))
     return answer
+
+
+@contextlib.contextmanager
+def _passing_on_termination(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Pass SIGTERM on to the process, and raise SystemExit for it; unchanged where the caller handles the signal.
+
+    Without it the process would be left at work after the end of this one.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        process.terminate()
+        sys.exit(_TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _pass_on(lines: Iterable[str], take: Callable[[str], None]) -> None:

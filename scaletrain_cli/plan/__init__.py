@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
     from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
+    from scaletrain_cli.plan.memory.buffers import ZeroBuffers, zero_buffers
     from scaletrain_cli.plan.memory.engine_states import rank_model_states
-    from scaletrain_cli.plan.memory.states import ModelStates, ZeroBuffers, model_state_bytes, zero_buffers
+    from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
     from scaletrain_cli.plan.planning import make_plan
     from scaletrain_cli.plan.result import RunPlan
     from scaletrain_cli.plan.search.engine_support import submittable, unsupported
@@ -56,7 +57,7 @@ _HOMES = {
     "ModelStates": "memory.states",
     "PlanInfeasibleError": "search.infeasible",
     "RunPlan": "result",
-    "ZeroBuffers": "memory.states",
+    "ZeroBuffers": "memory.buffers",
     "accelerator_names": "catalogue.hardware",
     "blocks_per_stage": "stages",
     "find_accelerator": "catalogue.hardware",
@@ -67,7 +68,7 @@ _HOMES = {
     "submittable": "search.engine_support",
     "training_flops_per_token": "architecture",
     "unsupported": "search.engine_support",
-    "zero_buffers": "memory.states",
+    "zero_buffers": "memory.buffers",
 }
 
 

@@ -10,21 +10,21 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.adapters import check_adapter
 from scaletrain_cli.plan.advice.data_feed import feed_assumptions, feed_warnings
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
-from scaletrain_cli.plan.advice.warnings import assumptions, warnings
-from scaletrain_cli.plan.axes import Rule, resolve_axes
+from scaletrain_cli.plan.advice.warnings import about_local_sgd, assumptions, warnings
+from scaletrain_cli.plan.axes import Axes, Rule, resolve_axes
 from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.ranges import plan_ranges
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
-from scaletrain_cli.plan.result import Calibration, RunPlan
+from scaletrain_cli.plan.result import Calibration, Layout, RunPlan, Time
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
 from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
-from scaletrain_cli.plan.speed.reference_pass import with_reference_pass
 from scaletrain_cli.plan.trained_parameters import check_what_trains, names_what_trains
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -77,10 +77,12 @@ def plan_within(
     *,
     compared: bool = False,
     bounds: Bounds | None = None,
+    all_axes: Sequence[Axes] | None = None,
 ) -> RunPlan | None:
     """Return the same plan as ``plan_or_raise``; None if its step is known to exceed ``most_seconds``.
 
     ``bounds``: lower bounds for the layouts of this spec, which may be known from another number of nodes.
+    ``all_axes``: the result of ``axes_to_try``; the plan then does not count the degrees that break a rule.
     """
     _check_family(spec)
     check_adapter(spec)
@@ -88,7 +90,7 @@ def plan_within(
     _check_framework(spec)
     device = find_accelerator(spec.cluster)
     counts = RejectionCounts()
-    all_axes = axes_to_try(spec, counts)
+    all_axes = axes_to_try(spec, counts) if all_axes is None else all_axes
     if not all_axes:
         raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
     found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
@@ -123,7 +125,7 @@ def _assemble(
     measurements: Measurements | None,
 ) -> RunPlan:
     size = workload_of(spec.model).training_size(spec)
-    time = with_reference_pass(spec, chosen.layout, chosen.time)
+    time = _with_reference_pass(spec, chosen.layout, chosen.time)
     known = measurements or Measurements()
     calibration = find_calibration(spec, size, chosen.layout, known.measured, known.machine)
     others = alternatives(spec, device, found, chosen) if compared else ()
@@ -149,6 +151,7 @@ def _assemble(
         considered=found.considered,
         warnings=(
             *warnings(spec, chosen.layout, chosen.memory, time, durability, device),
+            *_about_local_sgd(spec, chosen, device),
             *feed_warnings(spec, chosen.layout, time),
         ),
         assumptions=(
@@ -162,6 +165,47 @@ def _assemble(
         calibration=calibration,
         ranges=plan_ranges(spec, device, chosen.layout, chosen.memory, time, durability, cost, calibration),
     )
+
+
+def _with_reference_pass(spec: RunSpec, layout: Layout, time: Time) -> Time:
+    """Return the time of a run with that of its reference pass; unchanged for objectives without a reference.
+
+    The pass, before step 1, computes the log-probabilities of the reference for all pairs of ``dpo``. It is the forward
+    pass of a step, repeated for as many batches as the pairs of both splits fill (engine/objectives/reference.py
+    ``ReferencePass``).
+    """
+    if spec.training.objective != "dpo":
+        return time
+    pairs = _reference_pairs(spec)
+    forward = max((stage.forward for stage in time.by_stage), default=0.0)
+    filling = (layout.pipeline_parallel - 1) / layout.virtual_pipeline
+    seconds = pairs / layout.global_batch_size * (layout.gradient_accumulation_steps + filling) * forward
+    return replace(time, reference=seconds, reference_pairs=pairs, to_train=time.to_train + seconds)
+
+
+def _reference_pairs(spec: RunSpec) -> int:
+    """Return the pairs of which the reference is computed: those of the data, or if unknown those of all steps.
+
+    The latter is what one epoch has, with the validation split in addition.
+    """
+    known = data_size(spec)
+    if known is not None:
+        return known.train + known.validation
+    return round(spec.total_steps * spec.training.global_batch_size / (1 - spec.data.validation_split))
+
+
+def _about_local_sgd(spec: RunSpec, chosen: Candidate, device: Accelerator) -> Iterator[Reason]:
+    """Yield whether groups of local SGD pay, against the fastest layout of one group on the same cluster."""
+    if chosen.layout.local_sgd_groups == 1:
+        return
+    settings = spec.training.local_sgd.model_copy(update={"groups": 1})
+    training = spec.training.model_copy(update={"local_sgd": settings})
+    try:
+        alone = plan_within(spec.model_copy(update={"training": training}), math.inf)
+    except (PlanInfeasibleError, UsageError):  # one group needs less memory, but perhaps other degrees
+        return
+    assert alone is not None
+    yield from about_local_sgd(spec, chosen.layout, chosen.time, device, alone.time.step)
 
 
 def _calibrated_assumption(spec: RunSpec, calibration: Calibration | None) -> Iterator[Reason]:

@@ -61,10 +61,19 @@ class Cell(NamedTuple):
 
 
 def regime_of(spec: RunSpec, layout: Layout) -> str:
-    """Return what limits runs of this kind, as errors.json names it; known before the run."""
+    """Return what limits runs of this kind, as errors.json names it; known before the run.
+
+    For what no published run has, its name, which is not in errors.json.
+    """
     workload = workload_of(spec.model)
     if not workload.counts_tokens:
         return "images"
+    if part := workload.unmeasured_part(spec.model):
+        return part
+    if layout.local_sgd_groups > 1:
+        return "local SGD"
+    if spec.training.precision == "fp4":
+        return "fp4"
     if layout.offload != "none" or spec.layout.activation_offload:
         return "offload"
     if workload.parameter_count(spec.model) < _TINY:

@@ -266,9 +266,9 @@ TEXTS: dict[str, Text] = {
     "no-node-agent": Text("{missing:list} not set: this program must be started by a ScaleTrain node agent"),
     "record-unreadable": Text("{path} cannot be read"),
     "fault-invalid": Text("{variable}: {text!r} cannot be parsed: {error}"),
-    "fault-unknown": Text(
-        "{variable}: {text!r} is unknown; kinds are {kinds:list}, and keys are rank, step, attempt, seconds, factor "
-        "and write"
+    "fault-unknown": Text("{variable}: {text!r} is of no known kind; kinds are {kinds:every}"),
+    "fault-key-unknown": Text(
+        "{variable}: {text!r} has unknown keys ({unknown:every}); keys of {kind} are {keys:every}"
     ),
     "world-size-differs": Text("planned for {planned:of rank}, started with {found}"),
     "gpu-missing": Text("the rank needs GPU {local_rank} and torch finds {found:of GPU} on this node"),

@@ -89,6 +89,23 @@ def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list
     return [f"{name}: {defect}" for name, defect in find_defects(checkpoint, names).items()]
 
 
+def has_all_files(checkpoint: Checkpoint) -> bool:
+    """Return whether each file is there and has the recorded size. Files that cannot be looked up now count as there.
+
+    Reads no content.
+    """
+    for name, expected in checkpoint.files.items():
+        try:
+            found = (checkpoint.path / name).stat()
+        except OSError as error:
+            if _os_defect(error).kind == "damaged":
+                return False
+            continue
+        if found.st_size != expected.size:
+            return False
+    return True
+
+
 def latest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the latest valid checkpoint, and the defects of each later one that was skipped."""
     passed_over: list[str] = []

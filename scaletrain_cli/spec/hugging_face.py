@@ -95,7 +95,8 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         return _text_part(config, kind)
     if not isinstance(kind, str) or kind not in _READ:
         names = ", ".join(sorted([*_READ, *TEXT_PARTS, *VISION]))
-        raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {names}")
+        stated = "no model_type" if kind is None else f"model_type {str(kind)[:80]!r}"
+        raise SourceError("hf_config", f"has {stated}; known: {names}")
     require_known(config, known_keys(kind))
     known = _READ[kind]
     keys = [key for key in (*_SAME_NAME, *known.used) if key not in _DERIVED and key not in known.irrelevant]
@@ -248,8 +249,10 @@ def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if given is None:
         return {"hidden_activation": None}
     if not isinstance(given, str) or given not in known.activations:
-        allowed = " or ".join(known.activations)
-        raise SourceError("hf_config", f"has {key} = {str(given)[:80]}, but only {allowed} is supported")
+        shown, allowed = f"has {key} = {str(given)[:80]}", " or ".join(known.activations)
+        if not allowed:
+            raise SourceError("hf_config", f"{shown}, which a {kind} does not have")
+        raise SourceError("hf_config", f"{shown}, but only {allowed} is supported")
     named = known.activations[given]
     return {"hidden_activation": None if named == "silu" else named}
 

@@ -133,11 +133,13 @@ class PlannerSpec(Section):
 
     ``attention``: kernel that is modeled; ``auto`` follows the framework and the device.
     ``autocast``: vision networks compute in 16 bits over fp32 weights (torch.autocast).
+    ``attention``: its kernel; ``flash3``: FlashAttention-3, on Hopper; ``masked``: torch's kernel that takes a mask, as
+    programs run that pass one.
     ``search``: values of ``auto`` in the layout: those the engine runs, or all that can be modeled.
     """
 
     framework: Literal["deepspeed", "fsdp", "megatron", "nanotron"] = "deepspeed"
-    attention: Literal["auto", "flash", "materialised"] = "auto"
+    attention: Literal["auto", "flash", "flash3", "masked", "materialised"] = "auto"
     autocast: bool = False
     search: Literal["engine", "everything"] = "engine"
 

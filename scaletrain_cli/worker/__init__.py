@@ -19,7 +19,7 @@ from scaletrain_cli.worker.rank import Rank
 from scaletrain_cli.worker.run_environment import ResolvedRun, RunEnvironment
 from scaletrain_cli.worker.signals import PreemptionFlag
 
-WORKER_API_VERSION = "1.2"
+WORKER_API_VERSION = "1.3"
 
 __all__ = [
     "WORKER_API_VERSION",

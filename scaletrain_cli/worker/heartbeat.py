@@ -41,27 +41,36 @@ _EVEN_PHASES = ("step", "evaluation")
 _SET_UP_PHASES = ("connect", "preflight", "set-up", "restore")
 
 
+# Parts of a phase, in the order in which a rank passes them.
+PARTS = ("", "with its batch", "waiting for the other ranks")
+
+
 class Beat(NamedTuple):
-    """One beat: the rank is in ``phase`` of ``step`` and sends its next beat within ``allowed_seconds``."""
+    """One beat: the rank is in ``phase`` of ``step`` and sends its next beat within ``allowed_seconds``.
+
+    ``turn`` counts how often the run went back to an earlier step; ``part`` is an index into PARTS.
+    """
 
     step: int
     phase: str
     allowed_seconds: float
     turn: int = 0
+    part: int = 0
 
 
 def beat_line(beat: Beat) -> bytes:
     """Return the beat as a line of JSON, as a rank writes it."""
-    fields = {"turn": beat.turn, "step": beat.step, "phase": beat.phase, "allowed": round(beat.allowed_seconds, 3)}
-    return json.dumps(fields).encode() + b"\n"
+    fields = {"turn": beat.turn, "step": beat.step, "phase": beat.phase, "part": beat.part}
+    return json.dumps(fields | {"allowed": round(beat.allowed_seconds, 3)}).encode() + b"\n"
 
 
 def read_beat(line: bytes) -> Beat | None:
     """Return the beat in a line; None for any other text, such as the output of a user's program."""
     try:
         fields = json.loads(line)
-        beat = Beat(int(fields["step"]), str(fields["phase"]), float(fields["allowed"]), int(fields["turn"]))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        part = min(max(0, int(fields.get("part", 0))), len(PARTS) - 1)
+        beat = Beat(int(fields["step"]), str(fields["phase"]), float(fields["allowed"]), int(fields["turn"]), part)
+    except (AttributeError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return None if math.isnan(beat.allowed_seconds) else beat
 
@@ -92,6 +101,7 @@ class Heartbeat:
         self._several_nodes = several_nodes
         self._clock = clock
         self._turn, self._step, self._phase, self._begun = 0, 0, "", clock()
+        self._allowed_seconds = LONG_SECONDS
         self._times: dict[str, deque[float]] = {phase: deque(maxlen=_TIMES_KEPT) for phase in _EVEN_PHASES}
 
     @classmethod
@@ -135,11 +145,19 @@ class Heartbeat:
             # Inside the step this rank may wait for a rank of another node, which still waits for its disk.
             waits = before == "save" and self._several_nodes
             allowed_seconds = self._long() if waits else self._usual(phase)
+        self._allowed_seconds = allowed_seconds
         self._write(phase, allowed_seconds)
+
+    def has_batch(self) -> None:
+        """Report that the rank has the batch of its step, whose work it begins, within the time limit of the step.
+
+        Ranks that wait in a collective of the step are distinguished from one that is stuck before it.
+        """
+        self._write(self._phase, self._allowed_seconds, part=1)
 
     def wait_for_ranks(self) -> None:
         """Report that the rank waits for the other ranks between two steps."""
-        self._write(f"{self._phase}, waiting for the other ranks", self._usual(self._phase))
+        self._write(self._phase, self._usual(self._phase), part=2)
 
     def _usual(self, phase: str) -> float:
         times = self._times.get(phase, ())
@@ -152,13 +170,13 @@ class Heartbeat:
     def _long(self) -> float:
         return max(LONG_SECONDS, self.hang_seconds or 0.0)
 
-    def _write(self, phase: str, allowed_seconds: float) -> None:
+    def _write(self, phase: str, allowed_seconds: float, part: int = 0) -> None:
         if self._descriptor is None:
             return
         # Non-blocking; a write this short is atomic. A line that does not fit may be lost: an agent that has not read
         # the earlier ones does not consider any rank hung.
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, beat_line(Beat(self._step, phase, allowed_seconds, self._turn)))
+            os.write(self._descriptor, beat_line(Beat(self._step, phase, allowed_seconds, self._turn, part)))
 
 
 def install_stack_dump(environment: Mapping[str, str]) -> None:

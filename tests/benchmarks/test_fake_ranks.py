@@ -30,8 +30,9 @@ def test_a_rank_sends_what_is_planned(recompute: str) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_of_a_wide_model_holds_what_is_planned() -> None:
-    case = Case("llama-3.1-8b", 8, 1, others=("model.num_hidden_layers=2",))
+@pytest.mark.parametrize(("ranks", "zero", "tensor"), [(8, 1, 1), (64, 2, 4)])
+def test_a_rank_of_a_wide_model_holds_what_is_planned(ranks: int, zero: int, tensor: int) -> None:
+    case = Case("llama-3.1-8b", ranks, zero, tensor, others=("model.num_hidden_layers=2",))
     (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)

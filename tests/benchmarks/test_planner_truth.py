@@ -1,4 +1,4 @@
-"""From a row of measurements to a prediction and a score: the planner's inputs, and rows that cannot be used."""
+"""Predictions and scores of rows of measurements: the planner's inputs, and rows that cannot be used."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from planner_truth.evaluation import judge, score
 from planner_truth.mapping import Unmapped
 from planner_truth.sets import SETS
 from planner_truth.table import Table
+
+from scaletrain_cli.plan.architecture import parameter_count
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.speed.offload import host_update_seconds
 
 TABLES = [nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE, mlperf.TABLE, deepspeed_runs.TABLE]
 MEASURED = "time mem oom tokens_per_s tflops mfu hfu throughput status raw_json _last _first iter_ samples_s".split()
@@ -247,10 +251,60 @@ def test_rows_whose_other_figure_of_memory_contradicts_them_are_read_by_it(tmp_p
     assert all(each.measured.step_seconds == 12 for each in judged)
 
 
+def test_steps_that_the_loss_scaler_skips_have_no_update(tmp_path: Path) -> None:
+    row = DEEPSPEED | {"cpu_offload": "optimizer", "dp_sharding": "ZeRO-3"}
+    early = row | {"row_id": "early", "notes": "early steps, optimizer steps may be skipped by the loss scaler"}
+    updated, skipped = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, row, early)).rows
+    spec, layout = updated.case.spec, updated.case.layout
+    update = host_update_seconds(spec, find_accelerator(spec.cluster), parameter_count(spec.transformer) // 8)
+    assert layout.world_size == 8
+    assert updated.step_seconds - skipped.step_seconds == pytest.approx(update, rel=1e-3)
+    assert updated.time.optimizer - skipped.time.optimizer == pytest.approx(update, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "attention"),
+    [
+        ({}, "flash"),
+        ({"source": "a page (DeepSpeed 0.14.2)"}, "masked"),
+        ({"notes": "transformers 4.39.3"}, "masked"),
+        ({"notes": "transformers 4.41.0"}, "flash"),
+        ({"notes": "transformers 4.39.3, flash-attn 2"}, "flash"),
+        ({"notes": "flash-attn 3"}, "flash3"),
+        ({"notes": "FA3 on Hopper"}, "flash3"),
+        ({"notes": "flash attention 2.3"}, "flash"),
+        ({"notes": "Megatron-DeepSpeed", "source": "a page (DeepSpeed 0.14.2)"}, "flash"),
+        ({"notes": "transformers 4.39.3 without flash attention"}, "materialised"),
+        ({"source": "https://a.mirror/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a"}, "masked"),
+    ],
+)
+def test_versions_that_pass_a_mask_get_the_kernel_that_takes_one(change: dict[str, str], attention: str) -> None:
+    row = dict.fromkeys(deepspeed_runs.TABLE.input_columns, "") | change
+    assert deepspeed_runs._attention(row) == attention
+
+
 def test_a_program_that_keeps_its_output_holds_the_logits_too(tmp_path: Path) -> None:
     rows = DEEPSPEED | {"mbs": "8"}, DEEPSPEED | {"mbs": "8", "set": "chenyaofo-deepspeed"}
     plain, keeps = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, *rows)).rows
     assert keeps.memory.logits - plain.memory.logits == 8 * 4096 * 32000 * 4
+
+
+def test_a_program_without_memory_efficient_linear_keeps_the_weights_of_blocks_that_are_not_recomputed(
+    tmp_path: Path,
+) -> None:
+    rows = [DEEPSPEED | {"mbs": "2", "set": "chenyaofo-deepspeed", "act_recompute": mode} for mode in ("none", "full")]
+    keeps, releases = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, *rows)).rows
+    bucket, reused = 2 * 5 * 10**8, 2 * 5 * 10**8  # half of stage3_max_reuse_distance
+    assert releases.memory.communication_buffers == bucket + reused
+    assert keeps.memory.communication_buffers == bucket + 2 * (6_738_415_616 - 32000 * 4096)
+
+
+def test_forks_of_megatron_deepspeed_differ_by_a_copy_of_the_logits(tmp_path: Path) -> None:
+    rows = [
+        DEEPSPEED | {"mbs": "8", "source": f"{owner}/Megatron-DeepSpeed"} for owner in ("deepspeedai", "argonne-lcf")
+    ]
+    first, fork = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, *rows)).rows
+    assert (first.memory.logits, fork.memory.logits) == (8 * 4096 * 32000 * 14, 8 * 4096 * 32000 * 10)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ def test_a_measured_run_calibrates_later_plans_until_its_file_is_deleted() -> No
     compared = scaletrain("plan", SMALL, "--vary", "training.micro_batch_size=8,4", "--json").data
     assert compared["runs"][0]["plan"]["time"]["step"] == pytest.approx(0.52)
 
+    unlike = scaletrain("plan", SMALL, "--calibrate", "r1", "--set", "training.precision=bf16", "--json")
+    assert unlike.data["calibration"] is None
+    assert "this plan is not corrected" in unlike.err
+    assert "not corrected" not in done.err
+
     (path,) = calibration_folder().iterdir()
     stored = json.loads(path.read_text())
     assert (stored["source"], stored["steps"], stored["seconds"]) == ("r1", 41, pytest.approx(0.52))

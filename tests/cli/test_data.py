@@ -14,6 +14,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs the extra train")
 
@@ -64,7 +65,10 @@ def test_a_missing_source_ends_with_2_and_the_reason() -> None:
     assert "nowhere" in as_json.data["error"]["message"]
 
 
-def test_ctrl_c_ends_both_processes_without_a_traceback_or_half_a_dataset(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_both_processes_and_leaves_no_file_of_the_preparation(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     Path("text.jsonl").write_text("".join(f'{{"text": "It was the worst of times, {n}."}}\n' for n in range(300_000)))
     small = ["--set", "data.tokenizer.vocab_size=300", "--set", "data.source=text.jsonl", "--json"]
     command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), *small]
@@ -74,10 +78,15 @@ def test_ctrl_c_ends_both_processes_without_a_traceback_or_half_a_dataset(tmp_pa
         assert process.stderr is not None
         said = process.stderr.readline()
         assert "preparing" in said
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        wait_until(lambda: any(tmp_path.rglob("workers/*")), "the preparation has begun")
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)  # as `kill` does: to the command alone
         out, rest = process.communicate(timeout=60)
-    assert process.returncode == 130, rest
+    assert process.returncode == 128 + number, rest
     assert "Traceback" not in rest
-    assert json.loads(out)["error"]["code"] == "interrupted"
+    if number == signal.SIGINT:
+        assert json.loads(out)["error"]["code"] == "interrupted"
     left = [path for path in (tmp_path / "runs").rglob("*") if path.suffix in (".bin", ".tmp", ".draft")]
-    assert left == []
+    assert [*left, *tmp_path.rglob("workers/*")] == []

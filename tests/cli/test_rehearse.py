@@ -152,7 +152,7 @@ def test_a_job_that_ended_before_the_first_item_has_failed_in_it(tmp_path: Path)
 
 
 def test_verdicts_are_read_from_the_log_and_name_lines_of_the_spec(tmp_path: Path) -> None:
-    """As of pods whose volume the submitter cannot read."""
+    """The run directory is that of pods whose volume the submitter cannot read."""
     import json
 
     logs = tmp_path / "attempts/0002/logs"

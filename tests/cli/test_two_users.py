@@ -150,7 +150,7 @@ def submit(user: User, run_id: str, *more: str) -> tuple[int, str]:
 
 
 def with_a_checkpoint(run: RunDir) -> None:
-    """As an attempt leaves it that was preempted at step 2."""
+    """The run is as an attempt leaves it that was preempted at step 2."""
     number = run.new_attempt()
     open_attempt(run.checkpoints, number)
     for step in (1, 2):

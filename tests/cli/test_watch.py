@@ -119,7 +119,7 @@ def test_a_run_in_every_state_has_its_state_and_its_reason(prepared: dict[str, P
 
 
 def test_a_run_on_a_volume_that_is_not_visible_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the pods print is shown as `status` does; one sentence tells what cannot be had."""
+    """The output of the pods is shown as `status` does; one sentence tells what cannot be had."""
     from scaletrain_cli.launch.backends.base import Job
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.launch.submit import create_run

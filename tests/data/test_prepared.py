@@ -1,4 +1,4 @@
-"""From the data of a spec to datasets: what is found, what is done again, and what earlier versions have left."""
+"""Datasets of the data of a spec: what is found, what is done again, and what earlier versions have left."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.faults import Faults, InjectedError
+from scaletrain_cli.engine.faults import KINDS, Faults, InjectedError
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError, open_attempt, stage_checkpoint
@@ -61,6 +62,23 @@ def test_delays_of_a_save_add_up() -> None:
 def test_an_invalid_fault_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="SCALETRAIN_FAULT"):
         Faults(text, 0, 1)
+
+
+def test_an_unknown_kind_is_answered_with_all_kinds_and_an_unknown_key_with_those_of_the_kind() -> None:
+    with pytest.raises(UsageError) as kind:
+        Faults("explode step=1", 0, 1)
+    assert f"kinds are {', '.join(KINDS)}." in str(kind.value)
+    with pytest.raises(UsageError) as key:
+        Faults("slow-save factor=2 when=1", 0, 1)
+    assert "unknown keys (factor, when); keys of slow-save are rank, step, attempt, seconds" in str(key.value)
+
+
+def test_the_documentation_has_every_kind_with_its_keys() -> None:
+    page = (PROJECT / "docs" / "drills.md").read_text(encoding="utf-8")
+    table = page.partition("## Faults of your own")[2]
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", table, flags=re.MULTILINE))
+    assert rows == {name: kind.effect for name, kind in KINDS.items()}
+    assert all(f"`{key}`" in kind.effect for kind in KINDS.values() for key in kind.keys)
 
 
 @pytest.mark.parametrize(

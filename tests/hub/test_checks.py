@@ -1,4 +1,4 @@
-"""What is checked at submission, without fetching weights or data; and where the files are fetched."""
+"""Checks at submission, which fetch neither weights nor data; and where the files are fetched."""
 
 from __future__ import annotations
 

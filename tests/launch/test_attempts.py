@@ -10,12 +10,14 @@ from scaletrain_cli.launch.attempts import (
     begin_attempt,
     close_unended,
     end_attempt,
+    newest_checkpoint_step,
     read_attempts,
 )
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.worker.failures import Failure
 from tests.launch.conftest import MakeRun
+from tests.rundir.test_checkpoints import save
 
 
 def node(code: int | None, *ranks: RankRecord, number: int = 0, ended: float = 9.0) -> NodeRecord:
@@ -154,6 +156,17 @@ def test_an_attempt_without_a_live_supervisor_is_closed_by_its_records(make_run:
     close_unended(made.run, made.record.spec)
     assert [attempt.reason for attempt in read_attempts(made.run)] == ["preempted", "node"]
     assert close_unended(made.run, made.record.spec) == []
+
+
+def test_a_checkpoint_with_a_missing_or_shortened_file_is_not_the_newest(make_run: MakeRun) -> None:
+    made = make_run()
+    for step in (2, 4, 6):
+        save(made.run.checkpoints, step)
+    assert newest_checkpoint_step(made.run, made.record.spec) == 6
+    (made.run.checkpoints / "step-00000006" / "rank-00000.pt").write_bytes(b"short")
+    assert newest_checkpoint_step(made.run, made.record.spec) == 4
+    (made.run.checkpoints / "step-00000004" / "sub" / "rank-00001.pt").unlink()
+    assert newest_checkpoint_step(made.run, made.record.spec) == 2
 
 
 def test_a_truncated_attempt_record_is_skipped(make_run: MakeRun) -> None:

@@ -212,7 +212,7 @@ def test_a_loss_that_is_not_finite_is_null_and_not_the_one_before(made: MadeRun)
 
 
 def test_lines_of_another_form_are_left_out(made: MadeRun) -> None:
-    """As of another program, or after damage: text in place of numbers, events without a name."""
+    """Records of another program, or after damage: text in place of numbers, events without a name."""
     begin(made)
     append_line(made.run.metrics, {"step": 4, "loss": 2.5, "learning_rate": 0.1, "validation_loss": 2.0})
     for line in (

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from scaletrain_cli.plan.architecture import architecture
-from scaletrain_cli.plan.memory.engine_states import Group, ends_of, stage_groups
+from scaletrain_cli.plan.memory.parameter_groups import Group, ends_of, stage_groups
 from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.plan.specs import model_of, spec_of

@@ -56,6 +56,27 @@ def test_the_regime_is_what_limits_a_run(overrides: dict[str, Any], regime: str)
     assert regime_of(spec, make_plan(spec).layout) == regime
 
 
+@pytest.mark.parametrize(
+    ("preset", "overrides", "name"),
+    [
+        ("nemotron-h-8b", {"cluster__nodes": 4}, "state-space layers"),
+        ("llama-4-scout", {"cluster__nodes": 32}, "chunked attention"),
+        ("deepseek-v3.2", {"cluster__nodes": 128}, "sparse attention"),
+        ("llama-7b", {"training__local_sgd": {"groups": 2}}, "local SGD"),
+        ("llama-7b", {"training__precision": "fp4", "cluster__gpu": "b200-sxm-180gb"}, "fp4"),
+    ],
+)
+def test_what_no_published_run_has_is_not_calibrated(preset: str, overrides: dict[str, Any], name: str) -> None:
+    spec = spec_of(preset, **overrides)
+    plan = make_plan(spec)
+    assert regime_of(spec, plan.layout) == name
+    assert plan.ranges is not None
+    assert (plan.ranges.time.calibrated, plan.ranges.memory.calibrated) == (False, False)
+    known = [framework for quantity in ("time", "memory") for framework in ERRORS[quantity].values()]
+    named = {cell["regime"] for framework in known for cell in framework["cells"]}
+    assert name not in named
+
+
 def test_every_device_of_the_catalogue_has_an_architecture() -> None:
     names = {architecture_of(find_accelerator(spec_of(cluster__gpu=name).cluster)) for name in accelerator_names()}
     assert {"cpu", "volta", "ampere", "ada", "hopper", "blackwell", "cdna3"} <= names

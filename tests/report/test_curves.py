@@ -37,7 +37,7 @@ def test_a_run_without_metrics_has_no_curves(run: RunDir) -> None:
 
 
 def test_steps_that_were_undone_are_kept_apart_in_their_order(run: RunDir) -> None:
-    """As read_metrics() sees the same file: a start from scratch, a rollback, a crash, and a step trained again."""
+    """The rows are those of read_metrics(): a start from scratch, a rollback, a crash, and a step trained again."""
     train(run, 1, 4)
     record_event(run, "from-scratch")
     record_event(run, "started", step=0, attempt=1)

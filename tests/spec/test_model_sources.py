@@ -370,7 +370,11 @@ def test_other_problems_are_reported_beside_an_invalid_source() -> None:
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "is not a Hugging Face config.json, which holds one JSON object"),
-        ("{}", "has model_type 'None'; known: "),
+        ("{}", "has no model_type; known: "),
+        (
+            '{"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*", "hidden_act": "silu"}',
+            "has hidden_act = silu, which a nemotron_h does not have",
+        ),
         ('{"model_type": "bert"}', "has model_type 'bert'; known: "),
         ('{"model_type": ["llama"]}', "; known: clip, convnext, deepseek_v2,"),
         (
@@ -380,7 +384,7 @@ def test_other_problems_are_reported_beside_an_invalid_source() -> None:
         ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, but only silu or swish or"),
         (" " * 1_000_001, "is not a Hugging Face config.json"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_an_unsupported_config_json_is_rejected(content: str | None, expected: str, tmp_path: Path) -> None:
     if content is not None:

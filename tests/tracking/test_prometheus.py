@@ -1,4 +1,4 @@
-"""What Prometheus reads of a run: both formats by the parsers of prometheus_client, and Grafana's dashboard."""
+"""Metrics of a run for Prometheus: both formats by the parsers of prometheus_client, and Grafana's dashboard."""
 
 from __future__ import annotations
 

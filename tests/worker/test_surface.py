@@ -43,6 +43,7 @@ Heartbeat(descriptor, *, several_nodes, clock)
 Heartbeat.allow(*, hang_seconds, step_seconds, bytes_per_node, compiled)
 Heartbeat.beat(step, phase, allowed_seconds)
 Heartbeat.from_environment(environment)
+Heartbeat.has_batch()
 Heartbeat.longest_seconds
 Heartbeat.wait_for_ranks()
 PreemptionFlag()
@@ -82,7 +83,7 @@ StagedCheckpoint.names()
 SupersededAttemptError
 WORKER_API_VERSION
 """
-VERSION = "1.2"
+VERSION = "1.3"
 
 
 def made_run(*overrides: str) -> MadeRun:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +34,6 @@ from scaletrain_cli.unexpected import known_error
 _ROW_BYTES_PER_SECOND = 1.5e6  # rendering and tokenizing rows
 _IMAGE_BYTES_PER_SECOND = 4e7  # reading and decoding images
 _ROWS_LOOKED_AT = 1000
-_TERMINATED = 143  # 128 + SIGTERM, the shell convention
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +53,6 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     run = None if options.run is None else RunDir(options.run)
     if options.check:
         return _checked(spec, options.runs_root, _known(spec, options.runs_root, run))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # what is being written is removed
     if options.secrets is not None:
         os.environ.update({name: str(value) for name, value in (read_document(options.secrets) or {}).items()})
     started = time.monotonic()

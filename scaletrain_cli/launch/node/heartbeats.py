@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from scaletrain_cli.launch.node.processes import STOPPED_SECONDS
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, STACKS_VARIABLE, read_beat
+from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, PARTS, STACKS_VARIABLE, read_beat
 from scaletrain_cli.worker.telemetry import RankRow, read_telemetry_line
 
 START_SECONDS = 900.0  # for the first beat: the interpreter may start from a slow shared disk
@@ -27,7 +27,7 @@ _LONGEST_PAUSE_SECONDS = 10.0
 class LastBeat:
     """The last beat of a rank: received at the monotonic time ``received``, the next due within ``allowed_seconds``.
 
-    ``turn`` counts how often the run went back to an earlier step.
+    ``turn`` counts how often the run went back to an earlier step; ``part`` is an index into PARTS.
     """
 
     step: int
@@ -35,6 +35,12 @@ class LastBeat:
     allowed_seconds: float
     received: float
     turn: int = 0
+    part: int = 0
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Return the step, and the phase with its part in words."""
+        return self.step, ", ".join(filter(None, (self.phase, PARTS[self.part])))
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the rank has been silent for longer than it announced."""
@@ -46,6 +52,14 @@ class LastBeat:
         return self.turn, self.step, self.received
 
 
+def furthest_behind(beats: Mapping[int, LastBeat]) -> int:
+    """Return the rank with the least progress; of ranks in one phase of a step the one in its earliest part."""
+    last = min(beats.values(), key=lambda beat: beat.progress)
+    phase = last.turn, last.step, last.phase
+    same = [rank for rank, beat in beats.items() if (beat.turn, beat.step, beat.phase) == phase]
+    return min(same, key=lambda rank: (beats[rank].part, beats[rank].received))
+
+
 def stopped_seconds(spec: RunSpec) -> float:
     """Return how long a process of the run may be stopped by a signal before it counts as hung."""
     return STOPPED_SECONDS if spec.guard.hang == "auto" else min(STOPPED_SECONDS, spec.guard.hang)
@@ -55,7 +69,7 @@ def hung_rank(beats: Mapping[int, LastBeat], now: float) -> int | None:
     """Return the rank that is furthest behind if it is overdue, else None: ranks ahead of it only wait for it."""
     if not beats:
         return None
-    behind = min(beats, key=lambda rank: beats[rank].progress)
+    behind = furthest_behind(beats)
     return behind if beats[behind].is_overdue(now) else None
 
 
@@ -99,7 +113,8 @@ class Channel:
                 self._rest = self._rest[-_READ_BYTES:]
                 for line in lines:
                     if (beat := read_beat(line)) is not None:
-                        self.beat = LastBeat(beat.step, beat.phase, beat.allowed_seconds, time.monotonic(), beat.turn)
+                        arrived = time.monotonic()
+                        self.beat = LastBeat(beat.step, beat.phase, beat.allowed_seconds, arrived, beat.turn, beat.part)
                     elif (row := read_telemetry_line(line)) is not None:
                         self._take_row(row)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
-from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, hung_rank
+from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, furthest_behind, hung_rank
 from scaletrain_cli.launch.node.observer import Observer
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import (
@@ -135,7 +135,8 @@ class RankView:
     @property
     def place(self) -> dict[str, int | str]:
         """Return the step and the phase of the rank as parameters of a Reason."""
-        return {"step": self.beat.step, "phase": self.beat.phase}
+        step, phase = self.beat.place
+        return {"step": step, "phase": phase}
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,13 @@ def find_suspect(views: Sequence[RankView], several_nodes: bool) -> HangSuspect:
         params = {"rank": worst.rank, "state": worst.state, **worst.place}
         # In state D the cause may be a network file system rather than this node.
         return HangSuspect(worst.rank, Reason(f"node.{code}", params), sure=worst.state != "D")
-    behind = min(views, key=lambda view: view.beat.progress)
+    by_rank = {view.rank: view for view in views}
+    behind = by_rank[furthest_behind({rank: view.beat for rank, view in by_rank.items()})]
     ahead = [view for view in views if view.place != behind.place]
     if ahead:
         furthest = max(ahead, key=lambda view: view.beat.progress)
-        others = {"ahead": furthest.rank, "ahead_step": furthest.beat.step, "ahead_phase": furthest.beat.phase}
+        ahead_step, ahead_phase = furthest.beat.place
+        others = {"ahead": furthest.rank, "ahead_step": ahead_step, "ahead_phase": ahead_phase}
         why = Reason("node.rank-behind", {"rank": behind.rank, **behind.place, **others})
         return HangSuspect(behind.rank, why, sure=False)
     return HangSuspect(None, Reason("node.other-node" if several_nodes else "node.no-suspect", behind.place))

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.engine_states import stage_tensors, trained_bytes
+from scaletrain_cli.plan.memory.engine_states import trained_bytes
+from scaletrain_cli.plan.memory.parameter_groups import stage_tensors
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.stages import stages_in, zero_shards

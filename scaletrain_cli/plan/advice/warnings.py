@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
@@ -31,7 +30,6 @@ def warnings(
         *_about_host_memory(spec, layout, memory, durability),
         *_about_device(spec, device),
         *_about_attention(spec, layout, memory, time, device),
-        *_about_local_sgd(spec, layout, time, device),
         *workload_of(spec.model).layout_warnings(spec, layout, time),
         *_about_durability(spec, durability, time),
     )
@@ -98,18 +96,14 @@ def _about_attention(
     yield Reason("plan.capped-attention", costs)
 
 
-def _about_local_sgd(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Iterator[Reason]:
-    """Yield whether groups of local SGD train faster than one group, in the same layout, and from which interval on."""
+def about_local_sgd(
+    spec: RunSpec, layout: Layout, time: Time, device: Accelerator, together: float
+) -> Iterator[Reason]:
+    """Yield whether groups of local SGD train faster than one group, and from which interval on.
+
+    ``together``: seconds of a step of one group in its own fastest layout. Neither time is corrected by measurements.
+    """
     groups, settings = layout.local_sgd_groups, spec.training.local_sgd
-    if groups == 1:
-        return
-    alone = settings.model_copy(update={"groups": 1})
-    training = spec.training.model_copy(update={"local_sgd": alone})
-    together = (
-        workload_of(spec.model)
-        .time(spec.model_copy(update={"training": training}), replace(layout, local_sgd_groups=1), device)[0]
-        .step
-    )
     # The time of an outer step follows from a second interval: the mean step has 1 / interval of it.
     every = min(settings.inner_steps, spec.total_steps)
     other = spec.total_steps if every < spec.total_steps else 1

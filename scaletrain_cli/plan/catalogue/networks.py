@@ -51,7 +51,7 @@ class Link:
         """Return the seconds to all-gather or reduce-scatter ``size`` bytes in total.
 
         ``ranks``: in the group; ``stride``: distance between neighbors of the group in rank order; ``most``: largest
-        rate between nodes that the caller's collectives reach, in bytes/s.
+        rate of a node that the caller's collectives reach, in bytes/s, which the groups on its GPUs share.
         """
         return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares, most)
 
@@ -113,8 +113,8 @@ class Link:
         inside = (self.in_package if ranks * stride <= self.package else self.inside) * share
         if nodes == 1:
             return latency + sent / inside
-        # A group with k ranks per node uses k network cards.
-        rate = min(inside, most, self.between * in_node * _share(shares, ranks))
+        # A group with k ranks per node uses k network cards, and has its share of what the node reaches at most.
+        rate = min(inside, most * in_node / self.per_node, self.between * in_node * _share(shares, ranks))
         return max(self.inside_latency + nodes * self.between_latency + sent / rate, nodes * self.between_least)
 
 

@@ -92,7 +92,7 @@ class DeepSpeed(Framework):
     capabilities: ClassVar[Capabilities] = Capabilities(frozenset(AXES), (0, 1, 2, 3), ENGINE.offload)
 
     def reduce_overlap(self, layout: Layout, profile: FrameworkProfile) -> float:
-        """Return the profile's share where the engine sets ``overlap_comm``, else 0 (memory/states.py zero_buffers)."""
+        """Return the profile's share where the engine sets ``overlap_comm`` (memory/buffers.py), else 0."""
         if layout.zero_stage == 3:
             return profile.zero_3_overlap
         overlaps = layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.pipeline_parallel == 1)

@@ -66,7 +66,7 @@ def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     """
     model, wanted = spec.transformer, spec.planner.attention
     if wanted != "auto":
-        return wanted == "flash"
+        return wanted != "materialised"
     grouped = model.num_key_value_heads != model.num_attention_heads
     grouped = grouped and not _has_mask(spec, device) and not model.attention_sinks
     return device.fuses_attention(spec.training.precision, max(model.qk_head_dim, model.value_head_dim), grouped)

@@ -41,6 +41,17 @@ def out_of_memory_probability(framework: Framework, peak: int, capacity: int) ->
     return round(0.5 * math.erfc(-distance / math.sqrt(2)), 4)
 
 
+def comfortable_bytes(framework: Framework, device: Accelerator) -> int:
+    """Return the largest peak in bytes whose verdict on a device is ``fits``, by bisection."""
+    capacity = usable_bytes(framework, device.memory_bytes, device.is_cpu)
+    low, high = 0, capacity + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        probability = out_of_memory_probability(framework, middle, capacity)
+        low, high = (middle, high) if verdict(True, probability) == "fits" else (low, middle)
+    return low
+
+
 def verdict(fits: bool, probability: float) -> str:
     """Return ``fits``, ``tight`` or ``does not fit``."""
     if not fits:

@@ -22,6 +22,12 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
+from scaletrain_cli.plan.memory.buffers import (
+    BufferBytes,
+    communication_buffer_bytes,
+    second_gradient_bytes,
+    step_temporary_bytes,
+)
 from scaletrain_cli.plan.memory.engine_states import (
     engine_states,
     offload_step_bytes,
@@ -30,16 +36,7 @@ from scaletrain_cli.plan.memory.engine_states import (
 )
 from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.states import (
-    BufferBytes,
-    ModelStates,
-    communication_buffer_bytes,
-    saved_weight_bytes,
-    second_gradient_bytes,
-    step_temporary_bytes,
-    uses_bf16_optimizer,
-    weight_bytes,
-)
+from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.muon import muon_temporary_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import (
@@ -74,6 +71,13 @@ class Program:
     foreach: bool = False  # whether AdamW is torch's foreach instead of a fused one
     fused_norms: bool = True  # whether RMSNorm saves no fp32 values, as Megatron-LM's
     keeps_activated: bool = False  # whether a gated MLP saves its activated gate, as modules of transformers do
+    # Whether DeepSpeed allocates its gradient buckets before the loss runs backward, as earlier versions did.
+    buckets_before_loss: bool = False
+    forward_entry_bytes: int = 0  # of a loss per token and entry in the forward pass, when no bucket exists
+    live_elements: int | None = None  # gathered weights between forward and backward pass in stage 3; None: ours
+    # Whether linear layers keep their gathered weights until they run backward: memory_efficient_linear is off, so
+    # autograd saves a view of each weight, whose memory DeepSpeed's release of the parameter does not free.
+    keeps_gathered: bool = False
 
 
 ENGINE_PROGRAM = Program()
@@ -96,6 +100,7 @@ class _FixedBytes(NamedTuple):
     buffers: BufferBytes
     second: int  # gradients of one micro-batch, before they are added to those of others
     step: int  # temporary memory of the optimizer's update
+    kept_weights: int  # the part of ``buffers`` that ``Program.keeps_gathered`` adds
 
 
 def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
@@ -239,17 +244,18 @@ def _size_of_stage(
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
     shared = _shared_bytes(spec, layout, device)
+    entries, zero = -(-model.vocab_size // layout.tensor_parallel), layout.zero_stage
+    head, forward = entries * model.hidden_size, program.forward_entry_bytes * tokens * entries
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
         shard = stage_shard(per_rank, stage)
         accumulation = layout.gradient_accumulation_steps
-        zero = layout.zero_stage
         precision, grad_dtype = training.precision, training.grad_dtype
         if own != element:  # adapters in fp32
             precision = grad_dtype = "fp32"
         count, dequantized = trained_parameters(spec, layout, stage, trained)
-        buffers, second = BufferBytes(0, 0, 0), 0
+        buffers, second, kept_weights = BufferBytes(0, 0, 0), 0, 0
         bf16_optimizer = layout.offload == "none" and uses_bf16_optimizer(precision, grad_dtype, zero)
         if count:  # a stage of a pipeline that trains nothing has no optimizer
             buffers = communication_buffer_bytes(
@@ -263,10 +269,18 @@ def _size_of_stage(
                 gathered=shard.parameters,
                 bucket_elements=program.bucket_elements,
                 bf16_optimizer=bf16_optimizer,
+                before_the_loss=program.buckets_before_loss,
+                head=head if stage.last and trained.head else 0,
+                live_elements=program.live_elements,
             )
+            if program.keeps_gathered and zero == 3 and layout.activation_checkpointing == "none":
+                elements = shard.parameters - (per_rank.embedding if stage.first else 0)
+                kept_weights = element * max(0, elements - (program.live_elements or 0))
+                buffers = buffers.plus(kept_weights)
             if bf16_optimizer and program.keeps_16_bit_gradients:
                 buffers = buffers.plus(element * count)
-            second = second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
+            if layout.offload == "none":  # an offloaded optimizer has its gradients added up on the host
+                second = second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
         buffers = buffers.plus(between + element * dequantized)
         if layout.offload == "none":
             step = step_temporary_bytes(
@@ -288,7 +302,7 @@ def _size_of_stage(
         backward = activations.backward(stage, trained, copied=offloaded)
         states, host = engine_states(spec, layout, stage, trained=trained)
         states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
-        return _FixedBytes(states, host, backward, buffers, second, step)
+        return _FixedBytes(states, host, backward, buffers, second, step, kept_weights)
 
     cache: dict[Stage, _FixedBytes] = {}
 
@@ -299,7 +313,7 @@ def _size_of_stage(
         found = cache.get(alike)
         if found is None:
             found = cache[alike] = fixed_bytes(stage)
-        states, host, backward, buffers, second, step = found
+        states, host, backward, buffers, second, step, kept_weights = found
         chunks = chunks_in_flight(layout, stage.position)
         saved = (activations.saved(stage, trained, chunks) + chunks * shared) // layout.virtual_pipeline
         kept = saved - saved // chunks  # after the backward pass of one micro-batch
@@ -307,12 +321,16 @@ def _size_of_stage(
             host, saved, kept = host + saved, 0, 0
         phases = (
             PhaseMemory(saved, loss if stage.last else 0, buffers.loss, 0),
+            PhaseMemory(saved, forward if stage.last else 0, buffers.loss if zero == 3 else 0, 0),
+            PhaseMemory(saved, 0, buffers.head if stage.last else 0, 0),
             PhaseMemory(saved + backward, 0, buffers.backward, 0),
             PhaseMemory(kept + backward, 0, buffers.backward + second, 0),
             PhaseMemory(0, 0, buffers.step, step),
         )
         worst = max(phases, key=sum)
-        return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)
+        # Matrices from 10 MB on have segments of their own (c10/cuda/CUDACachingAllocator.cpp kMinLargeAlloc).
+        split = sum(worst) - (kept_weights if worst is not phases[-1] else 0)
+        return peak_memory(states, worst, split // _FRAGMENTATION_DIVISOR, framework, host)
 
     return size
 

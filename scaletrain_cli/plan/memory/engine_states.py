@@ -21,19 +21,26 @@ Gradients are counted at their maximum: after the last backward pass and, in sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 from scaletrain_cli.plan.adapters import trains_in_fp32
-from scaletrain_cli.plan.architecture import Architecture, architecture
-from scaletrain_cli.plan.memory.states import (
-    MASTER_BYTES,
+from scaletrain_cli.plan.memory.buffers import (
     NVME_OPTIMIZER_BUFFERS,
     NVME_PARAMETER_BUFFERS,
     NVME_WEIGHTS_IN_MEMORY,
     PERSISTENT_ELEMENTS,
     SUB_GROUP_ELEMENTS,
+)
+from scaletrain_cli.plan.memory.parameter_groups import (
+    Group,
+    SharedGroup,
+    StageTensors,
+    most_groups,
+    stage_tensors,
+)
+from scaletrain_cli.plan.memory.states import (
+    MASTER_BYTES,
     MasterWeights,
     ModelStates,
     chosen_master,
@@ -43,292 +50,12 @@ from scaletrain_cli.plan.memory.states import (
     moment_bytes,
     optimizer_constant_bytes,
     outer_bytes_per_parameter,
-    quantized_bytes,
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage, stages_in, zero_shards
-from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage, stage_of_step
-from scaletrain_cli.spec import ModelSpec, RunSpec
-
-
-class Tensors(NamedTuple):
-    """Elements of each parameter tensor in a part of the model, by the optimizer's parameter groups.
-
-    Matrices have weight decay, vectors do not. ``experts`` are matrices that fewer ranks replicate than the others, and
-    ``expert_biases`` their vectors.
-    """
-
-    matrices: tuple[int, ...] = ()
-    vectors: tuple[int, ...] = ()
-    experts: tuple[int, ...] = ()
-    expert_biases: tuple[int, ...] = ()
-
-
-class Group(NamedTuple):
-    """One parameter group: its tensors in order, run-length encoded as (sizes, number of repetitions)."""
-
-    runs: tuple[tuple[tuple[int, ...], int], ...]
-
-    @property
-    def elements(self) -> int:
-        return sum(sum(sizes) * times for sizes, times in self.runs)
-
-    @property
-    def largest(self) -> int:
-        """Elements of the group's largest tensor."""
-        return max(max(sizes) for sizes, _ in self.runs)
-
-    def pieces(self, ranks: int) -> int:
-        """Return the elements on one of ``ranks`` ranks if each tensor is sharded by itself, rounded up (stage 3)."""
-        return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)
-
-    def tensor_at(self, element: int) -> tuple[int, int]:
-        """Return (start, end) of the tensor that contains this element of the flattened group.
-
-        Raises IndexError behind the last element.
-        """
-        start = 0
-        for sizes, times in self.runs:
-            length = sum(sizes)
-            if element < start + length * times:
-                start += (element - start) // length * length
-                for size in sizes:
-                    if element < start + size:
-                        return start, start + size
-                    start += size
-            start += length * times
-        raise IndexError(element)
-
-
-class SharedGroup(NamedTuple):
-    """A group, and whether its tensors are experts, which fewer ranks share than the others.
-
-    ``orthogonalized``: Muon updates it, and AdamW the other groups.
-    """
-
-    group: Group
-    experts: bool = False
-    orthogonalized: bool = False
-
-
-class StageTensors(NamedTuple):
-    """The tensors of one pipeline stage: the optimizer's parameter groups, and what is frozen; none is empty.
-
-    ``quantized``: bytes of frozen linear layers in 8 or 4 bits; ``largest_quantized``: elements of the largest.
-    """
-
-    trained: tuple[SharedGroup, ...]
-    frozen: tuple[SharedGroup, ...] = ()
-    quantized: int = 0
-    largest_quantized: int = 0
-
-
-class StageGroups(NamedTuple):
-    """The parameter groups of one pipeline stage if everything trains; DeepSpeed skips empty ones."""
-
-    matrices: Group
-    vectors: Group
-    experts: Group
-    expert_biases: Group
-
-    @property
-    def shared(self) -> tuple[SharedGroup, ...]:
-        """Return the groups that are not empty."""
-        marked = zip(self, (False, False, True, True), strict=True)
-        return tuple(SharedGroup(group, experts) for group, experts in marked if group.runs)
-
-
-def stage_tensors(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> StageTensors:
-    """Return the tensors of one rank of a pipeline stage while it trains what ``trained`` states."""
-    model, tensor, expert = spec.transformer, layout.tensor_parallel, layout.expert_parallel
-    if not trained.runs:
-        if model.block_types:
-            return StageTensors(_hybrid_groups(model, tensor, expert, stage.start, stage.blocks, ends_of(stage)).shared)
-        kinds = model.block_runs(stage.start, stage.blocks)
-        return StageTensors(stage_groups(model, tensor, expert, kinds, ends_of(stage)).shared)
-    return _named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained)
-
-
-@lru_cache(maxsize=4096)
-def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, trained: TrainedStage) -> StageTensors:
-    parts: list[tuple[PartTensors, int]] = [(run.part, run.blocks) for run in trained.blocks_of(model, stage)]
-    if stage.first:
-        parts.insert(0, (trained.opening, 1))
-    elif stage.last and model.tie_word_embeddings:
-        parts.insert(0, (trained.opening.only_first(), 1))
-    if stage.last:
-        parts.append((trained.closing, 1))
-    runs: dict[tuple[GroupNumber, bool], list[tuple[tuple[int, ...], int]]] = {}
-    quantization = model.quantization
-    quantized = largest = 0
-    for part, times in parts:
-        sizes: dict[tuple[GroupNumber, bool], list[int]] = {}
-        for each, number in zip(part.tensors, part.groups, strict=True):
-            elements = each.on_rank(tensor, expert)
-            if number is None and quantization != "none" and each.is_linear:
-                quantized += times * quantized_bytes(quantization, elements, each.rows_on_rank(tensor))
-                largest = max(largest, elements)
-            else:
-                sizes.setdefault((number, expert > 1 and each.experts > 0), []).append(elements)
-        for key, found in sizes.items():
-            runs.setdefault(key, []).append((tuple(found), times))
-    groups = [
-        (number, SharedGroup(Group(tuple(found)), experts, number in trained.orthogonalized))
-        for (number, experts), found in runs.items()
-    ]
-    return StageTensors(
-        tuple(group for number, group in groups if number is not None),
-        tuple(group for number, group in groups if number is None),
-        quantized,
-        largest,
-    )
-
-
-@lru_cache(maxsize=4096)
-def stage_groups(
-    model: ModelSpec, tensor: int, expert: int, kinds: tuple[tuple[bool, int], ...], ends: str
-) -> StageGroups:
-    """Return the parameter groups of blocks if all train; ``kinds``: runs of blocks, as (has experts, blocks).
-
-    ``tensor`` and ``expert``: degrees of parallelism. ``ends``: see ``ends_of``.
-    """
-    per_rank = architecture(model, tensor, expert)
-    opening, closing = _ends(model, per_rank, ends)
-    parts = (
-        (opening, 1),
-        *((_block(model, tensor, expert, experts=experts), blocks) for experts, blocks in kinds),
-        (closing, 1),
-    )
-    return _grouped(parts)
-
-
-def _hybrid_groups(model: ModelSpec, tensor: int, expert: int, first: int, count: int, ends: str) -> StageGroups:
-    """Return the parameter groups of a hybrid model, with one matrix and one vector for each block.
-
-    The engine builds no such blocks, so its tensors are not counted one by one.
-    """
-    per_rank = architecture(model, tensor, expert)
-    opening, closing = _ends(model, per_rank, ends)
-    parts = [(opening, 1)]
-    for block, times in per_rank.kinds(first, count):
-        stacked = (block.routed,) if block.routed else ()
-        matrices = (block.shared - block.vectors, *(() if expert > 1 else stacked))
-        parts.append((Tensors(matrices, (block.vectors,), stacked if expert > 1 else ()), times))
-    parts.append((closing, 1))
-    return _grouped(parts)
-
-
-def _grouped(parts: Sequence[tuple[Tensors, int]]) -> StageGroups:
-    """Return the parameter groups of parts, each repeated some times."""
-    return StageGroups(
-        *(
-            Group(tuple((part[kind], times) for part, times in parts if times and part[kind]))
-            for kind in range(len(Tensors._fields))
-        )
-    )
-
-
-def ends_of(stage: Stage) -> str:
-    """Return which ends of the model a stage holds: ``first``, ``last``, ``both`` or ``none``."""
-    return {(True, True): "both", (True, False): "first", (False, True): "last"}.get((stage.first, stage.last), "none")
-
-
-def _ends(model: ModelSpec, per_rank: Architecture, ends: str) -> tuple[Tensors, Tensors]:
-    """Return the tensors before and after the blocks; with a tied head, the last stage has a copy of the embedding."""
-    opening = closing = Tensors()
-    norm = _norm(model)
-    if ends in ("first", "both"):
-        positions = per_rank.embedding - per_rank.table - (sum(norm) if model.embedding_norm else 0)
-        opening = Tensors(
-            (per_rank.table, positions) if positions else (per_rank.table,), norm if model.embedding_norm else ()
-        )
-    elif ends == "last" and model.tie_word_embeddings:
-        opening = Tensors((per_rank.table,))
-    if ends in ("last", "both"):
-        closing = Tensors((per_rank.head,) if per_rank.head else (), norm)
-    return opening, closing
-
-
-@lru_cache(maxsize=1024)
-def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
-    """Return the tensors of one block, in the order of the engine's modules."""
-    hidden, norm = model.hidden_size, _norm(model)
-    local_heads = -(-model.num_attention_heads // tensor)
-    heads = local_heads * model.head_dim
-    keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
-    bias = (hidden,) if model.has_output_bias else ()
-    qkv_bias = [heads, keys, keys] if model.has_qkv_bias else []
-    if model.kv_lora_rank:
-        matrices, attention = _latent_attention(model, -(-model.num_attention_heads // tensor))
-    elif model.has_fused_qkv or model.fused_projections:  # one fused matrix
-        matrices = [hidden * (heads + 2 * keys), heads * hidden]
-        attention = [*([sum(qkv_bias)] if qkv_bias else []), *bias]
-    else:
-        matrices = [hidden * heads, hidden * keys, hidden * keys, heads * hidden]
-        attention = [*qkv_bias, *bias]
-    sinks = [local_heads] if model.attention_sinks else []
-    if model.qk_norm:
-        attention += {"head": [model.head_dim] * 2, "projection": [heads, keys], "unweighted": []}[model.qk_norm_scope]
-    offloaded: tuple[int, ...] = ()
-    biases: list[int] = []
-    if experts and model.num_experts:
-        inner, held = -(-model.expert_size // tensor), -(-model.num_experts // expert)
-        joined, down = _mlp(model, inner)
-        stacked = (held * sum(joined), held * down)
-        offloaded = stacked if expert > 1 else ()
-        shared = model.shared_expert_intermediate_size
-        first, second = _mlp(model, -(-shared // tensor)) if shared else ((), 0)
-        matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
-        matrices += [hidden] if model.shared_expert_gate else []
-        *ahead, behind = _mlp_bias(model, inner) or [0]
-        biases = [held * sum(ahead), held * -(-behind // tensor)] if behind else []
-        mlp = [model.num_experts] if model.router_bias else []
-        mlp += [] if expert > 1 else biases
-        mlp += _mlp_bias(model, -(-shared // tensor)) if shared else []
-    else:
-        inner = -(-model.intermediate_size // tensor)
-        first, second = _mlp(model, inner)
-        matrices += [*first, second]
-        mlp = _mlp_bias(model, inner)
-    vectors = [*norm, *attention, *norm, *mlp]
-    if not model.has_fused_qkv:
-        vectors = [*sinks, *attention, *mlp, *norm * model.norms_per_block]
-    return Tensors(tuple(matrices), tuple(vectors), offloaded, tuple(biases) if offloaded else ())
-
-
-def _latent_attention(model: ModelSpec, heads: int) -> tuple[list[int], list[int]]:
-    """Return the matrices and norms of latent attention with ``heads`` heads on this rank; latents are whole."""
-    hidden, latent, query = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
-    queries = heads * model.qk_head_dim
-    matrices = [hidden * query, query * queries] if query else [hidden * queries]
-    matrices += [hidden * (latent + model.qk_rope_head_dim), latent * heads * (model.head_dim + model.value_head_dim)]
-    vectors = [query, latent] if query else [latent]
-    if model.index_topk:
-        index_heads, size = model.index_n_heads, model.index_head_dim
-        matrices += [(query or hidden) * index_heads * size, hidden * size, hidden * index_heads]
-        vectors += [size, size]
-    return [*matrices, heads * model.value_head_dim * hidden], vectors
-
-
-def _norm(model: ModelSpec) -> tuple[int, ...]:
-    return (model.hidden_size,) * (2 if model.has_norm_bias else 1)
-
-
-def _mlp(model: ModelSpec, inner: int) -> tuple[tuple[int, ...], int]:
-    """Return the elements of the input matrices and of the output matrix of an MLP of width ``inner``."""
-    joined = model.hidden_size * inner * (2 if model.has_gated_mlp else 1)
-    if model.fused_projections or not model.has_gated_mlp:
-        return (joined,), model.hidden_size * inner
-    return (joined // 2,) * 2, model.hidden_size * inner
-
-
-def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
-    if not model.has_bias:
-        return []
-    inputs = [inner] * (2 if model.has_gated_mlp else 1)
-    return [*([sum(inputs)] if model.fused_projections else inputs), model.hidden_size]
-
+from scaletrain_cli.plan.trained_stages import TrainedStage, stage_of_step
+from scaletrain_cli.spec import RunSpec
 
 # With more replicas than this, only a sample is compared to find the fullest: replicas differ by less than a parameter.
 _MOST_REPLICAS = 256
@@ -361,18 +88,9 @@ def engine_states(
     tensors = stage_tensors(spec, layout, stage, trained)
     if trained.runs and layout.pipeline_parallel > 1:
         sizes = layout.tensor_parallel, layout.expert_parallel
-        missing = _most_groups(spec.transformer, *sizes, stages_in(spec, layout), trained) - len(tensors.trained)
+        missing = most_groups(spec.transformer, *sizes, stages_in(spec, layout), trained) - len(tensors.trained)
         tensors = tensors._replace(trained=tensors.trained + (SharedGroup(_ANCHOR),) * missing)
     return states_of_tensors(spec, layout, tensors, replica)
-
-
-@lru_cache(maxsize=1024)
-def _most_groups(model: ModelSpec, tensor: int, expert: int, stages: tuple[Stage, ...], trained: TrainedStage) -> int:
-    """Return the parameter groups of the stage with most; others have a number in place of each that they lack."""
-    return max(
-        len(_named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained).trained)
-        for stage in stages
-    )
 
 
 def states_of_tensors(
@@ -380,7 +98,7 @@ def states_of_tensors(
 ) -> tuple[ModelStates, int]:
     """Return the same for any model, from its tensors on one rank."""
     ranks = _ranks(spec, layout)
-    # A pipeline stage that trains nothing has an optimizer of one number; see also ``_most_groups``.
+    # A pipeline stage that trains nothing has an optimizer of one number; see also ``most_groups``.
     shared_groups = tensors.trained or (SharedGroup(_ANCHOR),)
     shared = [(group, ranks(experts)) for group, experts, *_ in shared_groups]
     training, zero = spec.training, layout.zero_stage

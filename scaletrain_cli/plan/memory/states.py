@@ -1,6 +1,4 @@
-"""Bytes of weights, gradients and optimizer states on one rank, and the sizes of DeepSpeed's buffers.
-
-The engine configures DeepSpeed with the buffer sizes of this module, so the planner counts what runs.
+"""Bytes of weights, gradients and optimizer states on one rank.
 
 DeepSpeed 0.19 by ZeRO stage, from its source, confirmed by counting the live tensors of two ranks at every stage:
 
@@ -22,7 +20,6 @@ DeepSpeed 0.19 by ZeRO stage, from its source, confirmed by counting the live te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -32,123 +29,6 @@ from scaletrain_cli.plan.stages import Shard, Stage, zero_shards
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.training import LocalSGDSpec
-
-# DeepSpeed allocates the full reduce bucket even for a small model (stage_1_and_2.py setup_buckets, stage3.py
-# _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB of a 24 GB device. With 2e8 a collective still
-# moves hundreds of megabytes, far more than is needed to be bound by bandwidth rather than latency.
-_LARGEST_BUCKET_ELEMENTS = 200_000_000
-_PREFETCH_ELEMENTS = 50_000_000
-# DeepSpeed's default (zero/config.py stage3_max_live_parameters); smaller models use their own size.
-_LARGEST_LIVE_ELEMENTS = 1_000_000_000
-# DeepSpeed's default (stage3_param_persistence_threshold): stage 3 keeps parameters of up to this many elements
-# unsharded on every rank.
-PERSISTENT_ELEMENTS = 100_000
-# DeepSpeed's default (zero/config.py sub_group_size): elements that stage 3 updates at once.
-SUB_GROUP_ELEMENTS = 10**9
-# Offload to NVMe, DeepSpeed's defaults (zero/offload_config.py): the number of buffers as large as a sub-group
-# (weights, gradient and two moments), the number of buffers as large as the largest parameter, and the elements of
-# weights that stay in host memory.
-NVME_OPTIMIZER_BUFFERS = 4
-NVME_PARAMETER_BUFFERS = 5
-NVME_WEIGHTS_IN_MEMORY = 10**9
-# Without ZeRO, gradients are flattened and reduced in pieces of this size (engine.py MEMORY_OPT_ALLREDUCE_SIZE).
-_FLATTENED_ELEMENTS = 500_000_000
-
-
-@dataclass(frozen=True)
-class ZeroBuffers:
-    """Elements per buffer, as DeepSpeed's ``zero_optimization`` section names them."""
-
-    reduce_bucket_size: int
-    allgather_bucket_size: int
-    prefetch_bucket_size: int
-    max_live_parameters: int
-    param_persistence_threshold: int
-    overlap_comm: bool
-
-
-def zero_buffers(
-    parameters: int, zero_stage: int, *, pipeline: bool, trained: int | None = None, bucket_elements: int | None = None
-) -> ZeroBuffers:
-    """Return the buffer settings for a rank with ``parameters`` parameters; ``pipeline``: with pipeline stages.
-
-    ``trained``: the parameters that have gradients (None: all); stage 3 gathers the others, too. ``bucket_elements``:
-    the size of the gradient buckets in another program on DeepSpeed; None: as this project's engine sets it.
-
-    ``overlap_comm`` is on where DeepSpeed can overlap gradient reduction with the backward pass: of each micro-batch in
-    stages 2 and 3, of the last micro-batch in stage 1 (``stage_1_and_2.py process_gradients``). It is off in stage 0,
-    which reduces after the last micro-batch, and in stage 1 with a pipeline, whose engine turns it off
-    (``engine.py _configure_zero_optimizer``).
-    """
-    bucket = bucket_elements or max(2, min(parameters if trained is None else trained, _LARGEST_BUCKET_ELEMENTS))
-    bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
-    gathered = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
-    return ZeroBuffers(
-        reduce_bucket_size=bucket,
-        allgather_bucket_size=bucket,
-        prefetch_bucket_size=min(gathered, _PREFETCH_ELEMENTS),
-        max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
-        param_persistence_threshold=PERSISTENT_ELEMENTS,
-        overlap_comm=zero_stage >= 2 or (zero_stage == 1 and not pipeline),
-    )
-
-
-class BufferBytes(NamedTuple):
-    """Bytes of DeepSpeed's buffers in the phases of a step: the loss, the backward passes, the optimizer's update."""
-
-    loss: int
-    backward: int
-    step: int
-
-    def plus(self, bytes_: int) -> BufferBytes:
-        """Return these buffers beside others of ``bytes_`` bytes, which the update does not need."""
-        return BufferBytes(self.loss + bytes_, self.backward + bytes_, self.step)
-
-
-def communication_buffer_bytes(
-    parameters: int,
-    largest_block: int,
-    zero_stage: int,
-    weight_bytes: int,
-    gradient_bytes: int,
-    data_parallel: int,
-    *,
-    pipeline: bool,
-    gathered: int | None = None,
-    bucket_elements: int | None = None,
-    bf16_optimizer: bool = False,
-) -> BufferBytes:
-    """Return the bytes of gradient buckets and, in stage 3, of gathered weights.
-
-    ``parameters`` and ``largest_block``: elements on the rank that train, and of its largest block; ``weight_bytes``
-    and ``gradient_bytes``: bytes per element; ``data_parallel``: the ranks that share the states; ``gathered``: all
-    elements on the rank, which stage 3 gathers (None: all train); ``bucket_elements``: see ``zero_buffers``;
-    ``bf16_optimizer``: DeepSpeed's BF16_Optimizer runs, which has no buckets (``uses_bf16_optimizer``).
-
-    Stages 1 and 2 allocate their buckets before each backward pass and free them after it (``stage_1_and_2.py``
-    setup_buckets, _release_ipg_buffers); stage 3 keeps its only one (``stage3.py`` _setup_for_real_optimizer). The
-    reduction copies the gradients of a full bucket into one tensor more (allreduce_bucket: ``flatten``;
-    ``coalesced_collectives.py`` reduce_scatter_coalesced: ``cat``).
-    """
-    if data_parallel == 1 and zero_stage == 0:
-        return BufferBytes(0, 0, 0)
-    every = parameters if gathered is None else gathered
-    buffers = zero_buffers(every, zero_stage, pipeline=pipeline, trained=parameters, bucket_elements=bucket_elements)
-    if zero_stage == 0:
-        flattened = min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
-        return BufferBytes(flattened, flattened, 0)
-    if bf16_optimizer:
-        return BufferBytes(0, 0, 0)
-    # Stage 1 has buckets in the accumulation dtype.
-    bucket = buffers.reduce_bucket_size * (gradient_bytes if zero_stage == 1 else weight_bytes)
-    copied = min(bucket, parameters * (gradient_bytes if zero_stage == 1 else weight_bytes))
-    if zero_stage < 3:
-        buckets = bucket * (2 if buffers.overlap_comm else 1)
-        return BufferBytes(buckets, buckets + copied, 0)
-    live = min(every, max(buffers.max_live_parameters, 2 * largest_block))
-    weights = (live + buffers.prefetch_bucket_size) * weight_bytes
-    return BufferBytes(bucket + weights, bucket + copied + weights, bucket)
-
 
 # Bytes per parameter. AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 copy of the
 # weights, the master weights (arXiv:1710.03740).
@@ -383,56 +263,6 @@ def model_state_bytes(
         gradients=held_gradients * gradient_bytes(precision, grad_dtype),
         optimizer_states=states,
     )
-
-
-def second_gradient_bytes(
-    parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, micro_batches: int
-) -> int:
-    """Return the bytes of the newest micro-batch's gradients, which stage 2 holds until it adds them to the others."""
-    accumulated = gradient_bytes(precision, grad_dtype)
-    if zero_stage != 2 or micro_batches == 1 or accumulated != weight_bytes(precision):
-        return 0
-    return -(-parameters // data_parallel) * accumulated
-
-
-def step_temporary_bytes(
-    parameters: int,
-    precision: str,
-    grad_dtype: str,
-    zero_stage: int,
-    data_parallel: int,
-    optimizer: str = "adamw",
-    *,
-    foreach: bool = False,
-    casts: bool = True,
-) -> int:
-    """Return the bytes of temporary tensors of the optimizer's update, when no activations exist.
-
-    torch's ``foreach`` AdamW, which ranks on CPUs use, allocates one fp32 tensor as large as what it updates, for the
-    root of the second moment; its fused AdamW on GPUs allocates none. ZeRO flattens the gradients of the partition, and
-    casts them to fp32 (``stage_1_and_2.py step``, ``stage3.py _prepare_fp32_grad_for_sub_group``: ``flatten`` and
-    ``.to``): 6 bytes per element of 16-bit gradients, 4 of fp32 ones. Stage 3 does so for one sub-group at a time.
-    Stages 1 and 2 accumulate 16-bit gradients in fp32 in one flat tensor, which they use as it is. BF16_Optimizer
-    copies no partition; before the update it casts all its fp32 gradients to 16 bits to reduce them (``engine.py
-    allreduce_bucket``: ``tensor.to(communication_data_type)``). Without ZeRO, FP16_Optimizer casts each 16-bit gradient
-    to fp32 and then flattens all of them (``fused_optimizer.py step``). ``casts``: master weights are fp32.
-    """
-    root = _FP32_BYTES if foreach and optimizer in ("adamw", "adam") else 0
-    sixteen = weight_bytes(precision) == 2
-    accumulated = gradient_bytes(precision, grad_dtype)
-    if zero_stage == 0:
-        return (2 * _FP32_BYTES if sixteen else root) * parameters
-    partition = -(-parameters // data_parallel)
-    if zero_stage == 1 and sixteen and accumulated == _FP32_BYTES:
-        return max(root * partition, 2 * parameters if data_parallel > 1 else 0)
-    if zero_stage == 3:
-        partition = min(partition, SUB_GROUP_ELEMENTS)
-    elif sixteen and accumulated == _FP32_BYTES:
-        return root * partition
-    if not casts:
-        return (accumulated + root) * partition
-    copied = accumulated if accumulated < _FP32_BYTES else 0
-    return (_FP32_BYTES + max(copied, root)) * partition
 
 
 # Bytes per element that an offloaded optimizer keeps on the host beside its states: fp32 gradients of its partition,

@@ -27,6 +27,8 @@ from scaletrain_cli.spec import RunSpec
 # The models round, and overlap is not linear, so bounds are multiplied by this margin. A test compares them with the
 # models.
 _SLACK = 0.98
+# Rounding of sums and products of a few floats.
+_ROUNDING = 1 - 1e-12
 # With this number of micro-batches per step, costs per step are negligible; with this number of sequences per
 # micro-batch, the memory peak moves from the optimizer's step to the activations.
 _MANY = 100_000
@@ -42,6 +44,14 @@ class _States:
     shards: int
 
 
+@dataclass
+class _GroupSeconds:
+    """Bounds for each micro-batch size of a group: from the ``widest``, and from the smallest too if that is known."""
+
+    widest: list[float]
+    both: list[float] | None = None
+
+
 class Bounds:
     """Lower bounds for the layouts of one spec; sized layouts are cached."""
 
@@ -54,6 +64,7 @@ class Bounds:
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
         self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
         self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
+        self._group_seconds: dict[tuple[Axes, int, str, tuple[int, ...]], _GroupSeconds] = {}
         self._states: dict[tuple[int, int, int, str], _States] = {}
         self._activations: dict[tuple[int | str, ...], int] = {}
 
@@ -65,6 +76,7 @@ class Bounds:
         """
         found = copy.copy(self)
         found.spec = spec
+        found._group_seconds = {}  # these have the real number of ranks
         return found
 
     def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
@@ -81,6 +93,14 @@ class Bounds:
         sequences, filling = self.spec.training.global_batch_size / axes.data, (axes.pipeline - 1) / axes.virtual
         scale = _SLACK / axes.pipeline
         return [scale * (sequences / size + filling) * max(least, size * each) for size in micro_batches]
+
+    def least_step_seconds(self, axes: Axes) -> float:
+        """Return the least that ``step_seconds`` can be for these degrees with any micro-batch size."""
+        small, wide = self._sizes[0], self._sizes[-1]
+        least = sum(self._micro_batch(axes, small, self.checkpointing))
+        each = sum(self._micro_batch(axes, wide, self.checkpointing)) / wide
+        sequences, filling = self.spec.training.global_batch_size / axes.data, (axes.pipeline - 1) / axes.virtual
+        return _ROUNDING * _SLACK / axes.pipeline * (sequences * each + filling * max(least, small * each))
 
     def group_seconds(
         self,
@@ -99,24 +119,50 @@ class Bounds:
         which separates the seconds per step (optimizer, exposed gradient reduction) from the seconds per micro-batch.
         As many micro-batches of the smallest size take no longer, which counts with ZeRO-3: each gathers all weights.
         """
+        key = (axes, zero_stage, offload, tuple(micro_batches))
+        if key not in self._group_seconds:
+            self._group_seconds[key] = self._widest_seconds(axes, zero_stage, offload, micro_batches, floors)
+        known = self._group_seconds[key]
+        if len(micro_batches) == 1 or zero_stage < 3 or min(known.widest) > enough:
+            return known.widest
+        if known.both is None:
+            narrow = self._narrowest_seconds(axes, zero_stage, offload, micro_batches)
+            known.both = [max(pair) for pair in zip(known.widest, narrow, strict=True)]
+        return known.both
+
+    def _widest_seconds(
+        self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
+    ) -> _GroupSeconds:
+        """Return the bound of ``group_seconds`` from the largest micro-batch."""
         widest = micro_batches[-1]
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, widest, offload)
-        one, two = self._time(layout, 1), self._time(layout, 2)
+        one, two = self._times(layout, (1, 2))
         once = max(0.0, one.optimizer + 2 * one.exposed_communication - two.exposed_communication)
         further = max(0.0, two.step - one.step) / widest
         first = max(0.0, one.step - once) / widest - further
         sequences = self.spec.training.global_batch_size / axes.data
         closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
-        found = [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
-        if len(micro_batches) == 1 or zero_stage < 3 or min(found) > enough:
-            return found
-        small = replace(layout, micro_batch_size=micro_batches[0])
-        one, two = self._time(small, 1), self._time(small, 2)
-        narrow = (one.step + (sequences / size - 1) * max(0.0, two.step - one.step) for size in micro_batches)
-        return [max(bound, _SLACK * each) for bound, each in zip(found, narrow, strict=True)]
+        return _GroupSeconds([_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)])
 
-    def peak_bytes(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> int:
-        """Return a lower bound on the bytes of the fullest rank."""
+    def _narrowest_seconds(
+        self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int]
+    ) -> list[float]:
+        """Return the bound of ``group_seconds`` from the smallest micro-batch."""
+        layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, micro_batches[0], offload)
+        one, two = self._times(layout, (1, 2))
+        sequences, further = self.spec.training.global_batch_size / axes.data, max(0.0, two.step - one.step)
+        return [_SLACK * (one.step + (sequences / size - 1) * further) for size in micro_batches]
+
+    def peak_bytes(
+        self,
+        axes: Axes,
+        zero_stage: int,
+        micro_batch: int,
+        checkpointing: str,
+        offload: str,
+        enough: float = math.inf,
+    ) -> int:
+        """Return a lower bound on the bytes of the fullest rank; that of its states alone if it exceeds ``enough``."""
         states = self._states_of(axes, zero_stage, offload)
         shared = states.shards / axes.shards
         held = states.parameters * (shared if zero_stage == 3 else 1)
@@ -125,6 +171,9 @@ class Bounds:
         # The first stage has at least this share of the blocks.
         blocks = max(1, self._layers // axes.pipeline)
         share = blocks / self._layers
+        states_share = share if self._uniform else min(share, 1 / axes.pipeline)
+        if _SLACK * held * states_share > enough:
+            return int(_SLACK * held * states_share)
         micro_batches = self.spec.training.global_batch_size // (axes.data * micro_batch)
         in_flight = min(1.0, min(micro_batches, axes.pipeline) * share)
         if not self._uniform:  # some stage has at least the mean of states and activations together
@@ -167,17 +216,19 @@ class Bounds:
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._alone_seconds:
             layout = self._single_micro_batch(axes, 0, micro_batch, checkpointing, "none")
-            time = self._time(layout, _MANY)
+            (time,) = self._times(layout, (_MANY,))
             self._alone_seconds[key] = time.compute / _MANY, time.exposed_communication / _MANY
         return self._alone_seconds[key]
 
-    def _time(self, layout: Layout, micro_batches: int) -> Time:
-        batch = layout.data_parallel * layout.micro_batch_size * micro_batches
+    def _times(self, layout: Layout, counts: Sequence[int]) -> list[Time]:
+        """Return the times of steps of each of these numbers of micro-batches."""
+        samples = layout.data_parallel * layout.micro_batch_size
         # A chunked loss is slower, and smaller micro-batches may not need it.
-        layout = replace(
-            layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch, cross_entropy="whole"
-        )
-        return self._workload.least_time(self.spec, layout, self.device)
+        layouts = [
+            replace(layout, gradient_accumulation_steps=m, global_batch_size=m * samples, cross_entropy="whole")
+            for m in counts
+        ]
+        return self._workload.least_times(self.spec, layouts, self.device)
 
     def _states_of(self, axes: Axes, zero_stage: int, offload: str) -> _States:
         key = (axes.tensor, axes.expert, zero_stage, offload)

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes
-from scaletrain_cli.plan.search.search_space import axes_to_try, groups
+from scaletrain_cli.plan.search.search_space import axes_to_try, groups, least_of_axes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES, EfficiencySpec
@@ -108,6 +108,7 @@ class Clusters:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self._bounds: dict[str | None, Bounds] = {}
+        self._on_cluster: dict[tuple[int, str | None], Bounds] = {}
         self._least: dict[tuple[int, str | None], float] = {}
         self._checkpoint_bytes: int | None = None
 
@@ -115,15 +116,22 @@ class Clusters:
         """Return the lower bounds for the layouts of one cluster; ``spec``: the run on it."""
         if gpu not in self._bounds:
             self._bounds[gpu] = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
-        return self._bounds[gpu].on_cluster(spec)
+        nodes = spec.cluster.nodes
+        if (nodes, gpu) not in self._on_cluster:
+            self._on_cluster[nodes, gpu] = self._bounds[gpu].on_cluster(spec)
+        return self._on_cluster[nodes, gpu]
 
     def least_step_seconds(self, nodes: int, gpu: str | None) -> float:
         """Return a lower bound on the step seconds of a cluster; infinite if no layout divides."""
         if (nodes, gpu) not in self._least:
             spec = on_cluster(self.spec, nodes, gpu)
             bounds = self.bounds(spec, gpu)
-            found = (bounds.step_seconds(group.axes, group.micro_batches) for group in groups(spec, axes_to_try(spec)))
-            self._least[nodes, gpu] = min((min(seconds) for seconds in found), default=math.inf)
+
+            def least(axes: Axes) -> float:
+                found = (bounds.step_seconds(axes, group.micro_batches) for group in groups(spec, [axes]))
+                return min((min(seconds) for seconds in found), default=math.inf)
+
+            self._least[nodes, gpu] = least_of_axes(spec, bounds.least_step_seconds, least)
         return self._least[nodes, gpu]
 
     def most_goodput(self, nodes: int, gpu: str | None) -> float:
@@ -161,7 +169,7 @@ class Clusters:
         row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
         try:
             most_step = most_seconds * self.most_goodput(nodes, gpu) / spec.total_steps
-            plan = plan_within(spec, most_step, bounds=self.bounds(spec, gpu))
+            plan = plan_within(spec, most_step, bounds=self.bounds(spec, gpu), all_axes=axes_to_try(spec))
         except PlanInfeasibleError as error:
             return Tried(spec, gpu, replace(row, why=why_no_plan(error)), None)
         if plan is None:
@@ -204,7 +212,7 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     least = [clusters.at_least(nodes, gpu) for gpu in names for nodes in counts]
     found, best = _planned(clusters, limits, least, None)
     if best is None:
-        found = _with_closest(clusters, limits, found)
+        found = with_closest(clusters, limits, found)
     for gpu in names if len(names) > 1 else ():
         if not any(each.row.seconds for each in found if each.gpu == gpu):
             found = _with_most_promising(clusters, limits, found, gpu)
@@ -308,7 +316,7 @@ def _excluded(row: Considered) -> Considered:
     return replace(row, seconds=None, dollars=None, least_seconds=row.seconds, least_dollars=row.dollars)
 
 
-def _with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Tried]) -> list[Tried]:
+def with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Tried]) -> list[Tried]:
     """Plan those clusters without a plan that may miss the limits least, the least bound first; return all."""
     open_ = [index for index, each in enumerate(found) if each.row.least_seconds is not None]
     closed = list(found)

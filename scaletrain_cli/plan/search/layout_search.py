@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 from scaletrain_cli.plan.axes import CHECKPOINTING, OFFLOAD, Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.device_memory import comfortable_bytes
 from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.layouts import accumulation_changes_loss, build_layout, checkpointing_modes, describe
@@ -163,7 +166,7 @@ class _Bounded(NamedTuple):
 class _Point(NamedTuple):
     """One layout of a group, as indices into the group's lists; ``checkpointing``: index into the modes of the search.
 
-    ``timing`` is None until the layout is timed.
+    ``timing`` and ``memory`` are None until the layout is timed and sized.
     """
 
     group: Group
@@ -171,6 +174,7 @@ class _Point(NamedTuple):
     checkpointing: int
     offload: int
     timing: tuple[Time, Network] | None = None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
 def search(
     spec: RunSpec,
     device: Accelerator,
-    all_axes: list[Axes],
+    all_axes: Sequence[Axes],
     counts: RejectionCounts,
     *,
     compared: bool = True,
@@ -261,14 +265,19 @@ class _Search:
         self._has_comfortable = False  # among ``fitting``
         self._groups: list[Group] = []
         self._marks: dict[tuple[Axes, int], list[_Point]] = {}  # layouts that do not fit, by group
+        self._most_bytes = device.memory_bytes  # layouts with a larger bound are not sized
+        self._needs_margin = False  # layouts that fit without a margin cannot be chosen
         self._bounded_out: list[tuple[int, _Point]] = []  # the smallest layouts of groups that a bound rules out
 
-    def go(self, all_axes: list[Axes]) -> None:
+    def go(self, all_axes: Sequence[Axes]) -> None:
         for group in groups(self.spec, all_axes):
             self._groups.append(group)
             self.considered += self._count(group)
             floors = self.bounds.step_seconds(group.axes, group.micro_batches)
             self._push(min(floors), _Bounded(group, floors))
+        if not self.fewest_sized and self._small_is_comfortable:  # ``choose`` then takes a layout with a margin
+            self._needs_margin = True
+            self._most_bytes = comfortable_bytes(framework_of(self.spec), self.device)
         enough = False
         while self._queue and not enough:
             floor, _, item = heapq.heappop(self._queue)
@@ -319,7 +328,7 @@ class _Search:
         """Queue the layouts of a group with tighter bounds, unless not even its smallest layout can fit."""
         axes, stage, sizes = group.axes, group.zero_stage, group.micro_batches
         least = self.bounds.peak_bytes(axes, stage, sizes[0], self.modes[-1], group.offload[-1])
-        if least > self.device.memory_bytes:
+        if least > self._most_bytes:
             self._bounded_out.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
             self._rule_out_group(group, *self._bounded_out[-1])
             return
@@ -328,21 +337,28 @@ class _Search:
             self._push(floor, _Point(group, index, 0, 0))
 
     def _time(self, point: _Point, floor: float) -> None:
-        """Compute the exact time of a layout and queue it again."""
-        if self._is_too_large(point):
+        """Compute the exact time of a layout and queue it again; its memory first if only a margin may be chosen."""
+        memory = None
+        excluded = self._is_too_large(point)
+        if self._needs_margin and not excluded:
+            memory = self._memory(point)
+            excluded = memory.verdict != "fits"
+            if excluded:
+                self._mark(point)
+        if excluded:
             self._rule_out(point)
             self._queue_recomputing(point, floor)
             self._queue_offloading(point, floor)
             return
         timing = self.workload.time(self.spec, self._layout(point), self.device)
         self.timed += 1
-        self._push(timing[0].step - timing[0].data_wait, point._replace(timing=timing))
+        self._push(timing[0].step - timing[0].data_wait, point._replace(timing=timing, memory=memory))
 
     def _size_next(self, point: _Point, step_seconds: float) -> None:
         """Size the layout with the lowest time, keep it if it fits, and queue its variants."""
-        bare = point._replace(timing=None)
+        bare = point._replace(timing=None, memory=None)
         self._queue_recomputing(bare, step_seconds)
-        memory = None if self._is_marked(point) else self._memory(point)
+        memory = None if self._is_marked(point) else point.memory or self._memory(point)
         if memory and memory.fits and point.timing:
             candidate = Candidate(self._layout(point), memory, *point.timing)
             self.fitting.append(candidate)
@@ -356,7 +372,7 @@ class _Search:
         else:
             self._rule_out(point)
             if memory:
-                self._marks.setdefault((point.group.axes, point.group.zero_stage), []).append(point)
+                self._mark(point)
                 self.too_large.append(Sized(self._layout(point), memory))
         self._queue_offloading(bare, step_seconds)
 
@@ -377,6 +393,9 @@ class _Search:
         self._ruled_out += 1
         self.counts.add(Reason("plan.does-not-fit"), lambda: describe(self._layout(point)))
 
+    def _mark(self, point: _Point) -> None:
+        self._marks.setdefault((point.group.axes, point.group.zero_stage), []).append(point)
+
     def _is_marked(self, point: _Point) -> bool:
         """Return whether a layout of the same group that needs no more memory is known not to fit."""
         return any(
@@ -387,9 +406,9 @@ class _Search:
         )
 
     def _is_too_large(self, point: _Point) -> bool:
-        return self._is_marked(point) or self.device.memory_bytes < self._least_bytes(point)
+        return self._is_marked(point) or self._most_bytes < self._least_bytes(point, self._most_bytes)
 
-    def _least_bytes(self, point: _Point) -> int:
+    def _least_bytes(self, point: _Point, enough: float = math.inf) -> int:
         group = point.group
         return self.bounds.peak_bytes(
             group.axes,
@@ -397,6 +416,7 @@ class _Search:
             group.micro_batches[point.micro_batch],
             self.modes[point.checkpointing],
             group.offload[point.offload],
+            enough,
         )
 
     def _rule_out_group(self, group: Group, needed: int, point: _Point) -> None:

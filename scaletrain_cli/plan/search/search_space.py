@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,6 +85,26 @@ def axes_to_try(spec: RunSpec, counts: RejectionCounts | None = None) -> list[Ax
     return found
 
 
+def least_of_axes(spec: RunSpec, at_least: Callable[[Axes], float], value: Callable[[Axes], float]) -> float:
+    """Return the least ``value`` of the combinations that ``axes_to_try`` returns; infinite if there is none.
+
+    ``at_least``: a lower bound on ``value`` that takes less time, and is no less for data parallelism divided into
+    pipeline stages. Rules are checked only where it is below the least value so far.
+    """
+    if searches_engine(spec):
+        return min(map(value, axes_to_try(spec)), default=math.inf)
+    found, counts, allowing = math.inf, RejectionCounts(), opened(spec)
+    degrees = {axis: degrees_to_try(allowing, axis, counts) for axis in AXES}
+
+    def may_be_less(axes: Axes) -> bool:
+        return at_least(axes) < found
+
+    for axes in _combinations(allowing, degrees, counts, every=False, worthwhile=may_be_less):
+        if may_be_less(axes) and not _is_broken(allowing, axes):
+            found = min(found, value(axes))
+    return found
+
+
 def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
     """Return the combinations that the engine can run; if there are none, all of them, to be planned with a warning."""
     workload = workload_of(spec.model)
@@ -114,7 +135,7 @@ def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCou
         counts.add(reason, f"zero_stage 3, {_spelled(flat[0])}", len(flat))
 
 
-def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
+def groups(spec: RunSpec, all_axes: Sequence[Axes]) -> Iterator[Group]:
     """Yield the groups of all layouts with these degrees."""
     allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload modes by ZeRO stage and kind of degrees
     sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -162,12 +183,19 @@ def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[in
 
 
 def _combinations(
-    spec: RunSpec, degrees: dict[str, list[int]], counts: RejectionCounts, *, every: bool
+    spec: RunSpec,
+    degrees: dict[str, list[int]],
+    counts: RejectionCounts,
+    *,
+    every: bool,
+    worthwhile: Callable[[Axes], bool] | None = None,
 ) -> Iterator[Axes]:
     """Yield the combinations whose product is the number of ranks; virtual stages only if they divide the layers.
 
-    ``every``: also those that break the most frequent rules, which are faster to check here: the batch divides over
-    data-parallel ranks, and the model over tensor, sequence and context ranks.
+    ``every``: also those that break rules which are faster to check here: the batch divides over data-parallel ranks,
+    the model over tensor, sequence and context ranks, and the blocks over stages. No rule needs virtual stages, or
+    ranks that share experts, to hold. ``worthwhile``: of degrees without
+    a pipeline; those that it refuses are not divided into stages either.
     """
     world, pinned_data = spec.world_size, spec.layout.data_parallel
     workload, batch = workload_of(spec.model), spec.training.global_batch_size
@@ -191,19 +219,28 @@ def _combinations(
                 if not every and any(workload.rules(spec, alone)):
                     found = True
                     continue
+                experts = degrees["expert_parallel"]
+                if worthwhile is not None:
+                    experts = [expert for expert in experts if worthwhile(alone._replace(expert=expert))]
+                    found |= not experts
                 for pipeline in _dividing(degrees["pipeline_parallel"], world, tensor * sequence * context):
                     data = world // (tensor * sequence * context * pipeline)
                     if pinned_data not in ("auto", data):
                         continue
-                    if not every and batch % data:
+                    if not every and (batch % data or _is_broken(spec, alone._replace(data=data, pipeline=pipeline))):
                         found = True
                         continue
                     for virtual in chunks[pipeline]:
-                        for expert in degrees["expert_parallel"]:
+                        for expert in experts:
                             found = True
                             yield Axes(data, tensor, pipeline, virtual, sequence, context, expert)
     if not found:
         yield resolve_axes(spec)  # the degrees that the spec sets fit no cluster; the broken rules state why
+
+
+def _is_broken(spec: RunSpec, axes: Axes) -> bool:
+    """Return whether these degrees break a rule."""
+    return next(broken_rules(spec, axes), None) is not None
 
 
 def _dividing(degrees: Iterable[int], world: int, others: int) -> list[int]:

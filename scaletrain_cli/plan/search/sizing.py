@@ -18,6 +18,7 @@ from scaletrain_cli.plan.search.cluster_search import (
     node_counts,
     on_cluster,
     refined,
+    with_closest,
     within_limits,
 )
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, infeasible_json
@@ -130,6 +131,7 @@ def size_cluster(
             limits = replace(limits, max_gpus=found.gpus if found else max(each.row.gpus for each in tried))
             tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
         if not any(meets(limits, each) for each in tried):
+            tried = with_closest(clusters, limits, tried)
             rows = [replace(each.row, why=_why_not(limits, each.row, None)) for each in tried]
             raise _out_of_reach(spec, limits, rows, found)
     best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))

@@ -20,6 +20,7 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import (
     LinearSeconds,
     Rates,
+    flash_3_speed,
     flash_attention_seconds,
     linear_products,
     materialized_attention_seconds,
@@ -42,7 +43,8 @@ class RankWork:
     flash: bool  # attention has a fused kernel
     compiled: bool  # torch.compile
     by_document: bool = False  # fused attention skips the scores outside documents and windows
-    masks_documents: bool = False  # fused attention takes the documents of all layers as a mask
+    takes_mask: bool = False  # fused attention takes a mask in all layers, of documents or of earlier tokens
+    flash_3: bool = False  # the fused kernel is FlashAttention-3
     masked_share: float = 1.0  # rate of the fused kernel that takes a mask, relative to the one without
 
 
@@ -318,8 +320,8 @@ def _attention_core(
             scored = flash_attention_seconds(queries, work.keys, model.index_n_heads, size, 0, False, rate)
             forward, backward = forward * factor + scored[0], backward * factor + scored[1]
             factor = 1.0
-        factor /= profile.attention_speed
-        return forward * factor, backward * factor
+        there, back = flash_3_speed(scores) if work.flash_3 else (profile.attention_speed, profile.attention_speed)
+        return forward * factor / there, backward * factor / back
     dropout = model.attention_dropout > 0
     return materialized_attention_seconds(queries, work.keys, local, scores, values, profile.scores, dropout, rate)
 
@@ -336,7 +338,7 @@ def _mask_factor(model: ModelSpec, work: RankWork, profile: FrameworkProfile) ->
         return window_keys(model) / model.seq_len
     share, masked = model.windowed_layers / model.num_hidden_layers, 2.0 / work.masked_share
     windowed = window_keys(model) / model.seq_len if profile.skips_windows or work.by_document else masked
-    return (1 - share) * (masked if work.masks_documents else 1.0) + share * windowed
+    return (1 - share) * (masked if work.takes_mask else 1.0) + share * windowed
 
 
 def _moved(

@@ -7,17 +7,21 @@ arXiv:2205.05198) and Ulysses (arXiv:2309.14509), corrected for what each framew
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.buffers import PERSISTENT_ELEMENTS, zero_buffers
 from scaletrain_cli.plan.memory.engine_memory import recomputation
 from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import Stage, local_tokens, replicas, zero_shards
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.run import AnyModel
 
 # Slow-down of compute while communication overlaps it: 12.56 % of the overlapped time, measured on A100
 # (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
@@ -130,12 +134,44 @@ def data_traffic(
     pieces = blocks + 1
     gather = pieces * link.gather(weights / pieces, ranks, stride, profile.zero_3_most)
     reduce = pieces * link.gather(gradients / pieces, ranks, stride, profile.zero_3_most)
+    passes, once = _gathers(spec, layout, parameters, blocks) if framework.is_engine else (2 * m, 0.0)
     if (size := layout.zero_secondary_shard_size) > 1:
         # The first pass of a step gathers over all ranks, the others from the second copy (hpZ, arXiv:2306.10209).
         inside = pieces * link.gather(weights / pieces, size, stride, profile.zero_3_most)
-        sent = weights * (part + (2 * m - 1) * (size - 1) / size) + m * reduced * part
+        sent = weights * ((1 + once) * part + (passes - 1) * (size - 1) / size) + m * reduced * part
         return DataTraffic((gather + (m - 1) * inside) / m, inside + reduce, 0.0, 0.0, int(sent))
-    return DataTraffic(gather, gather + reduce, 0.0, across, int(m * (2 * weights + reduced) * part + crossing))
+    sent = (weights * (passes + once) + m * reduced) * part + crossing
+    return DataTraffic(gather, gather + reduce, 0.0, across, round(sent))
+
+
+def _gathers(spec: RunSpec, layout: Layout, parameters: int, blocks: int) -> tuple[float, float]:
+    """Return how many times a step gathers the weights in passes, and once after the update, on average of all weights.
+
+    A pass forward and a pass backward of each micro-batch gather all, but two kinds (DeepSpeed 0.19.8,
+    partitioned_param_coordinator.py): what is used last in the forward pass is used first in the backward pass, so that
+    the prefetch finds the head, and of the last blocks as many as fit into stage3_max_live_parameters beside it, still
+    there; and small parameters are gathered once, after the update. Of a dense block that fits in part the last matrix
+    stays, if it fits (found by benchmarks/large_runs.py); of a block with experts nothing is counted.
+    """
+    model, m = spec.transformer, layout.gradient_accumulation_steps
+    table = -(-model.vocab_size // layout.tensor_parallel) * model.hidden_size
+    small = min(parameters, _persistent_elements(model, layout.tensor_parallel))
+    block = max(1, (parameters - small - table * (1 if model.tie_word_embeddings else 2)) // max(1, blocks))
+    live = zero_buffers(parameters, 3, pipeline=False).max_live_parameters
+    whole = min(blocks, max(0, live - table) // block)
+    last = 0 if model.num_experts else model.intermediate_size * model.hidden_size // layout.tensor_parallel
+    kept = table + whole * block
+    if whole < blocks and kept + last <= live:
+        kept += last
+    kept = min(parameters - small, kept)
+    return m * (2 * (parameters - small) - kept) / parameters, small / parameters
+
+
+@lru_cache(maxsize=64)
+def _persistent_elements(model: AnyModel, tensor_parallel: int) -> int:
+    """Return the elements of a tensor rank's parameters that ZeRO-3 never frees: norms, biases, small adapters."""
+    sizes = (-(-each.numel // (1 if each.tensor_dim is None else tensor_parallel)) for each in model_parameters(model))
+    return sum(size for size in sizes if size <= PERSISTENT_ELEMENTS)
 
 
 def outer_traffic(spec: RunSpec, layout: Layout, link: Link, trained: int) -> tuple[float, int]:

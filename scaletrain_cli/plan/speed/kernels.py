@@ -27,6 +27,11 @@ _ALIGNMENT = ((64, 1.0), (8, 0.9), (2, 0.6), (1, 0.5))
 _ATTENTION_HALF_LENGTH = 500
 # Share of the rate that fused attention reaches by head size (same figures: head size 64 compared with 128).
 _SMALL_HEAD = ((128, 1.0), (96, 0.97), (64, 0.9), (0, 0.65))
+# Rate of FlashAttention-3 relative to FlashAttention-2 on an H100 by head size, (forward, backward): from 4k tokens on
+# 579 to 616 of 319 to 335 TFLOP/s forward and 542 to 561 of 310 to 322 backward for 128, 420 to 473 of 284 to 299 and
+# 453 to 474 of 279 to 291 for 64 (arXiv:2407.08608, figures 5 and 6; forward causal, backward without a mask). With 512
+# tokens both are 1.5.
+_FLASH_3 = ((128, (1.8, 1.75)), (0, (1.55, 1.63)))
 # Share of the rate that fused attention with a bias (ALiBi) reaches: it used flash-attn's first Triton kernel, which in
 # the same figures has half to two thirds of FlashAttention-2's rate.
 _BIASED_SHARE = 0.55
@@ -178,6 +183,11 @@ def flash_attention_seconds(
     share *= next(kept for size, kept in _SMALL_HEAD if score_size >= size) * (_BIASED_SHARE if biased else 1.0)
     forward = flops / (rate.attention_forward * share) + rate.kernel_seconds
     return forward, 2.5 * flops / (rate.attention_backward * share) + 3 * rate.kernel_seconds
+
+
+def flash_3_speed(head_size: int) -> tuple[float, float]:
+    """Return the (forward, backward) rate of FlashAttention-3 on Hopper, relative to FlashAttention-2."""
+    return next(speed for size, speed in _FLASH_3 if head_size >= size)
 
 
 def materialized_attention_seconds(

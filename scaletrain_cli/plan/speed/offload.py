@@ -52,9 +52,8 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
     """
     link, m = device.host_bandwidth * _LINK_SHARE, layout.gradient_accumulation_steps
     training = spec.training
-    weights = updated * weight_bytes(training.precision)
     gradients = updated * (gradient_bytes(training.precision, training.grad_dtype) * 2 * m + 4)
-    seconds = (weights + gradients) / link + updated * _UPDATE_BYTES / host_update_bandwidth(spec)
+    seconds = gradients / link + host_update_seconds(spec, device, updated)
     every = held * weight_bytes(training.precision)
     fetched = 2 * m * every if layout.offload == "optimizer+params" else 0
     seconds += 0.5 * fetched / link
@@ -64,6 +63,15 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
         states = updated * optimizer_state_bytes_per_parameter(training.precision, layout.zero_stage)
         seconds += (2 * states + fetched) / drive  # states are read and written; no overlap with the drives
     return seconds
+
+
+def host_update_seconds(spec: RunSpec, device: Accelerator, updated: int) -> float:
+    """Return the seconds in which the CPU updates ``updated`` parameters of a rank and copies their weights back.
+
+    A step that the loss scaler skips takes none of them (stage3.py ``step`` returns after the check for overflow).
+    """
+    copied = updated * weight_bytes(spec.training.precision) / (device.host_bandwidth * _LINK_SHARE)
+    return copied + updated * _UPDATE_BYTES / host_update_bandwidth(spec)
 
 
 def host_update_bandwidth(spec: RunSpec) -> float:

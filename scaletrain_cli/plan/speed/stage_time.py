@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import attends_by_document, fuses_attention, has_documents, loss_chunks
-from scaletrain_cli.plan.memory.engine_states import stage_tensors
+from scaletrain_cli.plan.memory.parameter_groups import stage_tensors
 from scaletrain_cli.plan.memory.states import expert_tensor_parallel
 from scaletrain_cli.plan.result import Layout, StageTime
 from scaletrain_cli.plan.speed.block_time import PartTime, RankWork, block_time, embedding_time, head_time
@@ -297,6 +297,8 @@ def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
     model = spec.transformer
     capped = framework.is_engine and model.attn_logit_softcapping is not None
     by_document = framework.is_engine and attends_by_document(spec, device)
+    masks_documents = framework.is_engine and has_documents(spec) and not by_document
+    is_hopper = HOPPER <= device.cuda_capability < HOPPER + 1
     head = max(model.qk_head_dim, model.value_head_dim)
     flash_without_mask = device.fuses_attention(spec.training.precision, head, True)  # which has grouped queries
     return RankWork(
@@ -310,6 +312,7 @@ def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
         flash=fuses_attention(spec, device) and not framework.drops_scores(spec) and not capped,
         compiled=layout.compile,
         by_document=by_document,
-        masks_documents=framework.is_engine and has_documents(spec) and not by_document,
+        takes_mask=spec.planner.attention == "masked" or masks_documents,
+        flash_3=spec.planner.attention == "flash3" and is_hopper and not masks_documents,
         masked_share=_MASKED_SHARE if flash_without_mask and not device.is_cpu else 1.0,
     )

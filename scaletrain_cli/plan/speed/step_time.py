@@ -7,9 +7,11 @@ optimizer, waiting for data). The stage that finishes last decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import architecture
+from scaletrain_cli.plan.architecture import Architecture, architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
@@ -67,13 +69,22 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
 
     If stages of the run train different parameters, these are means over its steps.
     """
+    return plan_times(spec, [layout], device)[0]
+
+
+def plan_times(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[tuple[Time, Network]]:
+    """Return the same as ``plan_time`` for layouts that differ only in the number of micro-batches per step."""
     stages = trained_stages(spec)
-    found = [trained_stage_time(spec, layout, device, stage) for stage in stages]
-    if len(found) == 1:
-        return found[0]
-    return mean_time(spec, stages, [time for time, _ in found]), max(
-        (network for _, network in found), key=lambda network: network.per_step_bytes.data
-    )
+    rows = [_trained_stage_times(spec, layouts, device, stage) for stage in stages]
+    if len(rows) == 1:
+        return rows[0]
+    return [
+        (
+            mean_time(spec, stages, [time for time, _ in found]),
+            max((network for _, network in found), key=lambda network: network.per_step_bytes.data),
+        )
+        for found in zip(*rows, strict=True)
+    ]
 
 
 def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]) -> Time:
@@ -106,6 +117,35 @@ def trained_stage_time(
     spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
 ) -> tuple[Time, Network]:
     """Return the same as ``plan_time`` for steps that train what ``trained`` states."""
+    return _trained_stage_times(spec, [layout], device, trained)[0]
+
+
+class _MicroBatch(NamedTuple):
+    """What the step times of layouts share if these differ only in the number of micro-batches per step."""
+
+    rate: Rates
+    link: Link
+    profile: FrameworkProfile
+    per_rank: Architecture
+    blocks: tuple[int, ...]
+    stages: list[MicroBatchTime]
+
+
+def _trained_stage_times(
+    spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
+) -> list[tuple[Time, Network]]:
+    """Return the times of layouts that differ only in the number of micro-batches; these share one micro-batch's."""
+    found = []
+    micro_batch = None
+    for layout in layouts:
+        # With a second copy of weights, only the first micro-batch gathers them over all ranks.
+        if micro_batch is None or layout.zero_secondary_shard_size > 1:
+            micro_batch = _micro_batch(spec, layout, device, trained)
+        found.append(_step_time(spec, layout, device, trained, micro_batch))
+    return found
+
+
+def _micro_batch(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> _MicroBatch:
     model = spec.transformer
     framework = framework_of(spec)
     profile = framework.profile_on(device)
@@ -115,6 +155,13 @@ def trained_stage_time(
     per_rank = architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = framework.pipeline_split(spec, layout.pipeline_parallel)
     stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks, trained)
+    return _MicroBatch(rate, link, profile, per_rank, blocks, stages)
+
+
+def _step_time(
+    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, micro_batch: _MicroBatch
+) -> tuple[Time, Network]:
+    rate, link, profile, per_rank, blocks, stages = micro_batch
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
     for stage, held in zip(stages, time_stages(per_rank, blocks), strict=True):
@@ -142,7 +189,7 @@ def trained_stage_time(
     waited = _data_wait(spec, layout, step)
     step += waited
     tokens = layout.global_batch_size * spec.units_per_sample
-    needed = tokens * stage_flops_per_token(model, trained)
+    needed = tokens * stage_flops_per_token(spec.transformer, trained)
     executed = needed + tokens * recompute_flops_per_token(spec, layout, trained)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(

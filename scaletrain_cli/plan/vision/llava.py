@@ -12,17 +12,11 @@ from typing import NamedTuple, TypeVar
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.buffers import communication_buffer_bytes, second_gradient_bytes, step_temporary_bytes
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.engine_memory import activation_phases
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.states import (
-    communication_buffer_bytes,
-    gradient_bytes,
-    second_gradient_bytes,
-    step_temporary_bytes,
-    uses_bf16_optimizer,
-    weight_bytes,
-)
+from scaletrain_cli.plan.memory.states import gradient_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, Network, PerStepBytes, StageMemory, Time
 from scaletrain_cli.plan.speed.step_time import mean_time, trained_stage_time

@@ -11,17 +11,10 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.buffers import communication_buffer_bytes, second_gradient_bytes, step_temporary_bytes
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.states import (
-    communication_buffer_bytes,
-    gradient_bytes,
-    rank_states,
-    second_gradient_bytes,
-    step_temporary_bytes,
-    uses_bf16_optimizer,
-    weight_bytes,
-)
+from scaletrain_cli.plan.memory.states import gradient_bytes, rank_states, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage

@@ -308,7 +308,7 @@ def autocasts(spec: RunSpec) -> bool:
 def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     """Return whether attention has a fused kernel: as planner.attention says, or for auto by the device."""
     if spec.planner.attention != "auto":
-        return spec.planner.attention == "flash"
+        return spec.planner.attention != "materialised"
     model = vision_model(spec)
     tower = model.vision_config if isinstance(model, ClipSpec) else model
     if isinstance(tower, ResNetSpec | ConvNextSpec):

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from scaletrain_cli.plan.memory.engine_states import (
-    Group,
-    SharedGroup,
-    StageTensors,
-    states_of_tensors,
-)
+from scaletrain_cli.plan.memory.engine_states import states_of_tensors
+from scaletrain_cli.plan.memory.parameter_groups import Group, SharedGroup, StageTensors
 from scaletrain_cli.plan.memory.states import MASTER_BYTES, ModelStates
 from scaletrain_cli.plan.parameters import Parameter, model_parameters
 from scaletrain_cli.plan.result import Layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -69,6 +69,10 @@ class Workload(ABC):
         """Return the time without what grows with the global batch more than linearly, for lower bounds."""
         return self.time(spec, layout, device)[0]
 
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
+        """Return ``least_time`` of layouts that differ only in the number of micro-batches per step."""
+        return [self.least_time(spec, layout, device) for layout in layouts]
+
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
         return 1, True
@@ -84,6 +88,10 @@ class Workload(ABC):
     def contrastive(self, spec: RunSpec) -> bool:
         """Return whether the loss compares each sample with all others of a micro-batch."""
         return False
+
+    def unmeasured_part(self, model: AnyModel) -> str:
+        """Return a part of the model that no published run has, whose time and memory are only computed; "" if none."""
+        return ""
 
     def accumulation_changes_loss(self, spec: RunSpec) -> bool:
         """Return whether a contrastive loss has fewer negatives with gradient accumulation."""

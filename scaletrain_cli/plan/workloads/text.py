@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
-from scaletrain_cli.plan.speed.step_time import plan_time, trained_stage_time
+from scaletrain_cli.plan.speed.step_time import plan_time, plan_times, trained_stage_time
 from scaletrain_cli.plan.stages import sequence_multiple
 from scaletrain_cli.plan.trained_stages import (
     stage_flops_per_token,
@@ -96,6 +96,15 @@ class TextWorkload(Workload):
         """Return the number of trainable parameters, without the FLOPs."""
         return architecture.parameter_count(_text(model))
 
+    def unmeasured_part(self, model: AnyModel) -> str:
+        """Return the kind of layer or attention that no published run has; "" if there is none."""
+        text = _text(model)
+        if text.mamba is not None:
+            return "state-space layers"
+        if text.index_topk:
+            return "sparse attention"
+        return "chunked attention" if text.attention_chunk_size else ""
+
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
         """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
         return stored_parameters(spec)
@@ -127,6 +136,10 @@ class TextWorkload(Workload):
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the time by the model in ``plan.speed``."""
         return plan_time(spec, layout, device)
+
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
+        """Return the times of layouts that differ only in the number of micro-batches; all share a micro-batch's."""
+        return [time for time, _ in plan_times(spec, layouts, device)]
 
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""

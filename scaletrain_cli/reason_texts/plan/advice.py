@@ -87,16 +87,17 @@ _WARNINGS = {
     ),
     "local-sgd-saves": Text(
         "local SGD with {groups:of group}: a step takes {step:seconds}, {times:.2f} times as fast as with one group "
-        "in the same layout ({together:seconds}); an outer step takes {outer:seconds}, which pays from "
+        "in its fastest layout ({together:seconds}); an outer step takes {outer:seconds}, which pays from "
         "{least:of inner step} on. A larger inner_steps trains less like one group"
     ),
     "local-sgd-too-often": Text(
         "local SGD with {groups:of group}: an outer step of {outer:seconds} every {inner_steps:of inner step} costs "
-        "more than one group in the same layout ({together:seconds} per step). Use inner_steps: {least} or more"
+        "more than one group in its fastest layout ({together:seconds} per step). Use inner_steps: {least} or more"
     ),
     "local-sgd-saves-nothing": Text(
         "local SGD with {groups:of group} saves no time: between outer steps a step is not faster than the "
-        "{together:seconds} with one group, because the reduction of gradients is hidden or fast. Use groups: 1"
+        "{together:seconds} with one group in its fastest layout, because the reduction of gradients is hidden or "
+        "fast. Use groups: 1"
     ),
     "capped-attention": Text(
         "model.attn_logit_softcapping: PyTorch has no fused kernel with a cap of scores, so attention stores them; "

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and how measured saves change that."""
+"""The steps at which checkpoints are due, and how measured saves change them."""
 
 from __future__ import annotations
 

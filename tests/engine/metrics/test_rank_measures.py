@@ -1,4 +1,4 @@
-"""What each rank sends while it trains, and that nothing that is trained depends on it."""
+"""Measures that each rank sends while it trains; nothing that is trained depends on them."""
 
 from __future__ import annotations
 

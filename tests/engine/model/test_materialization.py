@@ -1,4 +1,4 @@
-"""From the meta device to real weights: ties and marks are kept, and under ZeRO-3 no rank holds the whole model."""
+"""Real weights of a model on the meta device: ties and marks are kept, and under ZeRO-3 no rank holds all."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_an_expert_that_no_token_chose_has_a_gradient_of_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_without_any_row_return_none_and_have_gradients_of_zero(dtype: torch.dtype) -> None:
-    """As on a sequence rank with padding only."""
+    """Tokens of a sequence rank that has padding only."""
     rows = torch.zeros(0, 16, dtype=dtype, requires_grad=True)
     weights, biases = (torch.randn(4, 24, *rest, dtype=dtype).requires_grad_() for rest in ((16,), ()))
     ends = torch.zeros(4, dtype=torch.int32)

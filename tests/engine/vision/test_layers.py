@@ -69,7 +69,7 @@ def measured(family: str, *overrides: str) -> tuple[list[str], dict[str, dict[st
 
 
 def check_that_an_error_ends_the_measurements_on_all_ranks(layers: LayerMeasures, train: Callable[[], Any]) -> None:
-    """As of a GPU without memory left for them, on rank 0 alone; the step is trained, and no rank waits for another."""
+    """The error is that of a full GPU, on rank 0 alone; the step is trained, and no rank waits for another."""
     squares = layer_measures._squares
 
     def fail(tensors: list[Any]) -> Any:

@@ -72,6 +72,17 @@ def test_fast_steps_may_take_30_seconds_unless_guard_hang_is_set(line: Line) -> 
     assert line.allowed() == LONG_SECONDS  # the user's limit is for steps; a save takes what it takes
 
 
+def test_a_rank_that_has_its_batch_keeps_the_time_limit_of_its_step(line: Line) -> None:
+    line.heart.beat(1, "step", 77.0)
+    line.heart.has_batch()
+    kept = [json.loads(beat) for beat in line.file]
+    assert [(beat["step"], beat["phase"], beat["part"], beat["allowed"]) for beat in kept] == [
+        (1, "step", 0, 77.0),
+        (1, "step", 1, 77.0),
+    ]
+    assert line.steps(10, 0.1) == 30.0, "only whole steps enter the median"
+
+
 def test_a_step_after_a_save_on_several_nodes_may_wait_for_the_slowest_disk() -> None:
     for several_nodes, allowed in ((False, 30.0), (True, LONG_SECONDS)):
         line = Line(several_nodes)
@@ -152,9 +163,16 @@ def test_time_in_which_the_agent_was_stopped_does_not_count_as_silence() -> None
 
 
 def view(
-    rank: int, step: int, phase: str = "step", *, dumped: bool = True, state: str = "S", at: float = 0.0
+    rank: int,
+    step: int,
+    phase: str = "step",
+    *,
+    part: int = 0,
+    dumped: bool = True,
+    state: str = "S",
+    at: float = 0.0,
 ) -> RankView:
-    return RankView(rank, LastBeat(step, phase, 30.0, received=at), 40.0 - at, dumped, state)
+    return RankView(rank, LastBeat(step, phase, 30.0, received=at, part=part), 40.0 - at, dumped, state)
 
 
 def test_a_rank_that_does_not_respond_is_the_suspect_with_its_kernel_state() -> None:
@@ -168,11 +186,23 @@ def test_a_rank_that_does_not_respond_is_the_suspect_with_its_kernel_state() -> 
 
 
 def test_if_all_ranks_respond_the_one_behind_is_the_suspect() -> None:
-    views = [view(0, 7, "step, waiting for the other ranks", at=3.0), view(1, 7, at=1.0)]
+    views = [view(0, 7, part=2, at=3.0), view(1, 7, at=1.0)]
     found = find_suspect(views, several_nodes=False)
     assert found.rank == 1
     assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, waiting for the other ranks)" in str(
         found.why
+    )
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_rank_without_its_batch_is_the_suspect_from_the_first_step_on(step: int) -> None:
+    # It began the step last, when the others had their batches.
+    views = [view(rank, step, part=1, at=2.0) for rank in (0, 2)] + [view(1, step, at=2.1)]
+    found = find_suspect(views, several_nodes=False)
+    assert (found.rank, found.why.code, found.why.params["ahead_phase"]) == (
+        1,
+        "node.rank-behind",
+        "step, with its batch",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a plan asks of storage and of the readers of batches."""
+"""Demands of a plan on storage and on the readers of batches."""
 
 from __future__ import annotations
 

@@ -73,3 +73,11 @@ def test_an_unknown_network_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError) as error:
         link(network="infiniband-nrd")
     assert "infiniband-ndr" in str(error.value.problems)
+
+
+def test_the_groups_on_a_node_share_what_it_reaches_at_most() -> None:
+    # One group of all ranks sends 1.6 GB x 15/16 at the node's 17 GB/s; eight groups, one per GPU of two nodes, send
+    # 0.2 GB x 1/2 each at 17 / 8 GB/s. The latency is below 1 %.
+    two = link("a100-sxm-80gb", nodes=2)
+    assert two.gather(1.6e9, 16, 1, 17e9) == pytest.approx(1.5e9 / 17e9, rel=0.01)
+    assert two.gather(2e8, 2, 8, 17e9) == pytest.approx(1e8 / (17e9 / 8), rel=0.01)

@@ -44,6 +44,14 @@ def test_weights_of_7b_in_bf16_are_13_5_gb() -> None:
     assert memory_of(spec_of("llama-7b"), stage=2).parameters == 2 * 6_738_415_616
 
 
+def test_an_offloaded_optimizer_has_no_second_set_of_gradients_on_the_device() -> None:
+    def allocated(accumulation: int) -> int:
+        batch = {"training__global_batch_size": 8 * accumulation, "training__grad_dtype": "bf16"}
+        return memory_of(spec_of(layout__offload="optimizer", **batch), 2, "full").allocated
+
+    assert allocated(2) == allocated(1)
+
+
 def test_memory_falls_with_the_zero_stage() -> None:
     peaks = [memory_of(spec_of("llama-7b", cluster__nodes=4), stage).peak for stage in (1, 2, 3)]
     assert peaks == sorted(peaks, reverse=True)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
-from scaletrain_cli.plan.memory.device_memory import out_of_memory_probability, usable_bytes, verdict
+from scaletrain_cli.plan.memory.device_memory import (
+    comfortable_bytes,
+    out_of_memory_probability,
+    usable_bytes,
+    verdict,
+)
+from tests.plan.specs import spec_of
 
 GIB = 2**30
 
@@ -33,6 +40,15 @@ def test_published_runs_run_out_of_memory_as_often_as_predicted() -> None:
     assert 0.15 < chances[1] < 0.4
     assert 0.6 < chances[2] < 0.85
     assert chances[3] > 0.95
+
+
+def test_the_largest_comfortable_peak_is_the_last_that_fits() -> None:
+    device = find_accelerator(spec_of("llama-7b").cluster)
+    for framework in FRAMEWORKS.values():
+        capacity, most = usable_bytes(framework, device.memory_bytes), comfortable_bytes(framework, device)
+        chances = [out_of_memory_probability(framework, peak, capacity) for peak in (most, most + 1)]
+        assert [verdict(True, chance) for chance in chances] == ["fits", "tight"]
+        assert 0.7 * capacity < most < capacity
 
 
 def test_a_layout_that_fits_with_a_small_margin_is_tight() -> None:

@@ -6,22 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.plan.memory.states import (
-    MOMENT_BYTES,
+from scaletrain_cli.plan.memory.buffers import (
     SUB_GROUP_ELEMENTS,
     BufferBytes,
+    communication_buffer_bytes,
+    step_temporary_bytes,
+)
+from scaletrain_cli.plan.memory.states import (
+    MOMENT_BYTES,
     MasterWeights,
     checkpoint_bytes_per_parameter,
-    communication_buffer_bytes,
     lighter_update_bytes,
     model_state_bytes,
     optimizer_state_bytes_per_parameter,
-    step_temporary_bytes,
     uses_bf16_optimizer,
 )
 from scaletrain_cli.plan.planning import make_plan
@@ -238,12 +241,18 @@ def test_foreach_adamw_needs_the_root_of_the_second_moment() -> None:
 
 
 def test_buffers_follow_the_phases_of_a_step() -> None:
-    def buffers(stage: int, **more: bool) -> BufferBytes:
+    def buffers(stage: int, **more: Any) -> BufferBytes:
         return communication_buffer_bytes(10**9, 10**8, stage, 2, 2, 8, pipeline=False, bucket_elements=10**8, **more)
 
     bucket = 2 * 10**8
-    assert buffers(2) == (2 * bucket, 3 * bucket, 0)  # two buckets while they are filled, and the one being reduced
-    gathered = 2 * (10**9 + 5 * 10**7)
-    assert buffers(3) == (bucket + gathered, 2 * bucket + gathered, bucket)
-    assert buffers(1, bf16_optimizer=True) == (0, 0, 0)
-    assert communication_buffer_bytes(10**9, 10**8, 0, 2, 2, 1, pipeline=False) == (0, 0, 0)
+    # Two buckets, which do not exist before the loss runs backward, and the one being reduced.
+    assert buffers(2) == (0, 3 * bucket, 0, 2 * bucket)
+    assert buffers(2, before_the_loss=True).loss == 2 * bucket
+    # A head that fits into a bucket; a larger one is flattened in pieces of one partition, which exceeds a bucket.
+    assert buffers(2, head=10**7).head == 2 * bucket + 2 * 10**7
+    assert buffers(2, head=4 * 10**8).head == 2 * bucket + 2 * 4 * 10**8 + 2 * 125 * 10**6
+    gathered = 2 * 10**9  # what is gathered ahead counts among the live parameters
+    assert buffers(3) == (bucket + gathered, 2 * bucket + gathered, bucket, 0)
+    assert buffers(3, live_elements=5 * 10**8).loss == bucket + gathered // 2
+    assert buffers(1, bf16_optimizer=True) == (0, 0, 0, 0)
+    assert communication_buffer_bytes(10**9, 10**8, 0, 2, 2, 1, pipeline=False) == (0, 0, 0, 0)

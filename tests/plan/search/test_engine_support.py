@@ -110,6 +110,8 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
         ({**ZERO_3, **SECOND, "layout__zero_shard_size": 2}, "with layout.zero_secondary_shard_size"),
         ({"checkpoint__dir": "scratch"}, "checkpoint.dir = scratch: must be an absolute path"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
+        ({"planner__attention": "flash3"}, "planner.attention = flash3: in this engine PyTorch chooses"),
+        ({"planner__attention": "masked"}, "planner.attention = masked: in this engine PyTorch chooses"),
         ({"planner__attention": "materialised"}, "planner.attention = materialised: in this engine PyTorch chooses"),
     ],
 )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.plan import PlanInfeasibleError, find_accelerator, make_plan
-from scaletrain_cli.plan.axes import AXES
+from scaletrain_cli.plan.axes import AXES, Axes
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.planning import plan_or_raise, plan_within
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.bounds import Bounds
+from scaletrain_cli.plan.search.cluster_search import Clusters, on_cluster
 from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
 from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, axes_to_try, groups
+from scaletrain_cli.plan.speed.step_time import plan_time, plan_times
 from scaletrain_cli.plan.workloads import text
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
@@ -102,6 +108,25 @@ def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(n
 def test_degrees_are_the_same_whether_the_others_are_counted_or_not(name: str) -> None:
     spec = everything(name)
     assert axes_to_try(spec) == axes_to_try(spec, RejectionCounts())
+
+
+@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@pytest.mark.parametrize("nodes", [1, 3, 16])
+def test_the_least_bound_of_a_cluster_is_that_of_all_its_degrees(name: str, nodes: int) -> None:
+    """Degrees left out by a bound, or by rules checked before virtual stages and experts, have no lower bound."""
+    spec = on_cluster(everything(name), nodes)
+    bounds = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
+    every = [bounds.step_seconds(group.axes, group.micro_batches) for group in groups(spec, axes_to_try(spec))]
+    assert Clusters(everything(name)).least_step_seconds(nodes, None) == min(map(min, every), default=math.inf)
+
+
+@pytest.mark.parametrize("second_copy", [1, 8])
+def test_times_of_several_numbers_of_micro_batches_are_those_of_each(second_copy: int) -> None:
+    spec = spec_of("llama-7b", cluster__nodes=2, layout__zero_secondary_shard_size=second_copy, layout__zero_stage=3)
+    device = find_accelerator(spec.cluster)
+    layout = build_layout(spec, Axes(16, 1, 1, 1, 1, 1, 1), 3, "none", 1)
+    layouts = [replace(layout, gradient_accumulation_steps=m, global_batch_size=16 * m) for m in (1, 2, 8)]
+    assert plan_times(spec, layouts, device) == [plan_time(spec, each, device) for each in layouts]
 
 
 def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
@@ -233,7 +258,7 @@ EXPERTS_256 = {
 def test_only_a_few_thousand_of_half_a_million_layouts_are_timed(
     model: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What keeps 16,384 GPUs within 2 s; benchmarks/planner_speed.py measures the time."""
+    """Bounds keep the search of 16,384 GPUs within 2 s; benchmarks/planner_speed.py measures the time."""
     dims = {f"model__{key}": value for key, value in model.items()}
     spec = spec_of("llama-7b", **{**LARGEST, **dims, "training__global_batch_size": batch})
     timed = count_calls(monkeypatch)
@@ -263,13 +288,18 @@ def test_a_given_layout_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Return a list that grows with each layout that the search and its bounds time."""
     calls: list[None] = []
-    function = text.plan_time
+    one, several = text.plan_time, text.plan_times
 
     def counted(*arguments: Any) -> Any:
         calls.append(None)
-        return function(*arguments)
+        return one(*arguments)
+
+    def counted_several(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> Any:
+        calls.extend([None] * len(layouts))
+        return several(spec, layouts, device)
 
     monkeypatch.setattr(text, "plan_time", counted)
+    monkeypatch.setattr(text, "plan_times", counted_several)
     return calls
 
 

@@ -91,6 +91,19 @@ def test_a_missed_deadline_names_the_closest_cluster_and_a_sufficient_one() -> N
         size_cluster(run(), "gpus", max_gpus=gpus - 8, deadline_seconds=5 * DAY)
 
 
+def test_the_closest_cluster_may_have_more_gpus_than_the_spec_if_a_deadline_alone_is_given() -> None:
+    """Against planning every cluster that is listed."""
+    spec = run(cluster__nodes=2)
+    with pytest.raises(SizingError) as caught:
+        size_cluster(spec, "gpus", deadline_seconds=3600)
+    error = caught.value
+    assert error.closest is not None
+    planned = [Clusters(spec).plan(row.nodes, None).row for row in error.considered]
+    fastest = min((row for row in planned if row.seconds), key=lambda row: row.seconds or 0.0)
+    assert (error.closest.gpus, error.closest.seconds) == (fastest.gpus, fastest.seconds)
+    assert fastest.gpus > spec.world_size
+
+
 @pytest.mark.parametrize(("batch", "deadline_days", "most"), [(1024, 17, 48), (5040, 6.7, 72), (1024, 9, 64)])
 def test_no_smaller_cluster_meets_the_deadline(batch: int, deadline_days: float, most: int) -> None:
     """Against planning every node count."""

@@ -44,6 +44,16 @@ def test_groups_save_the_time_of_a_slow_network() -> None:
         assert planned(1e9, groups=4, inner_steps=least - 1).time.step > together.time.step
 
 
+def test_groups_are_compared_with_the_fastest_layout_of_one_group() -> None:
+    """One group on a slow network has a pipeline between the nodes, which groups of local SGD cannot have."""
+    free = {"cluster__nodes": 4, "cluster__inter_node_bandwidth": 1e9}
+    together = make_plan(spec_of("llama-7b", **free))
+    apart = make_plan(spec_of("llama-7b", **free, training__local_sgd={"groups": 4, "inner_steps": 100}))
+    assert (together.layout.pipeline_parallel, apart.layout.pipeline_parallel) == (8, 1)
+    assert about(apart).params["together"] == together.time.step
+    assert about(apart).params["times"] == together.time.step / apart.time.step
+
+
 def test_an_outer_step_costs_its_all_reduce_divided_by_the_inner_steps() -> None:
     often, rarely = planned(1e9, groups=4, inner_steps=10), planned(1e9, groups=4, inner_steps=100)
     outer = about(often).params["outer"]

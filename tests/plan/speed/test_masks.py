@@ -52,6 +52,29 @@ def test_a_mask_costs_the_scores_that_causal_attention_skips_and_the_faster_kern
     assert core_seconds(**changes) == pytest.approx(times * core_seconds(), rel=0.01)
 
 
+def test_a_program_that_passes_a_causal_mask_computes_all_scores_in_a_kernel_of_half_the_rate() -> None:
+    assert core_seconds(planner__attention="masked") == pytest.approx(4 * core_seconds(), rel=0.01)
+
+
+# arXiv:2407.08608, figure 5, H100, head size 128, causal: tokens, TFLOP/s forward of FlashAttention-2 and 3.
+FLASH = [(1024, 260, 423), (2048, 298, 521), (4096, 319, 579), (8192, 333, 602), (16384, 335, 616)]
+
+
+@pytest.mark.parametrize(("tokens", "second", "third"), FLASH)
+def test_flash_attention_3_is_as_fast_as_published(tokens: int, second: float, third: float) -> None:
+    length = {"model__seq_len": tokens, "training__micro_batch_size": 2}
+    flops = 4 * 32 * 128 * 2 * tokens**2 / 2
+    rates_of = {kind: flops / core_seconds(planner__attention=kind, **length) / 1e12 for kind in ("flash", "flash3")}
+    assert rates_of == pytest.approx({"flash": second, "flash3": third}, rel=0.1)
+
+
+def test_flash_attention_3_needs_hopper_and_is_slower_with_small_heads() -> None:
+    ampere = {"cluster__gpu": "a100-sxm-80gb"}
+    assert core_seconds(planner__attention="flash3", **ampere) == core_seconds(**ampere)
+    small = {"model__head_dim": 64}
+    assert core_seconds(**small) / core_seconds(planner__attention="flash3", **small) == pytest.approx(1.55, rel=0.01)
+
+
 def test_in_fp32_the_kernel_is_the_same_with_a_mask() -> None:
     fp32 = {"training__precision": "fp32"}
     assert core_seconds(**fp32, **PACKED) == pytest.approx(2 * core_seconds(**fp32), rel=0.01)

@@ -11,12 +11,13 @@ import pytest
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.buffers import zero_buffers
 from scaletrain_cli.plan.memory.device_memory import plan_memory
-from scaletrain_cli.plan.memory.states import zero_buffers
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.block_time import RankWork, _expert_products
 from scaletrain_cli.plan.speed.kernels import linear_products, rates
+from scaletrain_cli.plan.speed.offload import host_update_seconds
 from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
@@ -141,6 +142,13 @@ def test_an_optimizer_on_the_host_is_as_fast_as_its_threads() -> None:
     assert update(cpus_per_gpu=64) == update(cpus_per_gpu=32), "the memory of the host sets the pace"
     # chenyaofo (gist d4cd6a20), LLaMA 7B on 8 A800, one thread per rank: the step takes 17 to 20 s more with offload.
     assert update(gpu="a800-sxm-80gb", cpus_per_gpu=1) == pytest.approx(18, rel=0.2)
+
+
+def test_the_update_on_the_host_takes_48_bytes_per_parameter_and_the_copy_of_its_weights() -> None:
+    spec = spec_of("llama-7b", cluster__gpu="a100-sxm-80gb", cluster__cpus_per_gpu=1)
+    device = find_accelerator(spec.cluster)
+    link = 0.8 * device.host_bandwidth
+    assert host_update_seconds(spec, device, 10**9) == pytest.approx(48e9 / 2.5e9 + 2e9 / link)
 
 
 def test_blocking_launches_add_host_to_device_and_overlap_nothing() -> None:

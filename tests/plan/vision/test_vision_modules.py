@@ -1,4 +1,4 @@
-"""What the planner counts of vision networks is what torch makes of them: parameters, and bytes that autograd keeps."""
+"""Counts of the planner for vision networks equal torch's: parameters, and bytes that autograd keeps."""
 
 from __future__ import annotations
 
