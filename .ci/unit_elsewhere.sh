@@ -27,7 +27,7 @@ readonly python=$venv/bin/python
 echo "$("$python" --version), $which versions"
 
 # What unit tests use beside the core: the client of Kubernetes too, in its newest version.
-tools=(hypothesis jsonschema kubernetes kubernetes-validate packaging pytest pytest-xdist pyyaml)
+tools=(hypothesis jsonschema kubernetes kubernetes-validate packaging pytest pytest-timeout pytest-xdist pyyaml)
 oldest=()
 if [[ $which == oldest ]]; then
     mapfile -t oldest < <(sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^">]*\)>=\([^",]*\)".*/\1==\2/p' pyproject.toml)

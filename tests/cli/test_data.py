@@ -78,12 +78,16 @@ def test_a_signal_ends_both_processes_and_leaves_no_file_of_the_preparation(
         assert process.stderr is not None
         said = process.stderr.readline()
         assert "preparing" in said
-        wait_until(lambda: any(tmp_path.rglob("workers/*")), "the preparation has begun")
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does
-        else:
-            process.send_signal(number)  # as `kill` does: to the command alone
-        out, rest = process.communicate(timeout=60)
+        try:
+            wait_until(lambda: any(tmp_path.rglob("workers/*")), "the preparation has begun")
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does
+            else:
+                process.send_signal(number)  # as `kill` does: to the command alone
+            out, rest = process.communicate(timeout=60)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     assert process.returncode == 128 + number, rest
     assert "Traceback" not in rest
     if number == signal.SIGINT:

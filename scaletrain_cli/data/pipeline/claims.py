@@ -68,17 +68,25 @@ class Claims:
         self._beating = threading.Thread(target=self._beat, name="claims", daemon=True)
 
     def __enter__(self) -> Claims:
-        for folder in (self._workers, self._claims):
-            make_folder(folder, parents=True)
-        self._register()
-        self._beating.start()
+        try:
+            for folder in (self._workers, self._claims):
+                make_folder(folder, parents=True)
+            self._register()
+            self._beating.start()
+        except BaseException:  # as of a signal, before a with statement would call __exit__
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._ended.set()
-        self._beating.join()
+        if self._beating.ident is not None:  # it was started
+            self._beating.join()
         with contextlib.suppress(OSError):
             self._remove_dead()
             self._own.unlink(missing_ok=True)

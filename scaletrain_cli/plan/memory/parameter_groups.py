@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, architecture
 from scaletrain_cli.plan.memory.states import quantized_bytes
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage
@@ -44,6 +45,10 @@ class Group(NamedTuple):
     def pieces(self, ranks: int) -> int:
         """Return the elements on one of ``ranks`` ranks if each tensor is sharded by itself, rounded up (stage 3)."""
         return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)
+
+    def in_tensors_up_to(self, most: int) -> int:
+        """Return the elements in tensors of up to ``most`` elements."""
+        return sum(sum(size for size in sizes if size <= most) * times for sizes, times in self.runs)
 
     def tensor_at(self, element: int) -> tuple[int, int]:
         """Return (start, end) of the tensor that contains this element of the flattened group.
@@ -145,6 +150,20 @@ def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, tra
         quantized,
         largest,
     )
+
+
+@lru_cache(maxsize=1024)
+def elements_in_small_tensors(model: ModelSpec, tensor: int, most: int) -> int:
+    """Return the elements of a whole model in tensors of up to ``most`` elements on each of ``tensor`` tensor ranks."""
+    if model.adapter is not None:
+        sizes = (-(-each.numel // (1 if each.tensor_dim is None else tensor)) for each in model_parameters(model))
+        return sum(size for size in sizes if size <= most)
+    layers = model.num_hidden_layers
+    if model.block_types:
+        groups = _hybrid_groups(model, tensor, 1, 0, layers, "both")
+    else:
+        groups = stage_groups(model, tensor, 1, model.block_runs(0, layers), "both")
+    return sum(each.group.in_tensors_up_to(most) for each in groups.shared)
 
 
 @lru_cache(maxsize=1024)

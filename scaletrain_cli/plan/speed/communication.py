@@ -7,7 +7,6 @@ arXiv:2205.05198) and Ulysses (arXiv:2309.14509), corrected for what each framew
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.catalogue.networks import Link
@@ -15,13 +14,12 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.buffers import PERSISTENT_ELEMENTS, zero_buffers
 from scaletrain_cli.plan.memory.engine_memory import recomputation
+from scaletrain_cli.plan.memory.parameter_groups import elements_in_small_tensors
 from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
-from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import Stage, local_tokens, replicas, zero_shards
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.run import AnyModel
 
 # Slow-down of compute while communication overlaps it: 12.56 % of the overlapped time, measured on A100
 # (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
@@ -155,7 +153,7 @@ def _gathers(spec: RunSpec, layout: Layout, parameters: int, blocks: int) -> tup
     """
     model, m = spec.transformer, layout.gradient_accumulation_steps
     table = -(-model.vocab_size // layout.tensor_parallel) * model.hidden_size
-    small = min(parameters, _persistent_elements(model, layout.tensor_parallel))
+    small = min(parameters, elements_in_small_tensors(model, layout.tensor_parallel, PERSISTENT_ELEMENTS))
     block = max(1, (parameters - small - table * (1 if model.tie_word_embeddings else 2)) // max(1, blocks))
     live = zero_buffers(parameters, 3, pipeline=False).max_live_parameters
     whole = min(blocks, max(0, live - table) // block)
@@ -165,13 +163,6 @@ def _gathers(spec: RunSpec, layout: Layout, parameters: int, blocks: int) -> tup
         kept += last
     kept = min(parameters - small, kept)
     return m * (2 * (parameters - small) - kept) / parameters, small / parameters
-
-
-@lru_cache(maxsize=64)
-def _persistent_elements(model: AnyModel, tensor_parallel: int) -> int:
-    """Return the elements of a tensor rank's parameters that ZeRO-3 never frees: norms, biases, small adapters."""
-    sizes = (-(-each.numel // (1 if each.tensor_dim is None else tensor_parallel)) for each in model_parameters(model))
-    return sum(size for size in sizes if size <= PERSISTENT_ELEMENTS)
 
 
 def outer_traffic(spec: RunSpec, layout: Layout, link: Link, trained: int) -> tuple[float, int]:

@@ -40,6 +40,22 @@ def other_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("interrupted", ["_register", "_beat"])
+def test_a_signal_while_a_process_registers_leaves_no_file_of_it(
+    interrupted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = Claims(tmp_path, timing=QUICK)
+    if interrupted == "_register":  # a mock of the time at which the signal arrives
+        register = claims._register
+        monkeypatch.setattr(claims, "_register", lambda: (register(), signal.raise_signal(signal.SIGINT)))
+    else:
+        start = claims._beating.start
+        monkeypatch.setattr(claims._beating, "start", lambda: (start(), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt), claims:
+        pass
+    assert list(tmp_path.rglob("workers/*")) == []
+
+
 def test_a_unit_belongs_to_one_process_until_that_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Claims(tmp_path, timing=QUICK) as third, Claims(tmp_path, timing=QUICK) as second:
         with other_machine(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS, framework_of
+from scaletrain_cli.plan.memory.parameter_groups import elements_in_small_tensors
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.communication import CONTENTION, block_traffic, data_traffic, exposed, sent_bytes
@@ -25,6 +28,12 @@ def run(zero_stage: int = 1, checkpointing: str = "none", **spec: Any) -> tuple[
 
 
 WHOLE = Stage(0, 32, 32, True, True)
+
+
+def small_model(**overrides: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 8, "intermediate_size": 128, "vocab_size": 512}
+    return {f"model__{key}": value for key, value in (sizes | overrides).items()}
 
 
 def _shards_norms(spec: RunSpec, layout: Layout) -> bool:
@@ -103,6 +112,27 @@ def test_zero_3_gathers_the_end_of_a_model_once_per_micro_batch_and_norms_once_p
     sizes = {f"layout__{key}": size for key, size in groups.items()}
     sent = data_bytes("deepspeed", 3, every, layout__zero_stage=3, **sizes)
     assert sent == (2 * gathered + 8 * 2 * every) * (ranks - 1) // ranks + across
+
+
+def test_the_bytes_of_zero_3_do_not_take_longer_to_count_for_more_layers() -> None:
+    began = time.process_time()
+    for experts in (0, 10**9):
+        mixture = {"num_experts": experts, "num_experts_per_tok": 1} if experts else {}
+        spec, layout = run(3, **small_model(num_hidden_layers=10**9, **mixture))
+        device = find_accelerator(spec.cluster)
+        profile = FRAMEWORKS["deepspeed"].profile_on(device)
+        sent = data_traffic(spec, layout, cluster_link(spec.cluster, device), profile, 10**12, 10**9).sent
+        assert sent > 0
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("model", [{}, {"qkv_bias": True, "qk_norm": True}, {"family": "gpt"}])
+def test_small_tensors_are_those_of_the_files(tensor: int, model: dict[str, Any]) -> None:
+    spec, _ = run(3, **small_model(**model))
+    most = 64 * 64
+    sizes = [each.numel // (1 if each.tensor_dim is None else tensor) for each in model_parameters(spec.transformer)]
+    assert elements_in_small_tensors(spec.transformer, tensor, most) == sum(size for size in sizes if size <= most)
 
 
 def test_the_second_copy_of_weights_is_gathered_from_after_the_first_pass() -> None:
