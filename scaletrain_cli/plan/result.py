@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 
@@ -177,6 +177,20 @@ class Time:
     def expected(self) -> float:
         """Mean seconds of a step over runs that stall and runs that do not."""
         return self.unstalled + self.stall_probability * self.stall_seconds
+
+
+class StepSeconds(NamedTuple):
+    """Seconds per optimizer step, as in ``Time``, without rates."""
+
+    step: float
+    compute: float
+    exposed_communication: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, time: Time) -> StepSeconds:
+        """Return the seconds of a complete time."""
+        return cls(time.step, time.compute, time.exposed_communication, time.optimizer)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
+from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.plan.trained_parameters import names_what_trains
 from scaletrain_cli.spec import RunSpec
 
 # A layout that fits is called tight above this probability of running out of memory.
@@ -59,17 +61,38 @@ def verdict(fits: bool, probability: float) -> str:
     return "tight" if probability > _TIGHT else "fits"
 
 
-def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework | None = None) -> Memory:
+def plan_memory(
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    framework: Framework | None = None,
+    *,
+    every_stage: bool = True,
+) -> Memory:
     """Return the memory of the worst rank against the device, and of each pipeline stage.
 
-    ``framework``: None for the one that ``planner.framework`` names.
+    ``framework``: None for the one that ``planner.framework`` names. ``every_stage=False`` leaves out stages that
+    cannot be the worst: of equal stages the first has the most micro-batches in flight (1F1B, arXiv:2104.04473, section
+    2.2).
     """
     per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     framework = framework or framework_of(spec)
     size = framework.stage_memory(spec, layout, device, per_rank)
-    stages = tuple(map(size, framework.pipeline_stages(spec, layout.pipeline_parallel)))
+    held = framework.pipeline_stages(spec, layout.pipeline_parallel)
+    if not every_stage and _has_equal_blocks(spec):
+        first: dict[Stage, Stage] = {}
+        for stage in held:
+            first.setdefault(stage._replace(position=0, start=0), stage)
+        held = tuple(first.values())
+    stages = tuple(map(size, held))
     worst = max(stages, key=lambda stage: stage.peak)
     return against_device(worst, stages, framework, device)
+
+
+def _has_equal_blocks(spec: RunSpec) -> bool:
+    """Return whether two blocks need equal memory if both have experts or neither has."""
+    model = spec.transformer
+    return not (model.has_pattern or model.windowed_layers or names_what_trains(spec))
 
 
 def against_device(

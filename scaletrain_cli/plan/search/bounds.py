@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.result import Layout, Time
+from scaletrain_cli.plan.result import Layout, StepSeconds
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
@@ -220,7 +220,7 @@ class Bounds:
             self._alone_seconds[key] = time.compute / _MANY, time.exposed_communication / _MANY
         return self._alone_seconds[key]
 
-    def _times(self, layout: Layout, counts: Sequence[int]) -> list[Time]:
+    def _times(self, layout: Layout, counts: Sequence[int]) -> list[StepSeconds]:
         """Return the times of steps of each of these numbers of micro-batches."""
         samples = layout.data_parallel * layout.micro_batch_size
         # A chunked loss is slower, and smaller micro-batches may not need it.

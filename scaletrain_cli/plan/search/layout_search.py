@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -233,6 +233,8 @@ def search(
             why = _counted(reason(candidate, chosen, contrastive=run.contrastive))
             counts.add(why, partial(describe, candidate.layout))
     rejected = counts.rejections()
+    if chosen is not None:
+        chosen = replace(chosen, memory=run.workload.memory(spec, chosen.layout, device))
     return Found(tuple(run.fitting), tuple(run.too_large), run.considered, rejected, chosen, run.too_slow)
 
 
@@ -314,8 +316,9 @@ class _Search:
     def _small_is_comfortable(self) -> bool:
         """Return whether a layout fits with a margin: the smallest of the groups with the lowest bounds are sized."""
         points = [_Point(group, 0, len(self.modes) - 1, len(group.offload) - 1) for group in self._groups]
-        points.sort(key=self._least_bytes)
-        return any(self._memory(point).verdict == "fits" for point in points[:_MOST_SMALL])
+        most = self._most_bytes  # what needs more does not fit, however much more
+        smallest = heapq.nsmallest(_MOST_SMALL, points, key=lambda point: self._least_bytes(point, most))
+        return any(self._memory(point).verdict == "fits" for point in smallest)
 
     def _count(self, group: Group) -> int:
         return len(group.offload) * len(group.micro_batches) * len(self.modes)
@@ -446,4 +449,4 @@ class _Search:
         )
 
     def _memory(self, point: _Point) -> Memory:
-        return self.workload.memory(self.spec, self._layout(point), self.device)
+        return self.workload.fullest_memory(self.spec, self._layout(point), self.device)

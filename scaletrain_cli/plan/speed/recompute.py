@@ -27,6 +27,8 @@ def recomputed_forwards(spec: RunSpec, layout: Layout) -> float:
     Used for kernel launches and collectives, of which the attention module has half and its core alone almost none.
     """
     mode, layers = layout.activation_checkpointing, spec.transformer.num_hidden_layers
+    if mode == "none":
+        return 0.0
     if mode == "selective":
         kind = framework_of(spec).selective(spec)
         if kind != "blocks":

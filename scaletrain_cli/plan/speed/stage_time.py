@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -117,9 +117,10 @@ def stage_times(
     profile: FrameworkProfile,
     per_rank: Architecture,
     blocks: tuple[int, ...],
+    stages: Sequence[Stage],
     trained: TrainedStage,
 ) -> list[MicroBatchTime]:
-    """Return the time of one micro-batch on each stage.
+    """Return the time of one micro-batch on each of the pipeline ``stages``; equal ones have the same object.
 
     ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages; ``blocks``: the
     number of blocks on each stage; ``trained``: what trains.
@@ -127,10 +128,14 @@ def stage_times(
     parts = _parts(spec, layout, device, rate, link, profile, trained)
     known: dict[tuple[object, ...], MicroBatchTime] = {}
     found = []
-    for stage in time_stages(per_rank, blocks):
-        runs = trained.blocks_of(spec.transformer, stage)
-        key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
+    places_differ = bool(trained.runs) or spec.transformer.has_pattern
+    for stage in stages:
+        key: tuple[object, ...] = stage._replace(position=0, start=0)
+        if places_differ:
+            runs = trained.blocks_of(spec.transformer, stage)
+            key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
         if key not in known:
+            runs = trained.blocks_of(spec.transformer, stage)
             sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
             known[key] = _stage(spec, layout, rate, link, profile, parts, stage, runs, sizes)
         found.append(known[key])

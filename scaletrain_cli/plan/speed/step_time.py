@@ -7,7 +7,7 @@ optimizer, waiting for data). The stage that finishes last decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_pr
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
 from scaletrain_cli.plan.muon import muon_seconds, muon_sent_bytes
-from scaletrain_cli.plan.result import LIKELY, Layout, Network, PerStepBytes, Time
+from scaletrain_cli.plan.result import LIKELY, Layout, Network, PerStepBytes, StepSeconds, Time
 from scaletrain_cli.plan.speed.communication import (
     data_traffic,
     exposed,
@@ -87,6 +87,18 @@ def plan_times(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) ->
     ]
 
 
+def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
+    """Return the seconds of ``plan_times`` without rates and bytes, which take a third of the time to compute."""
+    stages = trained_stages(spec)
+    if len(stages) > 1:
+        return [StepSeconds.of(time) for time, _ in plan_times(spec, layouts, device)]
+    found = []
+    for layout, micro_batch in _micro_batches(spec, layouts, device, stages[0]):
+        stage = _step_of_stage(spec, layout, device, stages[0], micro_batch)
+        found.append(StepSeconds(stage.step + stage.waited, stage.compute, stage.communication, stage.optimizer))
+    return found
+
+
 def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]) -> Time:
     """Return the mean of the times of a run's stages over its steps; rates follow from the mean step."""
     shares = [stage.steps / spec.total_steps for stage in stages]
@@ -128,21 +140,48 @@ class _MicroBatch(NamedTuple):
     profile: FrameworkProfile
     per_rank: Architecture
     blocks: tuple[int, ...]
+    held: list[Stage]
     stages: list[MicroBatchTime]
+
+
+class _StepOfStage(NamedTuple):
+    """Seconds of a step of the pipeline stage that finishes last, which is stage ``place``.
+
+    ``step`` is without ``waited``, the wait for data. ``stalled``: seconds that sends between nodes add if they stall,
+    with the probability ``stall_chance``. ``sent``: bytes that one rank sends to data-parallel ranks.
+    """
+
+    step: float
+    compute: float
+    communication: float
+    bubble: float
+    optimizer: float
+    waited: float
+    stalled: float
+    stall_chance: float
+    place: int
+    sent: int
 
 
 def _trained_stage_times(
     spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
 ) -> list[tuple[Time, Network]]:
-    """Return the times of layouts that differ only in the number of micro-batches; these share one micro-batch's."""
-    found = []
+    return [
+        _step_time(spec, layout, device, trained, micro_batch)
+        for layout, micro_batch in _micro_batches(spec, layouts, device, trained)
+    ]
+
+
+def _micro_batches(
+    spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
+) -> Iterator[tuple[Layout, _MicroBatch]]:
+    """Yield layouts that differ only in the number of micro-batches, with the time of one, which they share."""
     micro_batch = None
     for layout in layouts:
         # With a second copy of weights, only the first micro-batch gathers them over all ranks.
         if micro_batch is None or layout.zero_secondary_shard_size > 1:
             micro_batch = _micro_batch(spec, layout, device, trained)
-        found.append(_step_time(spec, layout, device, trained, micro_batch))
-    return found
+        yield layout, micro_batch
 
 
 def _micro_batch(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> _MicroBatch:
@@ -154,17 +193,18 @@ def _micro_batch(spec: RunSpec, layout: Layout, device: Accelerator, trained: Tr
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     per_rank = architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = framework.pipeline_split(spec, layout.pipeline_parallel)
-    stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks, trained)
-    return _MicroBatch(rate, link, profile, per_rank, blocks, stages)
+    held = time_stages(per_rank, blocks)
+    stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks, held, trained)
+    return _MicroBatch(rate, link, profile, per_rank, blocks, held, stages)
 
 
-def _step_time(
+def _step_of_stage(
     spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, micro_batch: _MicroBatch
-) -> tuple[Time, Network]:
-    rate, link, profile, per_rank, blocks, stages = micro_batch
+) -> _StepOfStage:
+    rate, link, profile, per_rank, blocks, every_held, stages = micro_batch
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
-    for stage, held in zip(stages, time_stages(per_rank, blocks), strict=True):
+    for stage, held in zip(stages, every_held, strict=True):
         if id(stage) not in once:
             sizes = stage_sizes(spec, layout, per_rank, blocks, held, trained)
             once[id(stage)] = _once_per_step(spec, layout, device, rate, link, profile, stage, sizes, held)
@@ -187,30 +227,48 @@ def _step_time(
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
     waited = _data_wait(spec, layout, step)
-    step += waited
+    return _StepOfStage(
+        step=step,
+        compute=compute,
+        communication=communication,
+        bubble=schedule.bubble,
+        optimizer=optimizer,
+        waited=waited,
+        stalled=stalled,
+        stall_chance=chance,
+        place=schedule.slowest,
+        sent=last.sent,
+    )
+
+
+def _step_time(
+    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, micro_batch: _MicroBatch
+) -> tuple[Time, Network]:
+    found = _step_of_stage(spec, layout, device, trained, micro_batch)
+    stages, step = micro_batch.stages, found.step + found.waited
     tokens = layout.global_batch_size * spec.units_per_sample
     needed = tokens * stage_flops_per_token(spec.transformer, trained)
     executed = needed + tokens * recompute_flops_per_token(spec, layout, trained)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(
         step=step,
-        compute=compute,
-        exposed_communication=communication,
-        bubble=schedule.bubble,
-        optimizer=optimizer,
-        data_wait=waited,
+        compute=found.compute,
+        exposed_communication=found.communication,
+        bubble=found.bubble,
+        optimizer=found.optimizer,
+        data_wait=found.waited,
         tokens_per_second=tokens / step,
         tokens_per_second_per_gpu=tokens / step / layout.world_size,
         mfu=needed / step / peak,
         hfu=executed / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=layout.global_batch_size / step,
-        recompute=m * slowest.recompute,
+        recompute=layout.gradient_accumulation_steps * stages[found.place].recompute,
         by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
-        stall_probability=chance,
-        stall_seconds=stalled if chance else 0.0,
+        stall_probability=found.stall_chance,
+        stall_seconds=found.stalled if found.stall_chance else 0.0,
     )
-    return time, Network(sent_bytes(spec, layout, time_stages(per_rank, blocks)[schedule.slowest], last.sent))
+    return time, Network(sent_bytes(spec, layout, micro_batch.held[found.place], found.sent))
 
 
 def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: int) -> PerStepBytes:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from scaletrain_cli.plan.axes import Axes, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.run import AnyModel
@@ -61,6 +61,10 @@ class Workload(ABC):
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory of the fullest rank compared with the device, and of each pipeline stage."""
 
+    def fullest_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
+        """Return the same as ``memory`` for a search, perhaps without pipeline stages that cannot be the fullest."""
+        return self.memory(spec, layout, device)
+
     @abstractmethod
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the seconds per optimizer step by cause, and the bytes that a rank of the slowest stage sends."""
@@ -69,9 +73,9 @@ class Workload(ABC):
         """Return the time without what grows with the global batch more than linearly, for lower bounds."""
         return self.time(spec, layout, device)[0]
 
-    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
         """Return ``least_time`` of layouts that differ only in the number of micro-batches per step."""
-        return [self.least_time(spec, layout, device) for layout in layouts]
+        return [StepSeconds.of(self.least_time(spec, layout, device)) for layout in layouts]
 
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""

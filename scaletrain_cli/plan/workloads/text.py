@@ -17,8 +17,8 @@ from scaletrain_cli.plan.memory.activations import has_documents
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
-from scaletrain_cli.plan.speed.step_time import plan_time, plan_times, trained_stage_time
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
+from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
 from scaletrain_cli.plan.stages import sequence_multiple
 from scaletrain_cli.plan.trained_stages import (
     stage_flops_per_token,
@@ -133,13 +133,17 @@ class TextWorkload(Workload):
         """Return the memory by the model in ``plan.memory``."""
         return plan_memory(spec, layout, device)
 
+    def fullest_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
+        """Return the memory of the fullest rank, and of the first of equal pipeline stages."""
+        return plan_memory(spec, layout, device, every_stage=False)
+
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the time by the model in ``plan.speed``."""
         return plan_time(spec, layout, device)
 
-    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
-        """Return the times of layouts that differ only in the number of micro-batches; all share a micro-batch's."""
-        return [time for time, _ in plan_times(spec, layouts, device)]
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
+        """Return the seconds of layouts that differ only in the number of micro-batches; all share a micro-batch's."""
+        return step_seconds(spec, layouts, device)
 
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""

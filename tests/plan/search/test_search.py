@@ -15,14 +15,15 @@ from scaletrain_cli.plan.axes import AXES, Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.planning import plan_or_raise, plan_within
-from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.result import Layout, StepSeconds
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_search import Clusters, on_cluster
 from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate
-from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
+from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe, zero_stages
 from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, axes_to_try, groups
-from scaletrain_cli.plan.speed.step_time import plan_time, plan_times
+from scaletrain_cli.plan.speed.step_time import plan_time, plan_times, step_seconds
 from scaletrain_cli.plan.workloads import text
+from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -126,7 +127,20 @@ def test_times_of_several_numbers_of_micro_batches_are_those_of_each(second_copy
     device = find_accelerator(spec.cluster)
     layout = build_layout(spec, Axes(16, 1, 1, 1, 1, 1, 1), 3, "none", 1)
     layouts = [replace(layout, gradient_accumulation_steps=m, global_batch_size=16 * m) for m in (1, 2, 8)]
-    assert plan_times(spec, layouts, device) == [plan_time(spec, each, device) for each in layouts]
+    whole = [plan_time(spec, each, device) for each in layouts]
+    assert plan_times(spec, layouts, device) == whole
+    assert step_seconds(spec, layouts, device) == [StepSeconds.of(time) for time, _ in whole]
+
+
+@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+def test_the_fullest_stage_is_the_first_of_its_kind(name: str) -> None:
+    spec = everything(name)
+    device, workload = find_accelerator(spec.cluster), workload_of(spec.model)
+    for axes in axes_to_try(spec)[::7]:
+        for stage in zero_stages(spec, axes, "none"):
+            layout = build_layout(spec, axes, stage, "selective", 1)
+            every, some = workload.memory(spec, layout, device), workload.fullest_memory(spec, layout, device)
+            assert replace(every, by_stage=()) == replace(some, by_stage=())
 
 
 def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
@@ -288,7 +302,7 @@ def test_a_given_layout_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Return a list that grows with each layout that the search and its bounds time."""
     calls: list[None] = []
-    one, several = text.plan_time, text.plan_times
+    one, several = text.plan_time, text.step_seconds
 
     def counted(*arguments: Any) -> Any:
         calls.append(None)
@@ -299,7 +313,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         return several(spec, layouts, device)
 
     monkeypatch.setattr(text, "plan_time", counted)
-    monkeypatch.setattr(text, "plan_times", counted_several)
+    monkeypatch.setattr(text, "step_seconds", counted_several)
     return calls
 
 
