@@ -8,9 +8,9 @@ PYTHON ?= python3
 TORCH ?= auto
 # More for pytest, as in: make test ARGS='-k planner -x'
 ARGS ?=
-# Tests at a time, by files. Many wait for Slurm, so it may be more than the cores; long ones start several ranks.
+# Tests at a time, by files. Many wait for Slurm or for processes that end, so it may be more than the cores.
 WORKERS ?= 3
-LONG_WORKERS ?= 2
+LONG_WORKERS ?= 3
 
 # Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
 UNIT := tests/launch tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
@@ -23,10 +23,10 @@ STAMP := $(VENV)/setup-done-$(TORCH)
 # What `make setup` installs and `make lock` pins.
 EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
 
-.PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills ills slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
+.PHONY: help setup lock docs demo check unit test test-k8s test-slurm test-long test-oldest test-newest drills ills slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  make setup TORCH=cpu|cuda      choose the torch build (auto: CUDA where there is a GPU)"
 	@echo "  make test ARGS='-k planner'    hand arguments to pytest"
@@ -71,7 +71,14 @@ test-newest: ## Run the unit tests with the newest Python found and the librarie
 	@PYTHON='$(PYTHON)' .ci/unit_elsewhere.sh newest $(UNIT)
 
 test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
-	$(BIN)/python -m pytest -m 'not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m 'not long and not kubernetes and not slurm_site' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Not part of CI. CONTRIBUTING.md has the variables of both, and how to start a cluster with kind.
+test-k8s: setup ## Run the suite for a real cluster: that of the current kubeconfig context, in a namespace of its own
+	$(BIN)/python -m pytest -m kubernetes tests/kubernetes_cluster $(ARGS)
+
+test-slurm: setup ## Run the suite for a real Slurm site: small, short jobs in the partition SCALETRAIN_SLURM_PARTITION
+	$(BIN)/python -m pytest -m slurm_site tests/slurm_site $(ARGS)
 
 test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
 	$(BIN)/python -m pytest -m long -n $(LONG_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

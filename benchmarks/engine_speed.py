@@ -1,4 +1,4 @@
-"""Speed of the engine: its loop beside minimal DeepSpeed and DDP loops, and the use of a GPU beside the plan.
+"""Speed of the engine: its loop beside loops on DeepSpeed and DDP, and the use of a GPU beside the plan.
 
 ``make bench-engine`` runs both parts, the second if there is a GPU (``--tiny`` runs a trial on the CPU).
 """
@@ -23,7 +23,7 @@ from engine_loops.start import made_run, on_ranks
 from scaletrain_cli import __version__
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "llama-10m-cpu.yaml"
-BLOCK = 4  # steps that a loop trains in its turn
+BLOCK = 2  # steps that a loop trains in its turn
 # So small that the time is mostly the overhead of the loop on the host.
 TINY = (
     *("model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"),
@@ -35,6 +35,18 @@ SMALL = (
     *("model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=8"),
     *("model.num_key_value_heads=4", "model.intermediate_size=704"),
 )
+LOOPS = """\
+All loops train the same model code from the same weights on the same batches in the same order, with the same AdamW.
+
+- *DeepSpeed, bare*: `forward`, `backward` and `step` with the engine's configuration and batches in memory; it never
+  reads the loss, and neither clips nor follows a schedule.
+- *DDP, bare*: the same with torch's DDP, without broadcasts of buffers and without copies out of its buckets; it clips.
+- *same work*: batches are read from the files by a thread, the learning rate follows the schedule, the gradient is
+  clipped, one that is not finite ends the run, the loss is averaged over the ranks and read, all ranks agree whether to
+  stop, and rank 0 logs each step. Loss, norm and rate of the first steps are checked to be those of the engine.
+- *engine*: that, heartbeats, telemetry and its checks for spikes and slow ranks; no checkpoint, no evaluation.
+
+ZeRO-1 and 2 share the optimizer's work among the ranks and gather the weights after it, which DDP does not."""
 QUIET = ("evaluation.every=1000000", "checkpoint.every=1000000", "checkpoint.keep=1")
 
 
@@ -89,6 +101,8 @@ def lines(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     yield f"{time.strftime('%Y-%m-%d')}, {gpu or f'no GPU, {os.cpu_count()} cores'}, Python {platform.python_version()}"
     yield f"({versions}): `benchmarks/engine_speed.py {' '.join(sys.argv[1:])}`"
     if options.part != "gpu":
+        yield ""
+        yield LOOPS
         for stage in options.zero or (1, 2):
             yield ""
             yield from paired(options.rounds, stage, options.set)

@@ -6,6 +6,8 @@ Each rank runs the engine and DeepSpeed on fake tensors in a process of its own;
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import multiprocessing
 import platform
 import sys
@@ -25,7 +27,9 @@ def step_of(case: Case, stage: int) -> tuple[RankStep, float]:
     """Return what a rank of a stage measured, and the seconds that took."""
     spec, plan = planned(case)
     began = time.perf_counter()
-    return train_rank(spec, plan.layout, stage), time.perf_counter() - began
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the place of every rank in a pipeline
+        step = train_rank(spec, plan.layout, stage)
+    return step, time.perf_counter() - began
 
 
 def row(case: Case, stage: int, step: RankStep) -> list[str]:

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import (
     InfeasibleError,
@@ -42,22 +43,25 @@ from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
+from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
 from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
 from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse
 from scaletrain_cli.launch.resume import resume as resume_run
+from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_move
+from scaletrain_cli.launch.resume_elsewhere import move_here as move_run_here
 from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.launch.submit import (
     Submission,
     create_run,
     make_record,
-    plan_for_engine,
     submit_run,
     submitted_before,
 )
+from scaletrain_cli.mirror.restore import FoundRun
 from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import committed_folders
@@ -75,6 +79,9 @@ from scaletrain_cli.rundir.record import (
 from scaletrain_cli.rundir.shared_datasets import shared_root_notes
 from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.spec import RunSpec, load_spec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 
 API_VERSION = "1.0"
 
@@ -226,10 +233,16 @@ class PreparedSubmission:
     earlier: Submission | None
     run_id: str | None
     trust_owner: bool
+    sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
+
+    @property
+    def size_plans(self) -> Mapping[int, RunPlan]:
+        """The plans of the sizes on which an attempt may start, by number of nodes."""
+        return PlannedRun(self.spec, self.plan, self.sizes).size_plans
 
     def render(self) -> RenderedJob:
         """Return the job that submit() would hand to the scheduler. Contacts no server and writes nothing."""
-        record = make_record(self.spec, self.plan, self.run_id, self.snapshot)
+        record = make_record(self.spec, self.plan, self.run_id, self.snapshot, size_plans=self.size_plans)
         return _rendered(self.backend, RunDir(runs_root() / record.run_id), record)
 
     def check(self) -> SubmissionSummary:
@@ -243,7 +256,7 @@ class PreparedSubmission:
         space = disk_space_notes(self.spec, self.plan, runs_root())
         warnings = (*self.warnings, *found.warnings, *shared, *space)
         code = None if self.snapshot is None else self.snapshot.record
-        return SubmissionSummary(self.spec, self.plan, found.start, warnings=warnings, code=code)
+        return SubmissionSummary(self.spec, self.plan, found.start, warnings=warnings, code=code, sizes=self.sizes)
 
     def submit(
         self,
@@ -261,7 +274,12 @@ class PreparedSubmission:
         """
         data = PreparedData() if self.earlier is not None else prepare_data(self.spec, prepare, on_preparation)
         made = create_run(
-            self.spec, self.plan, self.run_id, snapshot=self.snapshot, trust_owner=self.trust_owner
+            self.spec,
+            self.plan,
+            self.run_id,
+            snapshot=self.snapshot,
+            trust_owner=self.trust_owner,
+            size_plans=self.size_plans,
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
@@ -281,6 +299,7 @@ class PreparedResume:
     resize: Resize | None
     from_scratch: bool
     trust_owner: bool
+    take_over: bool = False
 
     @property
     def record(self) -> RunRecord:
@@ -336,6 +355,7 @@ class PreparedResume:
         done = resume_run(
             run,
             from_scratch=self.from_scratch,
+            take_over=self.take_over,
             resize=self.resize,
             preparation_tasks=data.tasks,
             say=on_preparation,
@@ -401,12 +421,14 @@ def prepare_submission(
     user. ``name`` is what errors call the spec. ``dry_run``: check it as if it had not been submitted before.
     """
     backend = backend_for(spec.cluster.scheduler)
-    plan, snapshot = plan_for_engine(spec, name), take_snapshot(spec)
+    spec = backend.with_local_defaults(spec)
+    planned, snapshot = plan_run(spec, name), take_snapshot(spec)
+    spec, plan = planned.spec, planned.plan
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     earlier = None if run_id is None or dry_run else submitted_before(run_id)
     warnings = require_external(spec, snapshot) if earlier is None else ()
-    return PreparedSubmission(spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner)
+    return PreparedSubmission(spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner, planned.sizes)
 
 
 def submit(spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False) -> Submitted:
@@ -425,10 +447,12 @@ def prepare_resume(
     new_code: bool = False,
     trust_owner: bool = False,
     dry_run: bool = False,
+    take_over: bool = False,
 ) -> PreparedResume:
     """Inspect a run and plan it again where ``overrides`` or ``new_code`` change it; write and queue nothing.
 
-    ``overrides``: as ``cluster.nodes=4``; ``dry_run``: the run directory need not be writable.
+    ``overrides``: as ``cluster.nodes=4``; ``dry_run``: the run directory need not be writable; ``take_over``: a job
+    whose scheduler does not answer any more counts as over.
     """
     found = find_run(run)
     owner = "Ask that user to resume it, or submit a run of your own"
@@ -436,7 +460,43 @@ def prepare_resume(
     if not dry_run:
         require_changeable(found.directory, f"{found.run_id} cannot be resumed")
     resize = replan(found.directory, [*overrides], new_code=new_code) if overrides or new_code else None
-    return PreparedResume(found, inspect_resume(found.directory), resize, from_scratch, trust_owner)
+    report = inspect_resume(found.directory, take_over=take_over)
+    return PreparedResume(found, report, resize, from_scratch, trust_owner, take_over)
+
+
+def find_mirrored(run_id: str, mirror: str, *, take_over: bool = False) -> FoundRun:
+    """Return a run in the mirror at ``mirror``, the value of its checkpoint.mirror, that may be moved here.
+
+    Raises UsageError if it may still train in another place, unless ``take_over``: the other place then stops at its
+    next checkpoint. Writes nothing.
+    """
+    return find_to_move(mirror, run_id, take_over=take_over)
+
+
+def move_here(
+    found: FoundRun,
+    overrides: Sequence[str] = (),
+    *,
+    cluster: str | None = None,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    on_restored: Callable[[int, Sequence[str], Sequence[Reason]], None] = lambda step, passed_over, notes: None,
+) -> Run:
+    """Download the newest valid checkpoint and the history of a run, claim it, and return it, to be resumed here.
+
+    The run is planned for ``cluster`` of clusters.yaml with ``overrides`` before it is claimed. ``on_bytes`` gets
+    the bytes of the checkpoint that are received, and all of them; ``on_restored`` its step, a line for each newer one
+    that is not valid, and what differs from the run that was mirrored. A call that failed or was killed is continued by
+    the next one.
+    """
+
+    def check(draft: RunDir) -> None:
+        given = [*(cluster_overrides(draft, cluster) if cluster is not None else ()), *overrides]
+        if given:
+            replan(draft, given, moving=True)
+
+    restored = move_run_here(found, check=check, on_bytes=on_bytes)
+    on_restored(restored.checkpoint.step, restored.passed_over, restored.notes)
+    return Run(restored.run.path)
 
 
 def resume(

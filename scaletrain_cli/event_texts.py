@@ -37,7 +37,9 @@ def _value(value: Any) -> str:
 
 def _submitted(event: Event) -> str:
     code = event.get("code")
-    return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "")
+    number = event.get("automatic")
+    resumed = f", resume {number} without a person" if number else ""
+    return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "") + resumed
 
 
 def _stage(event: Event) -> str:
@@ -190,6 +192,11 @@ def _profiled(event: Event) -> str:
     return f"{steps}, {'ranks' if len(event['ranks']) > 1 else 'rank'} {listed(event['ranks'])}"
 
 
+def _idle(event: Event) -> str:
+    since = f"the {event['measured']} of the run have done nothing for {seconds_text(event['seconds'])}"
+    return f"{since}; unless they do, its ranks save and exit in {seconds_text(event['ends_in_seconds'])}"
+
+
 def _hang(event: Event) -> str:
     return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
 
@@ -216,6 +223,14 @@ def _hub_fetching(event: Event) -> str:
 def _hub_fetched(event: Event) -> str:
     received = f"{bytes_text(event['bytes'])} received in {seconds_text(event['seconds'])}"
     return f"{counted(event['files'], 'file')} on {event['node']}, {received}"
+
+
+def _mirrored(event: Event) -> str:
+    return f"step {event['step']}, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}"
+
+
+def _moved(event: Event) -> str:
+    return f"from {event['from_run_dir']} on {event['from_host']} by the mirror {event['to']}, at step {event['step']}"
 
 
 _SENTENCES: dict[str, Callable[[Event], str]] = {
@@ -254,12 +269,21 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "finding": _finding,
     "finding-cleared": _finding_cleared,
     "hang": _hang,
+    "idle": _idle,
+    "idle-over": lambda event: f"the {event['measured']} of the run work again; it is not ended",
+    "idle-unmeasured": lambda event: f"the use of the GPUs of {event['node']} is not known: no idle run is ended",
     "node-agent-stopped": _node_agent_stopped,
     "signal": _signal,
     "nodes-excluded": _nodes_excluded,
     "tracker-off": lambda event: str(event["message"]),
     "tracker-on": lambda event: str(event["message"]),
     "wandb-off": lambda event: f"Weights & Biases is off, the run continues without it: {event['message']}",
+    "mirrored": _mirrored,
+    "mirror-failed": lambda event: f"{event['to']}: {event['message']}; training continues",
+    "mirror-recovered": lambda event: f"{event['to']}, after {seconds_text(event['seconds'])}",
+    "mirror-superseded": lambda event: str(event["message"]),
+    "moved": _moved,
+    "resized": lambda event: f"from {event['before']} to {counted(event['nodes'], 'node')}: {event['why']}",
     "cancelled": lambda event: "canceled by the user",
     "stopped": lambda event: f"not requeued: {event['why']} (exit code {event['exit_code']})",
     "from-scratch": lambda event: "training restarts at step 0 without a checkpoint",

@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def project_file(name: str) -> Path:
-    """Return the path of a file or folder such as ``k8s/rbac.yaml``, which exists in every installation."""
+    """Return the path of a file or folder such as ``k8s/base/rbac.yaml``, which exists in every installation."""
     installed = _PACKAGE / "project" / name
     return installed if installed.exists() else _PACKAGE.parent / name
 

@@ -72,6 +72,11 @@ class Reason:
         except _UNFIT:
             return ()
 
+    def contains(self, code: str) -> bool:
+        """Return whether this reason, or one that is nested in its parameters, has the code."""
+        nested = (value for value in self.params.values() if isinstance(value, Reason))
+        return self.code == code or any(value.contains(code) for value in nested)
+
     def to_json(self) -> dict[str, Any]:
         """Return ``{"code", "params", "text", "remedies"}``."""
         return self.to_document() | {"text": str(self), "remedies": list(self.remedies)}

@@ -173,6 +173,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--nodes", type=int, default=4, choices=range(1, 100), metavar="N", help="default 4")
     sub.add_argument("--gpus", type=int, default=0, help="fake GPUs per node; default 0: no GRES")
     sub.add_argument("--gpu-type", default="", metavar="TYPE", help="as in --gpus-per-node=TYPE:8; default: none")
+    text = "GRES of one node in place of --gpus, e.g. n3=gpu:a100:4 or n4=gpu:h100:2,gpu:a100:2; may be repeated"
+    sub.add_argument("--gres", action="append", default=[], metavar="NODE=GRES", help=text)
     sub.add_argument("--cpus", type=int, default=4, help="per node, independent of the machine; default 4")
     sub.add_argument("--memory-mb", type=int, default=8000, help="per node, independent of the machine; default 8000")
     sub.add_argument("--netns", action=argparse.BooleanOptionalAction, help="default: if root and possible")

@@ -93,9 +93,15 @@ RUN: dict[str, Runs] = {
         "init --scheduler kubernetes --preset llama-7b new.yaml", "wrote new.yaml"
     ),
     "scaletrain init --scheduler kubernetes": Runs("init --scheduler kubernetes -", "kubernetes:"),
+    "scaletrain init --scheduler slurm run.yaml": Runs("init --scheduler slurm slurm.yaml", "wrote slurm.yaml"),
+    "scaletrain init --scheduler kubernetes run.yaml": Runs("init --scheduler kubernetes k8s.yaml", "wrote k8s.yaml"),
+    "scaletrain submit run.yaml --output script": Runs(
+        "submit run.yaml --set cluster.scheduler=slurm --output script", "#SBATCH"
+    ),
+    "scaletrain init --files slurm DIR": Runs("init --files slurm site", "wrote site/sites/cloud.yaml"),
     "scaletrain init --list": Runs("init --list", "own-engine"),
     "scaletrain init --recipe NAME": Runs("init --recipe llama-7b-h100 recipe.yaml", "wrote recipe.yaml"),
-    "scaletrain init --files k8s DIR": Runs("init --files k8s there", "wrote there/rbac.yaml"),
+    "scaletrain init --files k8s DIR": Runs("init --files k8s there", "wrote there/base/rbac.yaml"),
     "scaletrain --help": Runs("--help", "Usage: scaletrain"),
     "scaletrain schema": Runs("schema", '"$schema"'),
     "scaletrain doctor": Runs("doctor", "python"),
@@ -108,6 +114,14 @@ RUN: dict[str, Runs] = {
     "scaletrain watch RUN --once": Runs("watch small --once", "finished"),
     "scaletrain watch RUN --json": Runs("watch small --json", "scaletrain.watch/v1"),
     "scaletrain watch RUN --once --json": Runs("watch small --once --json", "scaletrain.watch/v1"),
+    "scaletrain exec RUN -- nvidia-smi": Runs("exec small -- nvidia-smi", "small does not run", 2),
+    "scaletrain exec RUN --node 3 -- df -h /tmp": Runs("exec small --node 3 -- df -h /tmp", "small does not run", 2),
+    "scaletrain exec RUN --rank 9 -- sh -c 'py-spy dump --pid $SCALETRAIN_RANK_PID'": Runs(
+        "exec small --rank 9 -- sh -c 'py-spy dump --pid 1'", "small does not run", 2
+    ),
+    "scaletrain shell RUN": Runs("shell small", "needs a terminal", 2),
+    "scaletrain port-forward RUN 6006": Runs("port-forward small 6006", "small does not run", 2),
+    "scaletrain port-forward RUN 8080:80 --node 1": Runs("port-forward small 8080:80 --node 1", "small does not", 2),
     "scaletrain profile RUN": Runs("profile small", "small does not train; its state is", 2),
     "scaletrain profile RUN --ranks 0,8-11 --steps 5": Runs("profile small --ranks 0,8-11 --steps 5", "small", 2),
     "scaletrain profile RUN --step 2000 --no-wait": Runs("profile small --step 2000 --no-wait", "small", 2),
@@ -125,8 +139,12 @@ RUN: dict[str, Runs] = {
     "scaletrain evaluation submit RUN --step N": Runs("evaluation submit small --step 1", "evaluation.tasks", code=2),
     "scaletrain checkpoint list": Runs("checkpoint list small", ""),
     "scaletrain nodes list": Runs("nodes list", ""),
+    "scaletrain cancel RUN": Runs("cancel small --yes", "has finished"),
+    "scaletrain resume RUN": Runs("resume queued --dry-run", "#SBATCH"),
     "scaletrain resume RUN --nodes 2": Runs("resume queued --nodes 2 --dry-run", "#SBATCH --nodes=2"),
     "scaletrain resume RUN --new-code": Runs("resume small --new-code --dry-run", "", code=2),  # it kept no code
+    "scaletrain recover": Runs("recover", ""),
+    "scaletrain status RUN --wait 7d --resume": Runs("status small --wait 7d --resume", "finished"),
     "scaletrain drill --list": Runs("drill --list", "sigkill"),
     "scaletrain --install-completion": Runs("--show-completion bash", "complete"),
 }
@@ -149,6 +167,15 @@ PARSED: dict[str, str] = {
         ),
         "needs a run with an adapter; tests/engine/parity/test_adapter_runs.py exports one",
     ),
+    **dict.fromkeys(
+        (
+            "scaletrain checkpoint mirror RUN",
+            "scaletrain resume RUN --from-mirror s3://bucket/runs",
+            "scaletrain resume RUN --from-mirror s3://bucket/runs --cluster other --set layout.data_parallel=auto",
+            "scaletrain resume RUN --cluster other",
+        ),
+        "needs a mirror; tests/mirror and tests/drills/test_moved_run.py have some",
+    ),
     "scaletrain data show sft-tiny-cpu.yaml --row 1": "tests/cli runs it",
     "scaletrain data show run.yaml --row 1 --count 8": "needs prepared images; tests/engine/data/images prepares some",
     "scaletrain resume RUN --set 'data.skip=[[12, 12]]'": "needs a failed run; tests/drills/test_bad_image.py has one",
@@ -164,6 +191,7 @@ PARSED: dict[str, str] = {
         ),
         "trains; tests/drills/test_rehearsals.py and tests/cli/test_rehearse.py and test_calibration.py run its parts",
     ),
+    "scaletrain recover RUN --every 5m": "ends by Ctrl-C",
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,
     "scaletrain drill --scheduler slurm --nodes 2 --gpus-per-node 8 --gpu h100-sxm-80gb --set "
@@ -301,7 +329,7 @@ def test_a_documented_command_line_runs_with_the_expected_result(
 def test_documented_make_targets_exist_and_ci_runs_those_in_contributing() -> None:
     named = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, flags=re.MULTILINE))
     assert named <= targets
     in_ci = re.findall(r"^make ([a-z-]+)$", (PROJECT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
     page = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -324,7 +352,7 @@ def test_documented_extras_exist(command: str) -> None:
 def test_documented_files_exist() -> None:
     others = [command for command in COMMANDS if command.split()[0] not in ("scaletrain", "make", "pip")]
     files = {word for command in others for word in re.findall(r"\b(?:k8s|slurm|benchmarks|\.ci)/[\w./-]+", command)}
-    assert {"k8s/rbac.yaml", "slurm/dev_cluster.py"} <= files
+    assert {"k8s/overlays/kueue", "slurm/dev_cluster.py"} <= files
     assert [file for file in files if not (PROJECT / file).exists()] == []
 
 

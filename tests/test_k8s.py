@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,41 @@ from scaletrain_cli.spec import load_spec
 
 PROJECT = Path(__file__).parent.parent
 KUBERNETES = PROJECT / "k8s"
-FILES = sorted(KUBERNETES.glob("*.yaml"))
+OVERLAYS = ("overlays/kueue", "overlays/no-queue")
 # Values of Helm charts, and a run spec: not objects.
-OTHERS = {"gpu-operator-values.yaml", "kueue-values.yaml", "smoke.yaml"}
+OTHERS = ("gpu-operator-values.yaml", "kueue-values.yaml", "smoke.yaml")
+FILES = [
+    *(KUBERNETES / name for name in OTHERS),
+    *(path for folder in ("base", *OVERLAYS) for path in sorted((KUBERNETES / folder).glob("*.yaml"))),
+]
+Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def documents(name: str) -> list[dict[str, Any]]:
     return list(YAML(typ="safe").load_all((KUBERNETES / name).read_text(encoding="utf-8")))
 
 
-def objects() -> dict[tuple[str, str], dict[str, Any]]:
-    """Return every Kubernetes object of the folder by (kind, name)."""
-    found = [document for path in FILES if path.name not in OTHERS for document in documents(path.name)]
-    by_name = {(document["kind"], document["metadata"]["name"]): document for document in found}
-    assert len(by_name) == len(found), "two objects of one kind and name"
-    return by_name
+def by_name(found: list[dict[str, Any]]) -> Objects:
+    """Return the objects by kind and name, each once."""
+    result = {(document["kind"], document["metadata"]["name"]): document for document in found}
+    assert len(result) == len(found), "two objects of one kind and name"
+    return result
+
+
+def objects_of(folder: str) -> list[dict[str, Any]]:
+    """Return the objects of a Kustomize folder, which lists files and folders and changes nothing in them."""
+    (kustomization,) = documents(f"{folder}/kustomization.yaml")
+    assert kustomization.keys() == {"apiVersion", "kind", "resources"}
+    found = []
+    for resource in kustomization["resources"]:
+        path = (KUBERNETES / folder / resource).resolve().relative_to(KUBERNETES)
+        found += objects_of(str(path)) if (KUBERNETES / path).is_dir() else documents(str(path))
+    return found
+
+
+def objects(overlay: str = "overlays/kueue") -> Objects:
+    """Return every Kubernetes object of an overlay and its base."""
+    return by_name(objects_of(overlay))
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
@@ -39,10 +61,40 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_is_valid_yaml_for_helm_or_kubectl(path: Path) -> None:
-    for document in documents(path.name):
+    for document in documents(str(path.relative_to(KUBERNETES))):
         assert isinstance(document, dict)
         if path.name not in OTHERS:
-            assert {"apiVersion", "kind", "metadata"} <= document.keys()
+            assert {"apiVersion", "kind"} <= document.keys()
+
+
+def test_every_file_of_objects_is_in_an_overlay() -> None:
+    for folder in ("base", *OVERLAYS):
+        listed = set(documents(f"{folder}/kustomization.yaml")[0]["resources"])
+        there = {path.name for path in (KUBERNETES / folder).glob("*.yaml")} - {"kustomization.yaml"}
+        assert there == {name for name in listed if name.endswith(".yaml")}
+
+
+def test_the_overlay_without_a_queue_needs_no_kueue() -> None:
+    with_queue, without = objects(), objects("overlays/no-queue")
+    assert not [one for one in without.values() if "kueue" in one["apiVersion"]]
+    assert {key: one for key, one in without.items() if key[0] != "ResourceQuota"}.items() <= with_queue.items()
+    assert without["ResourceQuota", "training"]["metadata"]["namespace"] == "ml"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("folder", ["base", *OVERLAYS])
+def test_kubectl_renders_the_same_objects(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(KUBERNETES / folder)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert by_name(list(YAML(typ="safe").load_all(text))) == by_name(objects_of(folder))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_core_objects_are_valid_by_the_schemas_of_kubernetes(overlay: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="is in the extra dev")
+    for one in objects_of(overlay):
+        if "kueue" not in one["apiVersion"]:
+            kubernetes_validate.validate(one, "1.36", strict=True)
 
 
 def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:

@@ -205,6 +205,7 @@ def test_python_command_lines_are_built_in_one_place() -> None:
     allowed = (
         script,  # writes the interpreter into the script, and START after it
         "scaletrain_cli/launch/node/ranks.py",  # -I -S -c: imports nothing of the user's, and becomes the program
+        "scaletrain_cli/launch/node/command.py",  # the path of the interpreter, for PATH; starts nothing
     )
     assert [place for place in found if not (place.startswith(allowed) and place.endswith("sys.executable"))] == []
     assert "$start" in (PROJECT / script).read_text(encoding="utf-8")

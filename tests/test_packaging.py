@@ -46,7 +46,7 @@ def test_the_wheel_has_the_recipes_and_the_files_for_clusters(tmp_path: Path, mo
     wanted = {str(path.relative_to(PROJECT)) for path in tracked if "__pycache__" not in path.parts}
     assert inside == {f"scaletrain_cli/project/{name}" for name in wanted | {"constraints.txt"}}
     monkeypatch.setattr("scaletrain_cli.project_files._PACKAGE", tmp_path / "scaletrain_cli")
-    assert project_file("k8s/rbac.yaml").is_relative_to(tmp_path)
+    assert project_file("k8s/base/rbac.yaml").is_relative_to(tmp_path)
     assert recipes()["own-engine"].is_relative_to(tmp_path)
 
 

@@ -22,7 +22,9 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 LEFT_OUT = {"bitsandbytes", "deepspeed", "torch", "torchao", "transformers", "multiprocessing", "subprocess"}
 ENGINE = "scaletrain_cli.engine"
-FOLDERS = ("tests/benchmarks", "tests/drills", "tests/engine", "tests/slurm_cluster")
+FOLDERS = tuple(
+    f"tests/{name}" for name in "benchmarks drills engine kubernetes_cluster slurm_cluster slurm_site".split()
+)
 
 
 class Refuser(importlib.abc.MetaPathFinder):

@@ -23,7 +23,10 @@ cluster: {nodes: 1, gpus_per_node: 8, gpu: mi355x-288gb, scheduler: slurm}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a model on ``ranks`` ranks."""
+    """A layout of a model on ``ranks`` ranks.
+
+    ``shard``: layout.zero_shard_size (MiCS); ``secondary_shard``: layout.zero_secondary_shard_size (hpZ).
+    """
 
     model: str
     ranks: int
@@ -31,14 +34,17 @@ class Case:
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
+    context: int = 1
     recompute: str = "full"
     micro_batch: int = 1
     accumulation: int = 2
+    shard: int = 0
+    secondary_shard: int = 0
     others: tuple[str, ...] = ()
 
     @property
     def data(self) -> int:
-        return self.ranks // (self.tensor * self.pipeline * self.sequence)
+        return self.ranks // (self.tensor * self.pipeline * self.sequence * self.context)
 
     def spec(self) -> RunSpec:
         """Return the run; its layout is given completely."""
@@ -52,14 +58,21 @@ class Case:
             "layout.tensor_parallel": self.tensor,
             "layout.pipeline_parallel": self.pipeline,
             "layout.sequence_parallel": self.sequence,
+            "layout.context_parallel": self.context,
             "layout.activation_checkpointing": self.recompute,
         }
+        if self.shard:
+            overrides["layout.zero_shard_size"] = self.shard
+        if self.secondary_shard:
+            overrides["layout.zero_secondary_shard_size"] = self.secondary_shard
         given = [f"{key}={value}" for key, value in overrides.items()]
         return parse_spec(_SPEC, file="fake-ranks.yaml", base_dir=Path(), overrides=[*given, *self.others])
 
     def __str__(self) -> str:
-        degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence, "dp": self.data}
+        degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence, "cp": self.context, "dp": self.data}
         parts = [f"zero{self.zero}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+        shards = {"mics": self.shard, "hpz": self.secondary_shard}
+        parts += [f"{name}{size}" for name, size in shards.items() if size]
         return " ".join([*parts, self.recompute])
 
 
@@ -95,6 +108,13 @@ def cases() -> Iterator[Case]:
     yield Case(_8B, 64, 1, tensor=2, pipeline=2, sequence=2, accumulation=4)
     yield Case(_8B, 8, 3, recompute="selective")
     yield Case(_8B, 8, 1, recompute="selective", others=("layout.selective_scope=attention",))
+    for sequence in (1, 8):
+        yield Case(_8B, 64, 3, sequence=sequence, secondary_shard=8)
+    for zero in (2, 3):
+        yield Case(_8B, 64, zero, shard=8)
+    yield Case(_8B, 64, 1, context=4)
+    yield Case(_8B, 64, 1, sequence=2, context=4, recompute="none")
+    yield Case(_8B, 64, 3, tensor=2, context=2)
     yield Case(_70B, 64, 3)
     yield Case(_70B, 512, 3, sequence=8)
     yield Case(_70B, 512, 1, tensor=8, pipeline=8, accumulation=16)

@@ -7,7 +7,9 @@ shapes, storages and lifetimes, but no values, and collectives return at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -24,10 +26,13 @@ from torch.autograd import Function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fake_ranks.ledger import SMALL, Ledger, Sent
+from fake_ranks.many_ranks import without_loops_over_ranks
 from scaletrain_cli.engine import compose as compose_module
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.model import norm
 from scaletrain_cli.engine.optim import optimizers
+from scaletrain_cli.engine.parallel import context
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, build_mesh, coordinates_of
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan.result import Layout
@@ -79,7 +84,7 @@ def train_rank(spec: RunSpec, layout: Layout, stage: int = 0) -> RankStep:
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     mesh, device = build_mesh(layout), torch.device("cpu")
     ledger = Ledger(lambda group, name: axis_of(layout, dist.get_process_group_ranks(group), name))
-    with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), ledger:
+    with _as_on_a_gpu(), without_loops_over_ranks(), FakeTensorMode(allow_non_fake_inputs=True), ledger:
         composed = compose(spec, layout, mesh, device, source=_Shapes())
         stepper = build_stepper(composed, mesh, device, spec.training)
         stepper.split = ledger  # type: ignore[assignment]
@@ -96,9 +101,9 @@ def train_rank(spec: RunSpec, layout: Layout, stage: int = 0) -> RankStep:
 
 def axis_of(layout: Layout, ranks: list[int], name: str) -> str:
     """Return the axis of a process group with these ranks; ``name`` of the collective."""
-    if name in ("send", "recv"):
-        return "pipeline"
     places = [coordinates_of(layout, rank) for rank in (ranks[0], ranks[-1])]
+    if name in ("send", "recv"):  # of a pipeline in the group of all ranks, of ring attention in that of its ring
+        return "sequence" if places[0]["pipeline"] == places[1]["pipeline"] else "pipeline"
     varying = {key for key in ("pipeline", "tensor") if places[0][key] != places[1][key]}
     if not varying:
         # one set of ranks for both if there is only one sequence group
@@ -107,7 +112,8 @@ def axis_of(layout: Layout, ranks: list[int], name: str) -> str:
 
 
 def _micro_batch(spec: RunSpec, layout: Layout) -> MicroBatch:
-    rows, length = layout.micro_batch_size, spec.transformer.seq_len // layout.sequence_parallel
+    rows, parts = layout.micro_batch_size, layout.sequence_parallel * layout.context_parallel
+    length = spec.transformer.seq_len // parts
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return MicroBatch(tokens, tokens.clone(), torch.arange(length), torch.arange(rows), None)
 
@@ -123,7 +129,7 @@ class _Shapes:
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Use the kernels of a GPU where they allocate other tensors than those of a CPU: attention and optimizers."""
+    """Use the kernels of a GPU where they allocate other tensors than those of a CPU: attention, norms, optimizers."""
     builders = {
         name: lambda groups, settings, _, build=build: build(groups, settings, True)
         for name, build in optimizers.BUILDERS.items()
@@ -134,6 +140,8 @@ def _as_on_a_gpu() -> Iterator[None]:
         # the other ranks, which do not exist, have the same order of parameters
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
         patch.object(F, "scaled_dot_product_attention", _flash_attention),
+        patch.object(context, "_Kernel", _FlashKernel),
+        patch.object(norm, "has_kernel", lambda x, weight: weight.dtype == x.dtype),
         patch.dict(optimizers.BUILDERS, builders),
         patch.object(compose_module, "_sharded_model", _outlined),
         patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module),  # all are on the device already
@@ -168,9 +176,80 @@ class _FlashAttention(Function):
         )
 
 
+class _FlashKernel:
+    """FlashAttention-2 of one block of ring attention."""
+
+    def __init__(self, _: Any, scale: float) -> None:
+        self._scale = scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=self._scale
+        )
+        return found[0], found[1]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        result: Tensor,
+        sums: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+    ) -> Any:
+        seed = torch.empty(2, dtype=torch.uint64, device=gradient.device)
+        saved = (gradient, query, key, value, result, sums.contiguous(), None, None, query.shape[2], key.shape[2])
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *saved, 0.0, causal, seed, seed, scale=self._scale
+        )
+
+
 def _know_shapes(engine: Any, spec: RunSpec, layout: Layout) -> None:
-    """Let the stages of a pipeline know the shape of what arrives, which DeepSpeed reads from a message."""
-    if layout.pipeline_parallel > 1:
-        shape = [layout.micro_batch_size, spec.transformer.seq_len // layout.sequence_parallel]
-        shape.append(spec.transformer.hidden_size)
-        engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, torch.bfloat16)
+    """Let the stages of a pipeline know what DeepSpeed reads from messages: the shapes of what arrives.
+
+    Tensor ranks send each other's stage a share each: where the shares begin (``PartitionedTensor.to_meta``), and one.
+    """
+    if layout.pipeline_parallel == 1:
+        return
+    from deepspeed.runtime.pipe import engine as pipe_engine
+    from deepspeed.runtime.utils import partition_uniform
+
+    ranks, length = layout.tensor_parallel, spec.transformer.seq_len // layout.sequence_parallel
+    shape = [layout.micro_batch_size, length // layout.context_parallel, spec.transformer.hidden_size]
+    elements = math.prod(shape)
+    places = [len(shape), *shape, ranks, engine.grid.get_slice_parallel_rank(), *partition_uniform(elements, ranks)]
+    one = functools.partial(engine._allocate_or_extend_buffers, dtype=torch.bfloat16)
+    if ranks == 1:
+        engine._recv_tensor_meta = lambda _: one(0, shape)
+        return
+    engine._recv_tensor_meta = lambda _: (
+        engine._allocate_or_extend_buffers(0, [len(places)], torch.int64),
+        one(1, [elements // ranks]),
+    )
+    pipe_engine.PartitionedTensor = _partitioned(places)
+
+
+def _partitioned(places: list[int]) -> Any:
+    """Return DeepSpeed's class of a tensor of which each tensor rank has a share; all begin at ``places``."""
+    from deepspeed.runtime.utils import PartitionedTensor
+
+    class Partitioned(PartitionedTensor):  # type: ignore[misc]
+        @classmethod
+        def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: str = "cpu") -> Any:
+            return super().from_meta(_Places(places), local_part, group, device)
+
+    return Partitioned
+
+
+class _Places:
+    """A tensor of integers that has values, in the place of a fake one."""
+
+    dtype = torch.int64
+
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+
+    def tolist(self) -> list[int]:
+        return self._values

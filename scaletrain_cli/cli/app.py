@@ -22,7 +22,7 @@ from scaletrain_cli.text import listed, visible
 
 @dataclass(frozen=True)
 class Verb:
-    """One line of ``--help``; ``name`` is also the module that holds its ``command``, or the ``app`` of a group."""
+    """One line of ``--help``; ``name``, with _ for -, is the module of ``command`` or ``app``."""
 
     name: str
     summary: str
@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("plan", "Estimate layout, memory, step time, network and cost of a run. Starts nothing."),
         Verb("schema", "Print the JSON Schema of the run spec, for editors."),
         Verb("doctor", "Check the environment: packages, hardware, schedulers, disk."),
+        Verb("image", "Write a Containerfile for training pods from a lock file."),
         Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
         Verb("rehearse", "Try a run for minutes on its nodes: labels, learning rate, speed, checkpoints."),
         Verb("data", "Prepare, show, report on and upload training data: data prepare SPEC."),
@@ -43,7 +44,11 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("submit", "Plan a run and submit it to its scheduler."),
         Verb("train", "Train in this terminal; Ctrl-C saves a checkpoint and stops."),
         Verb("resume", "Resume a run from its latest valid checkpoint."),
+        Verb("recover", "Resume runs whose jobs were lost, where their spec asks for it."),
         Verb("cancel", "Cancel a run or a sweep."),
+        Verb("exec", "Run a command on a node of a running run: exec RUN -- COMMAND."),
+        Verb("shell", "Open a shell on a node of a running run."),
+        Verb("port-forward", "Reach a port of a node of a running run at 127.0.0.1."),
         Verb("rm", "Delete runs that have ended."),
         Verb("drill", "Inject faults into small runs and verify that they recover."),
     ),
@@ -71,7 +76,7 @@ BUILT_IN = tuple(verb.name for verbs in GROUPS.values() for verb in verbs)
 def module_of(verb: str) -> Any:
     """Return the module of a verb, or None for an unknown verb. Raises PluginError for one that cannot be used."""
     if verb in BUILT_IN:
-        return import_module(f"scaletrain_cli.cli.{verb}")
+        return import_module(f"scaletrain_cli.cli.{verb.replace('-', '_')}")
     plugin = plugins(VERBS).get(verb)
     if plugin is None:
         return None

@@ -60,7 +60,8 @@ def command(
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
         _answer(as_json, found.run_id, status.state, cancelled=False)
         return
-    confirm(f"Cancel {found.run_id} ({status.state}, step {status.step} of {status.total_steps})?", yes)
+    step = f"step {status.step} of {status.total_steps}" if status.step_seen else "its step was not seen"
+    confirm(f"Cancel {found.run_id} ({status.state}, {step})?", yes)
     removed = api.cancel(found, force=force, trust_owner=trust_owner, seen=status).removed
     if force:
         say(f"removed {', '.join(removed)}" if removed else "there was nothing left to remove.")
@@ -73,7 +74,8 @@ def _done(status: RunStatus) -> str:
     from scaletrain_cli.spec.backend_traits import backend_traits
 
     newest = status.last_checkpoint_step
-    kept = "it has no checkpoint" if newest is None else f"its newest checkpoint is of step {newest}"
+    kept = "it has no checkpoint" if status.files_seen else "its checkpoints were not seen"
+    kept = kept if newest is None else f"its newest checkpoint is of step {newest}"
     shared = backend_traits(status.scheduler).shared_run_directory
     if not shared and status.job.may_be_active and newest is None and not status.attempt:
         gone = f"`scaletrain status {status.run_id}` shows when its pods are gone"  # their volume is not seen here
@@ -96,7 +98,12 @@ def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed:
         print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed": list(removed)})
 
 
-_ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was already canceled"}
+_ENDS = {
+    "finished": "has finished",
+    "failed": "has failed",
+    "cancelled": "was already canceled",
+    "ended-idle": "was already ended, as it did nothing",
+}
 
 
 def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:

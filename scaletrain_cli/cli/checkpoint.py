@@ -1,4 +1,4 @@
-"""`scaletrain checkpoint`: list, verify, export, average and prune the checkpoints of a run."""
+"""`scaletrain checkpoint`: list, verify, export, average, mirror and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -21,29 +21,61 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
-app = verb_group("List, verify, export, average and prune checkpoints.")
+app = verb_group("List, verify, export, average, mirror and prune checkpoints.")
 READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("torch", "safetensors", "numpy")
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")]
 _Dtype = Literal["bf16", "fp16", "fp32"]
 Dtype = Annotated[_Dtype, typer.Option("--dtype", help="Data type of the exported weights.")]
+MIRRORING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
     """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
+    from scaletrain_cli.reasons import Reason
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
     from scaletrain_cli.ui.console import say
 
+    if (unseen := _unseen(run)) is not None:
+        if as_json:
+            _print({"folder": unseen, "checkpoints": None, "only_in_mirror": None})
+        say(f"checkpoints of {run}: {Reason('launch.view-not-seen')}")
+        return
     folder, entries = _inventory(run)
+    mirrored = _mirrored_steps(run)
     if as_json:
-        _print({"folder": folder, "checkpoints": [entry_json(entry) for entry in entries]})
-    elif entries:
-        show_entries(entries)
+        only_there = sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint})
+        found = {"folder": folder, "checkpoints": [entry_json(entry, mirrored) for entry in entries]}
+        _print(found | {"only_in_mirror": None if mirrored is None else only_there})
+        return
+    if entries:
+        show_entries(entries, mirrored)
     else:
         say(f"no checkpoints in {folder}")
+    if only_there := sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint}):
+        say(f"only in the mirror: {', '.join(map(str, only_there))}")
+
+
+@app.command(epilog=describe(MIRRORING))
+def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False) -> None:
+    """Copy the newest checkpoint and the history to the mirror of the run now, and wait for it.
+
+    For a run that has ended before its last checkpoint was copied: while a run trains, it does this itself.
+    """
+    from scaletrain_cli.launch.mirroring import mirror_now
+    from scaletrain_cli.rundir.record import require_changeable
+    from scaletrain_cli.ui.console import say
+
+    found, record = _own_run(run, trust_owner)
+    require_changeable(found, f"{found.run_id} cannot be mirrored")
+    state = mirror_now(found, record)
+    if as_json:
+        _print(state.to_json())
+        return
+    say(f"step {state.step} of {found.run_id} is in {state.to}")
 
 
 @app.command(epilog=describe(VERIFYING))
@@ -59,6 +91,7 @@ def verify(
     from scaletrain_cli.ui.checkpoints import VerifyingLine
     from scaletrain_cli.ui.console import say
 
+    _require_seen(run)
     folder, entries = _inventory(run)
     # Incomplete checkpoints and those moved aside are never resumed from.
     chosen = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
@@ -163,6 +196,7 @@ def _own_run(run: str, trust_owner: bool) -> tuple[RunDir, RunRecord]:
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record, require_own_run
 
+    _require_seen(run)
     found = find_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to export it")
     return found, read_record(found)
@@ -257,6 +291,7 @@ def prune(
     from scaletrain_cli.text import bytes_text
     from scaletrain_cli.ui.console import say
 
+    _require_seen(run)
     chosen = find_run(run)
     require_own_run(chosen, trust_owner=trust_owner, remedy="Ask that user to prune it")
     require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
@@ -275,6 +310,25 @@ def prune(
     say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
 
 
+def _unseen(run: str) -> str | None:
+    """Return the folder of checkpoints that are on a volume which this machine does not see; None if it sees them."""
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import checkpoint_folder, is_elsewhere, read_record
+
+    found = find_run(run)
+    record = read_record(found)
+    folder = checkpoint_folder(found, record.spec)
+    return str(folder) if is_elsewhere(found, record) and not folder.is_dir() else None
+
+
+def _require_seen(run: str) -> None:
+    """Raise UsageError if the checkpoints are on a volume that this machine does not see."""
+    from scaletrain_cli.reasons import Reason
+
+    if (folder := _unseen(run)) is not None:
+        raise UsageError(Reason("runs.checkpoints-unseen", {"run": run, "folder": folder}))
+
+
 def _inventory(run: str) -> tuple[str, list[Entry]]:
     from scaletrain_cli.rundir.inventory import take_inventory
     from scaletrain_cli.rundir.paths import find_run
@@ -283,6 +337,19 @@ def _inventory(run: str) -> tuple[str, list[Entry]]:
     found = find_run(run)
     folder = checkpoint_folder(found, read_record(found).spec)
     return str(folder), take_inventory(folder)
+
+
+def _mirrored_steps(run: str) -> list[int] | None:
+    """Return the steps of the checkpoints in the mirror of a run; None if it has none."""
+    from scaletrain_cli.rundir.mirror_state import read_mirror_state
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record
+
+    found = find_run(run)
+    if read_record(found).spec.checkpoint.mirror.to is None:
+        return None
+    state = read_mirror_state(found)
+    return [] if state is None else state.steps
 
 
 def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[str]]) -> None:

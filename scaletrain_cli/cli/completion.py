@@ -23,9 +23,11 @@ def completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 def _runs() -> Iterator[str]:
+    from scaletrain_cli.launch.login_node.sent_runs import sent_runs
     from scaletrain_cli.rundir.paths import list_runs
 
-    return (run.run_id for run in list_runs())
+    yield from (run.run_id for run in list_runs())
+    yield from (run.run_id for run in sent_runs())
 
 
 def _recipes() -> Iterable[str]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
-
-if TYPE_CHECKING:
-    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _LOOK_EVERY_SECONDS = 0.5
@@ -46,14 +43,21 @@ def command(
         else:
             say(f"{found.run_id} has no events yet.")
         return
-    seen, asked = 0, 0.0
+    from scaletrain_cli.launch.status import is_over, run_status
+    from scaletrain_cli.launch.view_switch import switch_if_reachable
+
+    shown: list[dict[str, Any]] = []
+    asked = 0.0
     while True:
         over = False
         if time.monotonic() - asked >= _ASK_EVERY_SECONDS or not asked:
-            asked, over = time.monotonic(), _is_over(found)
+            status = run_status(found)
+            switch_if_reachable(status, len(shown))
+            asked, over = time.monotonic(), is_over(found, status)
         events = read_events(found)  # read after the state, so that the last events of an ended run are included
-        show(events[seen:])
-        seen = len(events)
+        new = _not_in(events, shown)
+        show(new)
+        shown += new
         if over:
             break
         time.sleep(_LOOK_EVERY_SECONDS)
@@ -61,10 +65,17 @@ def command(
         print_json({"run_id": found.run_id})
 
 
-def _is_over(run: RunDir) -> bool:
-    from scaletrain_cli.launch.status import is_over, run_status
-
-    return is_over(run, run_status(run))
+def _not_in(events: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events that were not shown. Clocks differ, so that a new one may come before those that were."""
+    if list(events[: len(shown)]) == list(shown):
+        return list(events[len(shown) :])
+    left, new = list(shown), []
+    for event in events:
+        if event in left:
+            left.remove(event)
+        else:
+            new.append(event)
+    return new
 
 
 def _show(events: Iterable[dict[str, Any]]) -> None:

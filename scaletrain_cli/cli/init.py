@@ -89,7 +89,7 @@ def command(
     Without options: a Llama with 10 million parameters that trains on two CPU processes in minutes.
     With hf://org/name: fine-tuning of that model of the Hugging Face Hub, by its config.json. With --preset: that model
     from random weights. Both are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if
-    there is a kubeconfig. With --scheduler kubernetes: add your namespace, queue and image to the spec.
+    there is a kubeconfig. With --scheduler kubernetes: add your queue and image to the spec.
     Never overwrites an existing file.
     """
     from scaletrain_cli.spec.backend_traits import installed_backends

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from scaletrain_cli.cli.completion import completer
-from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.cli.completion import complete_cluster, completer
+from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import counted, did_you_mean
 
 if TYPE_CHECKING:
@@ -53,19 +56,44 @@ def command(
             show_default=False,
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="List the runs on the login node of this cluster of clusters.yaml.",
+            autocompletion=complete_cluster,
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="TIME",
+            help="Show only runs that were submitted in the last TIME, e.g. 12h or 2d.",
+            show_default=False,
+        ),
+    ] = None,
+    mine: Annotated[bool, typer.Option("--mine", help="Show only your own runs.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first.
 
-    States: queued, running, suspended, ending, preempted, finished, failed, cancelled, unknown, damaged.
+    States: queued, running, suspended, ending, preempted, finished, failed, cancelled, ended-idle, unknown,
+    damaged.
     """
     from scaletrain_cli.launch.status import run_statuses
     from scaletrain_cli.rundir.paths import list_runs, runs_root
     from scaletrain_cli.rundir.sweeps import find_sweep
 
+    if cluster is not None:  # one with a login node has been asked there
+        raise UsageError(Reason("login_node.list-without-host", {"cluster": cluster}))
     states = _states(state or ())
     chosen = list_runs() if sweep is None else find_sweep(sweep).runs
-    runs = [run for _, run in sorted(_with_times(chosen), key=lambda found: found[0], reverse=True)]
+    earliest = float("-inf") if since is None else time.time() - seconds_of("--since", since)
+    found_times = sorted(_with_times(chosen), key=lambda found: found[0], reverse=True)
+    runs = [run for submitted, run in found_times if submitted >= earliest and not (mine and _is_of_another(run))]
     if states is None:
         shown = runs[:limit] if limit else runs
         found = list(zip(shown, run_statuses(shown), strict=True))
@@ -82,6 +110,9 @@ def command(
         return
     from scaletrain_cli.ui.console import say
 
+    if not runs and found_times:
+        say(f"none of the {counted(len(found_times), 'run')} under {runs_root()} {_chosen_by(since, mine)}.")
+        return
     if not runs:
         say(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
         return
@@ -93,6 +124,20 @@ def command(
     show_runs([(run, status, _eta_seconds(run, status)) for run, status in found])
     if left:
         say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
+
+
+def _is_of_another(run: RunDir) -> bool:
+    """Return whether the record belongs to another user; root's runs are root's only."""
+    try:
+        return run.record.stat().st_uid != os.geteuid()
+    except OSError:  # deleted in the meantime
+        return True
+
+
+def _chosen_by(since: str | None, mine: bool) -> str:
+    """Return what --since and --mine select, as the end of a sentence."""
+    when = [] if since is None else [f"was submitted in the last {since}"]
+    return " and ".join([*when, *(["is yours"] if mine else [])])
 
 
 def _states(given: Sequence[str]) -> frozenset[str] | None:

@@ -159,6 +159,30 @@ RunOrNewest = Annotated[
         autocompletion=complete_run,
     ),
 ]
+OneNode = Annotated[
+    str | None,
+    typer.Option(
+        "--node", metavar="N", help="Node by its number, from 0, or its name (default: 0).", show_default=False
+    ),
+]
+OneRank = Annotated[
+    int | None,
+    typer.Option(
+        "--rank",
+        metavar="R",
+        min=0,
+        help="Node of this rank; RANK, LOCAL_RANK etc. are also set, and its pid as SCALETRAIN_RANK_PID.",
+        show_default=False,
+    ),
+]
+
+
+def one_place(node: str | None, rank: int | None) -> None:
+    """Raise UsageError if both --node and --rank are given."""
+    if node is not None and rank is not None:
+        raise UsageError("--node and --rank exclude each other: --rank chooses the node of that rank.")
+
+
 TrustOwner = Annotated[
     bool,
     typer.Option(

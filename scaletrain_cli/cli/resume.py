@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +13,7 @@ from scaletrain_cli.errors import ExitCode, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    pass
+    from scaletrain_cli.api import Reason, Run
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
@@ -26,6 +28,29 @@ def command(
         typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node to resume on."),
     ] = None,
     overrides: Overrides = None,
+    from_mirror: Annotated[
+        str | None,
+        typer.Option(
+            "--from-mirror",
+            metavar="URL",
+            help="Continue the run RUN here from its mirror, as in checkpoint.mirror; its newest checkpoint and its "
+            "history are downloaded to the runs root.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="NAME", help="Continue on another cluster of clusters.yaml; --set overrides it."
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Continue although the run may still be active elsewhere; with a mirror it stops there at its next "
+            "checkpoint.",
+        ),
+    ] = False,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Restart training from step 0 if no checkpoint can be loaded.")
     ] = False,
@@ -48,6 +73,9 @@ def command(
 
     With --nodes, --gpus-per-node or --set the run is planned again before it is submitted: the same samples and the
     same global batch at every step, in a layout that fits. Keys that change what is trained are rejected.
+
+    With --from-mirror the run moves here from its mirror, with its id, history and data order, and its former place
+    stops; with --cluster it continues on another cluster, with a new plan.
     """
     from scaletrain_cli.api import find_run, prepare_resume
     from scaletrain_cli.cli.options import confirm
@@ -58,9 +86,25 @@ def command(
 
     sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
-    found = find_run(run)
+    if from_mirror is not None:
+        moved = _move(run, from_mirror, cluster, given, take_over, dry_run=dry_run, yes=yes, as_json=as_json)
+        if moved is None:
+            return
+        found, yes = moved, True
+    else:
+        found = find_run(run)
+    if cluster is not None:
+        from scaletrain_cli.launch.resume_elsewhere import cluster_overrides
+
+        given = [*cluster_overrides(found.directory, cluster), *given]
     prepared = prepare_resume(
-        found, given, from_scratch=from_scratch, new_code=new_code, trust_owner=trust_owner, dry_run=dry_run
+        found,
+        given,
+        from_scratch=from_scratch,
+        new_code=new_code,
+        trust_owner=trust_owner,
+        dry_run=dry_run,
+        take_over=take_over,
     )
     report, resize = prepared.report, prepared.resize
     if not as_json:
@@ -91,6 +135,52 @@ def command(
     say(f"resumed: job {done.job_id} in {found.path}")
     suggest(useful_commands(found.run_id, found.path))
     typer.echo(visible(found.run_id))
+
+
+def _move(
+    run: str,
+    mirror: str,
+    cluster: str | None,
+    overrides: list[str],
+    take_over: bool,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> Run | None:
+    """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
+    from scaletrain_cli.api import find_mirrored, move_here
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.text import bytes_text, seconds_text
+    from scaletrain_cli.ui.checkpoints import ReceivingLine
+    from scaletrain_cli.ui.console import say, warn
+
+    found = find_mirrored(run, mirror, take_over=take_over)
+    step, owner = found.folders[0].step if found.folders else None, found.owner
+    ago = seconds_text(max(0.0, time.time() - found.activity.time))
+    state = "ended" if found.activity.released else "last active"
+    say(f"{found.place} has {run} up to step {step}, of {owner.run_dir} on {owner.host}, {state} {ago} ago")
+    if dry_run:
+        if as_json:
+            place = {"host": owner.host, "run_dir": owner.run_dir, "generation": owner.generation}
+            active = {"last_active": found.activity.time, "released": found.activity.released}
+            _print({"run_id": run, "mirror": found.place, "step": step, "owner": place, **active})
+        return None
+    confirm("Move it here and resume?", yes)
+    restored: list[tuple[int, Sequence[str], Sequence[Reason]]] = []
+
+    def keep(*what: Any) -> None:
+        restored.append(what)
+
+    with ReceivingLine() as line:
+        moved = move_here(found, overrides, cluster=cluster, on_bytes=line.received, on_restored=keep)
+    received, passed_over, notes = restored[0]
+    for problem in passed_over:
+        warn(f"passed over a checkpoint of the mirror: {problem}")
+    for note in notes:
+        warn(sentences(note))
+    say(f"received step {received}, {bytes_text(line.total)}, in {moved.path}")
+    return moved
 
 
 def _print(data: dict[str, object]) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
 
 from scaletrain_cli.cli.app import app, verb_words
+from scaletrain_cli.cli.on_login_node import run_on_login_node
+from scaletrain_cli.cli.on_volume import run_on_volume
 from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
 from scaletrain_cli.full_disk import is_full
+from scaletrain_cli.launch.view_switch import NowReachableError
 from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -63,7 +67,17 @@ def run(words: Sequence[str]) -> int:
         from scaletrain_cli.ui.json import forget_answer
 
         forget_answer()
-    error = _invoked(words)
+    there = _elsewhere(words, run_on_login_node)
+    if there is None:
+        there = _elsewhere(words, run_on_volume)
+    if isinstance(there, int):
+        return there
+    error = there or _invoked(words)
+    while isinstance(error, NowReachableError):
+        there = _elsewhere(words, functools.partial(run_on_volume, before=error))
+        if isinstance(there, int):
+            return there
+        error = there or _invoked(words)
     code = ExitCode.DONE if error is None else error.exit_code
     try:
         if error is not None and not isinstance(error, EndedError | DeclinedError):
@@ -96,6 +110,20 @@ def schema_of(words: Sequence[str]) -> str:
     """Return the schema of a command line's envelope: ``scaletrain.checkpoint-list/v1``."""
     verb = "-".join(verb_words(words))
     return _SCHEMAS.get(verb, f"scaletrain.{verb or 'error'}/v1")
+
+
+def _elsewhere(words: Sequence[str], run_there: Callable[[Sequence[str]], int | None]) -> int | ScaletrainError | None:
+    """Return the exit code of a verb that ran elsewhere, an error before or meanwhile, or None where it runs here."""
+    try:
+        return run_there(words)
+    except ScaletrainError as error:
+        return error
+    except KeyboardInterrupt:
+        return EndedError(INTERRUPTED)
+    except _ClickUsageError:
+        return None  # the verb reports it
+    except Exception as error:
+        return known_error(error, _failed_action(error, words))
 
 
 def _invoked(words: Sequence[str]) -> ScaletrainError | None:

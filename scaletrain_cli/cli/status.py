@@ -10,7 +10,7 @@ import typer
 
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, seconds_of
-from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -26,6 +26,7 @@ EXIT_CODES = (
 )
 _TIMED_OUT = 124  # as timeout(1)
 _POLL_SECONDS = 2.0
+_LOST_POLL_SECONDS = 10.0  # of a lost run, whose next resume has its time
 
 
 def command(
@@ -43,6 +44,12 @@ def command(
         str | None,
         typer.Option("--wait", metavar="TIME", help="Wait until the run has ended, at most this long, e.g. 30m."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="With --wait: resume the run if its job is lost and its spec sets restarts.lost."
+        ),
+    ] = False,
     cluster: Annotated[
         bool,
         typer.Option("--cluster", help="Show the cluster instead: GPUs, nodes, your quota, your jobs in the queue."),
@@ -62,6 +69,8 @@ def command(
     For a sweep, show the state of each of its runs. With --wait the exit code is that of the run, or 124 on timeout;
     for a sweep, it is that of the first run that did not finish. Without --wait it is 0.
     """
+    if resume and wait is None:
+        raise UsageError("--resume requires --wait.")
     if cluster:
         if wait is not None:
             raise UsageError("--wait cannot be combined with --cluster.")
@@ -76,11 +85,13 @@ def command(
 
     found = find_run_or_newest(None) if run is None else find_run_or_sweep(run)
     if isinstance(found, Sweep):
+        if resume:
+            raise UsageError("--resume is for one run. Use `scaletrain recover SWEEP --every 5m`.")
         raise typer.Exit(_show_sweep(found, None if wait is None else seconds_of("--wait", wait), as_json))
     if wait is None:
         status, code = run_status(found), int(ExitCode.DONE)
     else:
-        status, code = _wait(found, seconds_of("--wait", wait))
+        status, code = wait_for_end(found, seconds_of("--wait", wait), resume=resume)
     view = read_view(found, status)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -133,7 +144,11 @@ def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
     return ClusterSpec.model_validate({"scheduler": scheduler or usual_backend().name})
 
 
-def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:
+def wait_for_end(run: RunDir, seconds: float, *, resume: bool = False) -> tuple[RunStatus, int]:
+    """Wait until the run has ended, at most ``seconds``; return its status and the exit code of the verb.
+
+    ``resume``: continue it each time that its job was lost.
+    """
     from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
     from scaletrain_cli.ui.live import StatusLine
 
@@ -141,12 +156,26 @@ def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:
     with StatusLine() as line:
         while True:
             status = run_status(run)
+            pause = _POLL_SECONDS
             if is_over(run, status):
-                return status, exit_code_of(run, status)
+                if not resume or (not _goes_on(run) and is_over(run, status := run_status(run))):
+                    return status, exit_code_of(run, status)  # still over: no one else has resumed it meanwhile
+                pause = _LOST_POLL_SECONDS
             if time.monotonic() >= deadline:
                 return status, _TIMED_OUT
             line.update(status)
-            time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+
+
+def _goes_on(run: RunDir) -> bool:
+    """Resume a run that has ended if it is lost; return whether it goes on, now or later, as far as is known."""
+    from scaletrain_cli.launch.recover import recover
+
+    try:
+        found = recover(run)
+    except SchedulerError:  # asked again
+        return True
+    return found is not None and found.state in ("resumed", "waiting")
 
 
 _POLL_SECONDS_PER_RUN = 0.2  # of a large sweep: each run is one query to the controller

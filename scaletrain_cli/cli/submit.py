@@ -19,6 +19,7 @@ from scaletrain_cli.cli.options import (
     Yes,
     as_choice,
     say_preparation,
+    seconds_of,
 )
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
@@ -26,10 +27,10 @@ from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
+    from scaletrain_cli.launch.node_sizes import PlannedRun
     from scaletrain_cli.launch.preparation import Choice
     from scaletrain_cli.launch.rehearse import RehearsalResult
     from scaletrain_cli.launch.sweep import Point
-    from scaletrain_cli.plan import RunPlan
     from scaletrain_cli.spec import RunSpec
 
 
@@ -75,6 +76,18 @@ def command(
         int | None,
         typer.Option("--max-concurrent", metavar="N", min=1, help="Maximum number of concurrent sweep runs."),
     ] = None,
+    array: Annotated[
+        bool, typer.Option("--array", help="With --sweep: submit all runs as one job array (Slurm).")
+    ] = False,
+    idle_timeout: Annotated[
+        str | None,
+        typer.Option(
+            "--idle-timeout",
+            metavar="TIME",
+            help="End the run, its state saved, once it has done nothing for this time, e.g. 30m: "
+            "cluster.idle_timeout.",
+        ),
+    ] = None,
     prepare: Prepare = "auto",
     trust_owner: TrustOwner = False,
     yes: Yes = False,
@@ -91,10 +104,14 @@ def command(
     Each point is a separate run, named after its values.
     """
     dry_run = dry_run or output is not None
+    if idle_timeout is not None:
+        overrides = [*(overrides or ()), f"cluster.idle_timeout={seconds_of('--idle-timeout', idle_timeout)}"]
     if output is not None and sweep:
         raise UsageError("--output cannot be combined with --sweep. Use --dry-run, which prints every job.")
     if max_concurrent is not None and not sweep:
         raise UsageError("--max-concurrent requires --sweep.")
+    if array and not sweep:
+        raise UsageError("--array requires --sweep.")
     if sweep:
         from scaletrain_cli.launch.sweep import MOST_POINTS
         from scaletrain_cli.spec.source import variants
@@ -112,6 +129,7 @@ def command(
                 cluster=cluster,
                 run_id=run_id,
                 max_concurrent=max_concurrent,
+                array=array,
                 dry_run=dry_run,
                 prepare=as_choice(prepare),
                 yes=yes,
@@ -238,6 +256,7 @@ def submit_points(
     cluster: str | None,
     run_id: str | None,
     max_concurrent: int | None,
+    array: bool,
     dry_run: bool,
     prepare: Choice,
     yes: bool,
@@ -251,7 +270,7 @@ def submit_points(
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import disk_space_notes
     from scaletrain_cli.launch.submit import make_record
-    from scaletrain_cli.launch.sweep import submit_sweep, take_snapshots
+    from scaletrain_cli.launch.sweep import submit_as_array, submit_sweep, take_snapshots
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import say, warn
@@ -263,6 +282,10 @@ def submit_points(
             f"{SWEEP_OPTION} cluster.scheduler: all runs of a sweep use one scheduler. Submit one sweep per scheduler."
         )
     scheduler = backend_for(section.scheduler)
+    if array and not scheduler.can_submit_arrays:
+        raise UsageError(Reason("launch.no-arrays", {"scheduler": scheduler.traits.display_name}))
+    if array:
+        scheduler.require_array([point.spec for point in planned])
     cap = scheduler.max_concurrent(section, max_concurrent, len(planned))
     snapshots = take_snapshots(planned)
     not_checked: dict[Reason, None] = {}
@@ -273,10 +296,21 @@ def submit_points(
             warn(sentences(warning))
         from scaletrain_cli.ui.console import document
 
+        runs = [
+            (
+                RunDir(runs_root() / point.run_id),
+                make_record(
+                    point.spec, point.plan, point.run_id, snapshots[point.spec.code], size_plans=point.size_plans
+                ),
+            )
+            for point in planned
+        ]
+        whole = {"array": scheduler.render_array(sweep, runs, cap)} if array else {}
+        if array and not as_json:
+            typer.echo(document(whole["array"]))
         texts = []
-        for point in planned:
-            record = make_record(point.spec, point.plan, point.run_id, snapshots[point.spec.code])
-            texts.append(scheduler.render(RunDir(runs_root() / point.run_id), record))
+        for point, (run, record) in zip(planned, runs, strict=True):
+            texts.append(scheduler.render(run, record))
             if not as_json:
                 typer.echo(visible(f"# {point.run_id}: {', '.join(point.overrides)}"))
                 typer.echo(document(texts[-1]))
@@ -287,7 +321,8 @@ def submit_points(
                 {"run_id": point.run_id, "overrides": list(point.overrides), "would_send": text}
                 for point, text in zip(planned, texts, strict=True)
             ]
-            print_json(_SWEEP_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True, "runs": shown})
+            head = {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True}
+            print_json(_SWEEP_SCHEMA | head | whole | {"runs": shown})
         return
 
     require_writable(runs_root(), "no run can be submitted")
@@ -313,7 +348,10 @@ def submit_points(
         if data not in prepared:
             prepared[data] = prepare_data(point.spec, prepare, say_preparation)
     of_points = [prepared[_data_of(point.spec)] for point in planned]
-    done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points, say_preparation)
+    if array:
+        done = submit_as_array(sweep, planned, scheduler, cap, snapshots, of_points)
+    else:
+        done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points, say_preparation)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -351,17 +389,18 @@ def _plan_points(
     import time
 
     from scaletrain_cli.cli.options import load_varied
-    from scaletrain_cli.launch.submit import new_run_id, plan_for_engine
+    from scaletrain_cli.launch.node_sizes import plan_run
+    from scaletrain_cli.launch.submit import new_run_id
     from scaletrain_cli.launch.sweep import Point, point_ids
 
-    found: list[tuple[RunSpec, RunPlan]] = []
+    found: list[PlannedRun] = []
     for varied in variants:
         try:
             one = load_varied(spec, overrides, varied, SWEEP_OPTION, cluster)
-            found.append((one, plan_for_engine(one, spec)))
+            found.append(plan_run(one, spec))
         except (SpecError, InfeasibleError) as error:
             error.message = f"{', '.join(varied)}: {error.message}"
             raise
-    sweep = run_id if run_id is not None else new_run_id(found[0][0].name, time.time())
+    sweep = run_id if run_id is not None else new_run_id(found[0].spec.name, time.time())
     named = zip(point_ids(sweep, variants), variants, found, strict=True)
-    return sweep, [Point(name, varied, one, plan) for name, varied, (one, plan) in named]
+    return sweep, [Point(name, varied, one.spec, one.plan, one.size_plans) for name, varied, one in named]

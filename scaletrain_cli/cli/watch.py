@@ -39,11 +39,12 @@ def command(
     elif as_json:
         _follow_as_json(found)
     elif is_capable():
+        from scaletrain_cli.launch.view_switch import switch_if_reachable
         from scaletrain_cli.launch.watching import Reading
         from scaletrain_cli.ui.watch.screen import DRAW_SECONDS, watch_screen
 
         with Reading(found, DRAW_SECONDS) as reading:
-            watch_screen(reading)
+            watch_screen(reading, lambda view: switch_if_reachable(view.status))
     else:
         _follow(found)
 
@@ -64,12 +65,14 @@ def _show_once(run: RunDir, as_json: bool) -> None:
 
 def _follow_as_json(run: RunDir) -> None:
     """Write a line for each change of step, state, events or findings, and the envelope at the end of the run."""
+    from scaletrain_cli.launch.view_switch import switch_if_reachable
     from scaletrain_cli.launch.watching import ViewReader
     from scaletrain_cli.ui.json import print_json, stream_json
 
     reader, written = ViewReader(run), None
     while True:
         view = reader.read()
+        switch_if_reachable(view.status)
         if (mark := _mark(view)) != written:
             stream_json(_document(view))
             written = mark
@@ -80,12 +83,14 @@ def _follow_as_json(run: RunDir) -> None:
 
 
 def _follow(run: RunDir) -> None:
+    from scaletrain_cli.launch.view_switch import switch_if_reachable
     from scaletrain_cli.launch.watching import ViewReader
     from scaletrain_cli.ui.watch.lines import show_change
 
     reader, before, printed = ViewReader(run), None, float("-inf")
     while True:
         view = reader.read()
+        switch_if_reachable(view.status)
         is_due = time.monotonic() - printed >= _LINE_SECONDS
         if before is None or view.is_over or _mark(view, steps=is_due) != _mark(before, steps=is_due):
             show_change(view, before)

@@ -16,6 +16,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.measured import Measured, read_measured
+from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_spec_lines
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -54,6 +55,7 @@ class Case:
     """A run to diagnose. ``spec_lines``: ``file:line`` of the keys of its spec, as far as they were recorded.
 
     ``dataset``: the prepared text of a run with one source, if it is here. ``telemetry``: of the newest attempt.
+    ``mirror``: as its process last saw it.
     """
 
     spec: RunSpec
@@ -65,6 +67,7 @@ class Case:
     spec_lines: Mapping[str, str] = field(default_factory=dict)
     dataset: Dataset | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
+    mirror: MirrorState | None = None
 
     @property
     def epoch_steps(self) -> float | None:
@@ -193,4 +196,5 @@ def read_case(run: RunDir, record: RunRecord) -> Case:
         spec_lines=read_spec_lines(run),
         dataset=read_dataset(run, record.spec),
         telemetry=_telemetry(run, record.spec.cluster.nodes),
+        mirror=None if record.spec.checkpoint.mirror.to is None else read_mirror_state(run),
     )

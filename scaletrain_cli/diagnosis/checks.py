@@ -77,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
     durability.restarts,
     durability.slow_saves,
     durability.interval,
+    durability.mirror,
 )
 # Checks of settings, plans and records of the built-in engine, which a program of the user's need not follow.
 _OF_THE_ENGINE: tuple[Check, ...] = (

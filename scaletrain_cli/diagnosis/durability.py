@@ -21,6 +21,7 @@ _LEAST_BLOCKED_SECONDS = 0.1  # shorter ones are those of toy models
 _SHARE = 0.03
 _LARGE_SHARE = 0.1
 _SHORT_RUN_SECONDS = 600.0
+_MIRROR_LAG_SECONDS, _MIRROR_INTERVALS = 600.0, 3
 
 
 def slow_saves(case: Case) -> Iterator[Finding]:
@@ -114,6 +115,26 @@ def restarts(case: Case) -> Iterator[Finding]:
     second = by_part[max(parts, key=parts.__getitem__)]
     severity: Severity = "warning" if goodput.wall > _SHORT_RUN_SECONDS else "note"
     yield Finding(Reason("diagnosis.restarts", evidence), severity, "high", (first, second))
+
+
+def mirror(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the mirror fails, or if it is more than three checkpoints and ten minutes behind."""
+    state = case.mirror
+    if state is None or state.owner:
+        return
+    has = {"to": state.to, "step": state.step or 0}
+    if state.problem is not None:
+        cause = Cause(Reason("diagnosis.cause-mirror-fails", {"cause": state.problem}))
+        yield Finding(Reason("diagnosis.mirror-failing", has), "warning", "high", (cause,))
+        return
+    saves, step_seconds = list(case.events_named("checkpoint"))[-20:], recent_steps_seconds(case)
+    interval_seconds = _interval(saves) * (step_seconds or 0.0)
+    lag = state.lag_seconds(state.updated)
+    if lag > max(_MIRROR_LAG_SECONDS, _MIRROR_INTERVALS * interval_seconds):
+        rate = Cause(Reason("diagnosis.cause-mirror-slow"), case.change("checkpoint.mirror.bandwidth"))
+        often = Cause(Reason("diagnosis.cause-mirror-often"), case.change("checkpoint.mirror.every"))
+        code = Reason("diagnosis.mirror-behind", has | {"lag": lag, "waiting": state.waiting_step or 0})
+        yield Finding(code, "warning", "high", (rate, often))
 
 
 def _interval(saves: Sequence[Mapping[str, Any]]) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import sys
@@ -62,13 +63,16 @@ def _exit_code(
 
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat, watch: AgentWatch) -> ExitCode:
+    gc.disable()  # it would look through the modules again and again while they load
     from scaletrain_cli.engine.assembly import assemble, preflight_alone
     from scaletrain_cli.engine.health import preflight
     from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
     from scaletrain_cli.engine.process_group import Ranks
-    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.rundir.record import read_record_of
 
-    record, ranks = read_record(run), Ranks.from_environment()
+    gc.freeze()
+    gc.enable()
+    record, ranks = read_record_of(run, attempt), Ranks.from_environment()
     # The node agent has fetched the files of the hub, and set the cache of this environment.
     local = with_local_files(record.spec, record.hub, HubSettings.from_environment(os.environ))
     record = dataclasses.replace(record, spec=local)

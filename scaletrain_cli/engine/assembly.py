@@ -279,6 +279,7 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
             saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
             awaited = MOST_WAITING if record.spec.evaluation.tasks else 0
             also_kept = awaited if saved.keep_best is None else 1 + 2 * awaited  # those under evaluation, too
+            also_kept += saved.mirror.to is not None  # the one that is being copied
             check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
         except DiskSpaceError as error:
             problem = error.reason

@@ -25,6 +25,7 @@ from scaletrain_cli.engine.deepspeed_engine import (
     prepare_deepspeed,
     start_deepspeed,
 )
+from scaletrain_cli.engine.eager import prepare_compiler
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
@@ -179,6 +180,9 @@ def compose(
     that of the files in ``model.weights`` only those are read that no checkpoint has. ``trained``: the parameters that
     train; None for all. ``source``: of the weights, instead of those of the spec.
     """
+    # Earlier versions do not write compile into the plan.
+    compiled = layout.compile or spec.training.compile is True
+    prepare_compiler(compiled)
     prepare_deepspeed(device)
     if spec.training.precision == "fp16" and device.type == "cpu":
         allow_fp16_on_cpu()
@@ -204,7 +208,7 @@ def compose(
         model,
         spec.layout,
         layout.activation_checkpointing,
-        compiled=layout.compile or spec.training.compile is True,  # earlier versions do not write compile into the plan
+        compiled=compiled,
         pin_memory=device.type == "cuda",
     )
     objective = build_objective(spec, mesh)

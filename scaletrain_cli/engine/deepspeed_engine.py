@@ -145,7 +145,8 @@ def prepare_deepspeed(device: torch.device) -> None:
     """
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+    with _unavailable("mlflow"):
+        import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     take_over_library_logger("DeepSpeed")
@@ -153,6 +154,23 @@ def prepare_deepspeed(device: torch.device) -> None:
     _broadcast_scalars()
     _check_gradient_once()
     deepspeed.init_distributed(dist_init_required=False)
+
+
+@contextmanager
+def _unavailable(module: str) -> Generator[None]:
+    """A context in which a module cannot be imported, unless it is loaded already.
+
+    DeepSpeed's autotuner, which its engine imports and this one never uses, loads MLflow wherever that is installed:
+    more than a second of CPU time at the start of every rank.
+    """
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def _load_muon_uncompiled() -> None:

@@ -76,6 +76,7 @@ class AttemptRecord:
     free_of_charge: bool = False  # a node was lost, and the scheduler restarts the job for free
     code: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
+    revision: int | None = None  # that it trains, if not the one that its job was submitted with
 
     @property
     def why(self) -> Reason:
@@ -94,14 +95,28 @@ class AttemptRecord:
         return after is not None and (before is None or after > before)
 
 
-def begin_attempt(run: RunDir, spec: RunSpec, *, scheduler: str, job_id: str, nodes: Sequence[str]) -> int:
-    """Claim the next attempt's number, fence earlier ones off the checkpoints, and record its start."""
-    number = run.new_attempt()
+def begin_attempt(
+    run: RunDir,
+    spec: RunSpec,
+    *,
+    scheduler: str,
+    job_id: str,
+    nodes: Sequence[str],
+    revision: int | None = None,
+    after: int = 0,
+) -> int:
+    """Claim the next attempt's number, fence earlier ones off the checkpoints, and record its start.
+
+    ``revision``: that it trains, if it may differ from the one that its job was submitted with. ``after``: the number
+    of an earlier attempt that this run directory does not have.
+    """
+    number = run.new_attempt(after)
     for folder in ("nodes", "failures"):
         make_folder(run.attempt(number) / folder)
     open_attempt(checkpoint_folder(run, spec), number)
     newest = newest_checkpoint_step(run, spec)
-    _write(run, AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), checkpoint_at_start=newest))
+    began = AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), newest, revision=revision)
+    _write(run, began)
     return number
 
 
@@ -182,12 +197,19 @@ def attempt_outcome(
     return classify_exit(
         read_node_records(run, number),
         read_failures(run, number),
-        spec.cluster.nodes,
+        _planned_nodes(spec, attempt),
         cancelled=cancelled,
         launcher_exit_code=launcher_exit_code,
         names=attempt.nodes if attempt is not None else (),
         saves=spec.code.command is None,
     )
+
+
+def _planned_nodes(spec: RunSpec, attempt: AttemptRecord | None) -> int:
+    """Return the nodes of the attempt: with a range, an earlier attempt may have had others than the spec now has."""
+    if attempt is not None and attempt.revision is not None and attempt.nodes:
+        return len(attempt.nodes)
+    return spec.cluster.nodes
 
 
 def _write(run: RunDir, attempt: AttemptRecord) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.code import CodeSpec
 
 # git for repositories that another user may have configured: it starts no program that their configuration names.
 
@@ -304,13 +307,21 @@ class Snapshot:
 def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = None) -> Snapshot | None:
     """Return the snapshot of ``code.path``, relative to here or to ``working_folder``; None without ``code.path``.
 
-    ``runs`` (the folder of a run, or the runs root) is left out even if git does not ignore it. Raises one UsageError
-    for all files that cannot be stored.
+    A folder that pack_snapshot() made is that snapshot. ``runs`` (the folder of a run, or the runs root) is left out
+    even if git does not ignore it. Raises one UsageError for all files that cannot be stored.
     """
-    code = spec.code
-    if code.path is None:
-        return None
-    tree = WorkingTree(Path(working_folder, expand_home(code.path)).absolute(), spec.where("code.path"))
+    return None if spec.code.path is None else snapshot_of(spec.code, spec.where, working_folder, runs)
+
+
+def snapshot_of(
+    code: CodeSpec, where: Callable[[str], str], working_folder: str = "", runs: Path | None = None
+) -> Snapshot:
+    """Return the snapshot of ``code.path``, which is set; ``where`` gives the place of a key. As take_snapshot()."""
+    assert code.path is not None
+    folder = Path(working_folder, expand_home(code.path)).absolute()
+    if (folder / PACKED_RECORD).is_file():
+        return _unpack_snapshot(folder, where("code.path"))
+    tree = WorkingTree(folder, where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not tree.holds(path))
@@ -319,7 +330,7 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
         raise _refusal(tree.where, Reason("checks.code-uncommitted", params), tree.folder)
     if not kept:
         raise _refusal(tree.where, Reason("checks.code-empty"), tree.folder)
-    _require_size(spec, tree.sizes(kept))
+    _require_size(code, where, tree.sizes(kept))
     contents = {path: (tree.folder / path).read_bytes() for path in sorted(kept)}
     text = listing({path: hashlib.sha256(content).hexdigest() for path, content in contents.items()})
     record = CodeRecord(commit, len(uncommitted), hash_of(text), len(contents), sum(map(len, contents.values())))
@@ -327,15 +338,60 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
     return Snapshot(record, text, _pack(contents, executable), tree.patch(uncommitted))
 
 
-def _require_size(spec: RunSpec, sizes: Mapping[str, int]) -> None:
-    whole, most = sum(sizes.values()), spec.code.max_size
+PACKED_RECORD = "scaletrain-snapshot.json"
+_PACKED_LISTING, _PACKED_ARCHIVE, _PACKED_PATCH = "files.sha256", "files.tar.gz", "uncommitted.patch"
+
+
+def pack_snapshot(snapshot: Snapshot) -> dict[str, bytes]:
+    """Return the snapshot as files by name, for a folder on a machine that does not have the working tree."""
+    return {
+        PACKED_RECORD: json.dumps(dataclasses.asdict(snapshot.record)).encode(),
+        _PACKED_LISTING: snapshot.listing.encode("utf-8", "surrogateescape"),
+        _PACKED_ARCHIVE: snapshot.archive,
+        _PACKED_PATCH: snapshot.patch,
+    }
+
+
+def _unpack_snapshot(folder: Path, where: str) -> Snapshot:
+    """Return the snapshot that pack_snapshot() made. Raises UsageError for one that is incomplete or was changed."""
+    try:
+        record = CodeRecord(**json.loads((folder / PACKED_RECORD).read_bytes()))
+        text = (folder / _PACKED_LISTING).read_bytes().decode("utf-8", "surrogateescape")
+        archive, patch = (folder / _PACKED_ARCHIVE).read_bytes(), (folder / _PACKED_PATCH).read_bytes()
+    except (OSError, ValueError, TypeError) as error:
+        raise _refusal(where, Reason("checks.code-packed-broken", {"said": str(error)}), folder) from error
+    if hash_of(text) != record.sha256 or _hashes_in(archive) != text:
+        raise _refusal(where, Reason("checks.code-packed-changed"), folder)
+    return Snapshot(record, text, archive, patch)
+
+
+def _hashes_in(archive: bytes) -> str | None:
+    """Return the listing of the files in an archive; None for one that cannot be read."""
+    import io
+    import tarfile
+
+    hashes = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
+            for entry in packed:
+                file = packed.extractfile(entry)
+                if file is None:
+                    return None
+                hashes[entry.name] = hashlib.sha256(file.read()).hexdigest()
+    except (OSError, tarfile.TarError, EOFError):
+        return None
+    return listing(hashes)
+
+
+def _require_size(code: CodeSpec, where: Callable[[str], str], sizes: Mapping[str, int]) -> None:
+    whole, most = sum(sizes.values()), code.max_size
     if whole <= most:
         return
     largest = sorted(sizes, key=lambda path: -sizes[path])
-    params = {"folder": str(spec.code.path), "files": len(sizes), "bytes": whole, "max_bytes": most}
+    params = {"folder": str(code.path), "files": len(sizes), "bytes": whole, "max_bytes": most}
     shown = {"largest": [f"{path} ({sizes[path]:,})" for path in largest[:_NAMED]], "ignore_file": IGNORE_FILE}
     reason = Reason("checks.code-too-large", params | shown)
-    raise _refusal(spec.where("code.max_size"), reason, None, "code.max_size")
+    raise _refusal(where("code.max_size"), reason, None, "code.max_size")
 
 
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:

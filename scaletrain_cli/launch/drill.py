@@ -325,6 +325,7 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "tracking": "[]",
         "evaluation.tasks": "[]",  # a drill trains one run at a time, and no job beside it
         "checkpoint.keep_best": "null",
+        "checkpoint.mirror": "{to: null}",
     }
     if spec.evaluation.every:
         settings["evaluation.batches"] = 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, Problem, ScaletrainError
+from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, PreemptedError, Problem, ScaletrainError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.text import visible
@@ -85,7 +85,9 @@ def run_engine_command(
                 text = process.stdout.read()
                 talk.join()
                 process.wait()
-        except BaseException:  # Ctrl-C reaches the process as well: let it exit
+        except BaseException as error:  # Ctrl-C reaches the process as well: let it exit
+            if isinstance(error, PreemptedError):  # raised by a handler of the caller for a signal to it alone
+                process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
             process.kill()

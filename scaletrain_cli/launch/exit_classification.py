@@ -18,7 +18,7 @@ from scaletrain_cli.worker.failures import Failure
 
 # fmt: off
 ExitReason = Literal[
-    "done", "preempted", "time-limit", "out-of-grace", "cancelled",
+    "done", "preempted", "time-limit", "resize", "idle", "out-of-grace", "cancelled",
     "node", "wrong-nodes", "hardware", "hang", "communication",
     "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "data", "usage",
 ]

@@ -30,7 +30,7 @@ _REPORTED_BY_A_RANK: tuple[ExitReason, ...] = (
 )
 # Exit reasons whose own remedies contain a `scaletrain resume`; the others get the plain one.
 RESUME_IS_A_REMEDY: tuple[ExitReason, ...] = (
-    *("cancelled", "time-limit", "crash", "oom", "spike", "disk-full", "unreadable", "data"),
+    *("cancelled", "time-limit", "idle", "crash", "oom", "spike", "disk-full", "unreadable", "data"),
 )
 _MOST_FAILURES = 4
 _MOST_FINDINGS = 3
@@ -112,6 +112,8 @@ def _running(run: RunDir, status: RunStatus) -> Finding:
     evidence = [_scheduler_reports(status), *_progress(run, status)]
     if status.straggler is not None:
         evidence.append(Evidence.because("events.jsonl", status.straggler))
+    if status.idle is not None:
+        return Finding.because("idle", status.idle, tuple(evidence), needs_action=True)
     params = {"attempt": status.attempt, "run": run.run_id}
     why = Reason("launch.running" if status.attempt else "launch.job-running", params)
     return Finding.because("running", why, tuple(evidence))
@@ -122,9 +124,11 @@ def _scheduler_reports(status: RunStatus) -> Evidence:
 
 
 def _progress(run: RunDir, status: RunStatus) -> Iterator[Evidence]:
+    if not status.step_seen:
+        return
     newest = next(read_lines_backwards(run.metrics), {})
     steps = Reason("launch.steps-logged", {"step": status.step, "total": status.total_steps})
-    yield Evidence.because("metrics.jsonl", steps)
+    yield Evidence.because("metrics.jsonl" if status.files_seen else "its pods", steps)
     if "time" in newest:
         age = max(0.0, time.time() - float(newest["time"]))
         yield Evidence.because("metrics.jsonl", Reason("launch.last-line-age", {"age": age}))

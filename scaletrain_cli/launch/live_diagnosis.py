@@ -29,7 +29,7 @@ from scaletrain_cli.diagnosis.checks import diagnose
 from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.diagnosis.hysteresis import Hysteresis, Transition
 from scaletrain_cli.errors import ExitCode, ScaletrainError
-from scaletrain_cli.launch.node.processes import die_with_parent
+from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.notify.notifier import Notifier, receivers_environment
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards, record_event
@@ -46,8 +46,6 @@ _NOTIFY_SECONDS = 5.0  # between two readings of new events
 _LAST_NOTIFY_SECONDS = 1.0  # for an answer at the end; the process that records the end sends the rest
 _END_SECONDS = 1.0  # between two looks whether the run has finished
 _NEWEST_EVENTS = 8
-_NICE = 19
-_FIRST_TO_KILL = "1000"
 logger = logging.getLogger(__name__)
 
 
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not die_with_parent(options.parent_pid, signal.SIGKILL):
         return ExitCode.CRASHED
-    _yield_to_training()
+    yield_to_training()
     set_up_logging("live diagnosis")
     run = RunDir(options.run_folder)
     try:
@@ -71,14 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.warning("the run is not diagnosed while it trains: %s", error)
         return ExitCode.CRASHED
     return ExitCode.DONE
-
-
-def _yield_to_training() -> None:
-    """Take the lowest priority for the CPU, and be the first process to be killed for lack of memory."""
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_KILL, encoding="ascii")
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ _SETTINGS = (
     "tracking=[]",
     "evaluation.tasks=[]",
     "checkpoint.keep_best=null",
+    "checkpoint.mirror={to: null}",
 )
 
 

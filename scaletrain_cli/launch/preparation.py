@@ -97,6 +97,10 @@ def plan_preparation(
     backend, cluster = backend_for(spec.cluster.scheduler), spec.cluster
     if choice == "job" and not backend.prepares_in_jobs:
         raise UsageError(Reason("preparation.no-job", {"scheduler": backend.traits.display_name}))
+    if backend.prepares_itself(cluster):
+        if choice != "auto":
+            raise UsageError(Reason("preparation.by-the-job-alone"))
+        return PreparationPlan("nothing", Reason("preparation.by-the-job"))
     if not cluster.traits.shared_run_directory:  # what is prepared below the runs root of the nodes is not known here
         if choice == "now":
             raise UsageError(Reason("preparation.not-here", {"scheduler": backend.traits.display_name}))

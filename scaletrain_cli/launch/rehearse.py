@@ -43,6 +43,7 @@ _SETTINGS = (
     "evaluation={every: 0}",
     "training.early_stopping={patience: 0}",
     "checkpoint.keep_best=null",
+    "checkpoint.mirror={to: null}",
     "restarts={preemption: 3, node: 0, crash: 0, oom: 0}",
     "tracking=[]",
     "telemetry={enabled: false}",

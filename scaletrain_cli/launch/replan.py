@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_
 from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
+from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.launch.submit import plan_for_engine, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
@@ -35,6 +37,8 @@ MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "notify", "telemetry", "code"),
     *("env", "training.micro_batch_size", "data.loader", "data.cache", "data.stages", "data.skip"),
 )
+# Paths that may change in a run that was moved to another cluster, beside those of ``data.sources``.
+_PATHS = ("data.source", "data.tokenizer.path", "model.weights", "data.cache.path", "evaluation.zero_shot.source")
 # Fields that the planner sets where they are `auto`; a user may have pinned them. One context rank is the default.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
@@ -57,6 +61,7 @@ class Resize:
     plan: RunPlan
     overrides: tuple[str, ...]
     snapshot: Snapshot | None = None
+    size_plans: Mapping[int, RunPlan] | None = None  # None: those of the record
 
     @property
     def changes(self) -> dict[str, tuple[str, str]]:
@@ -72,7 +77,8 @@ class Resize:
         """Return the record as the next attempt would read it."""
         number = self.before.revision + bool(self.changes)
         code = self.before.code if self.snapshot is None else self.snapshot.record
-        return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number, code=code)
+        sizes = self.before.sizes if self.size_plans is None else tuple(self.size_plans)
+        return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number, code=code, sizes=sizes)
 
     @property
     def reshards_states(self) -> bool:
@@ -81,18 +87,23 @@ class Resize:
         return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
 
 
-def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> Resize:
+def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False, moving: bool = False) -> Resize:
     """Plan the run again with ``overrides`` (``cluster.nodes=2``), with the same global batch size.
 
-    ``new_code`` takes a new snapshot of the user's code, as does an override of ``code``. Raises UsageError for an
-    override that would change what is trained, InfeasibleError for a run that does not fit.
+    ``new_code`` takes a new snapshot of the user's code, as does an override of ``code``. ``moving``: the run is about
+    to be moved to another cluster, as runs with the event ``moved`` were: its files have other paths there. Raises
+    UsageError for an override that would change what is trained, InfeasibleError for a run that does not fit.
     """
     before = read_record(run)
     file = str(revision_path(run, before.revision) if before.revision else run.record)
     spec = override_spec(before.spec, overrides, file=file)
+    spec = backend_for(spec.cluster.scheduler).with_local_defaults(spec)
     changes = changed_keys(before.spec, spec)
     trained = any(_is_of_data(key) for key in changes) and _has_trained(run, before.spec)
+    moved = moving or any(event["event"] == "moved" for event in read_events(run))
     judged = {key: values for key, values in changes.items() if trained or not _is_of_data(key)}
+    if moved:  # the ranks compare the data and the weights with those of the checkpoint
+        judged = {key: values for key, values in judged.items() if not _is_path(key)}
     problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
     if any(_is_of_sources(key) for key in judged):
         problems += _source_objections(
@@ -101,6 +112,7 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
             before.working_folder,
             _trained_sources(run, before),
             reads_words=spec.training.objective not in LOSSES_OF,
+            moved=moved,
         )
     if "data.skip" in judged and not _keeps_batches(run, before.spec, spec):
         reason = Reason("data.skips-trained-batches", {"batch": _trained_batch(run, before.spec)})
@@ -115,11 +127,11 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     if not changes:
         return Resize(before, before.spec, before.plan, tuple(overrides), snapshot)
     try:
-        plan = plan_for_engine(spec, run.run_id)
+        planned = plan_run(spec, run.run_id)
     except InfeasibleError as error:
         error.problems = (*map(_for_a_resume, error.problems), *_pins_to_release(spec))
         raise
-    return Resize(before, spec, plan, tuple(overrides), snapshot)
+    return Resize(before, planned.spec, planned.plan, tuple(overrides), snapshot, planned.size_plans)
 
 
 def _objection(key: str, was: str, given: str) -> Problem | None:
@@ -144,6 +156,11 @@ def _trained_batch(run: RunDir, spec: RunSpec) -> int:
     """Return the number of the last batch before the latest checkpoint."""
     rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
     return batch_number(newest_checkpoint_step(run, spec) or 0, merged_skip_ranges([*spec.data.skip, *rollbacks]))
+
+
+def _is_path(key: str) -> bool:
+    """Return whether a key has another value on another cluster, without a change of what is trained."""
+    return key in _PATHS or (key.startswith("data.sources.") and key.endswith(".path"))
 
 
 def _is_of_data(key: str) -> bool:
@@ -177,12 +194,13 @@ def _trained_sources(run: RunDir, record: RunRecord) -> set[str]:
 
 
 def _source_objections(
-    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str], *, reads_words: bool
+    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str], *, reads_words: bool, moved: bool
 ) -> Iterator[Problem]:
     """Yield what a changed list of sources changes of the samples that the run was trained on.
 
     Sources keep their places, because the order of samples counts them. ``trained``: names of those that have given
-    samples; the others may be removed. ``reads_words``: sources are prepared with a tokenizer.
+    samples; the others may be removed. ``reads_words``: sources are prepared with a tokenizer. ``moved``: to another
+    cluster, where files have other paths.
     """
     keys = [key.removesuffix(".path") for key, _ in after.paths()]
     for number, was in enumerate(before.all_sources):
@@ -195,7 +213,7 @@ def _source_objections(
         given = after.all_sources[number]
         old, new = was.model_dump(mode="json"), given.model_dump(mode="json")
         for name in ("name", "path", "format", "field", "fields"):
-            if old[name] != new[name]:
+            if old[name] != new[name] and not (moved and name == "path"):
                 key = keys[number] if after.source is not None else f"{keys[number]}.{name}"
                 yield _fixed(key, json.dumps(old[name]), json.dumps(new[name]))
     for number, added in enumerate(after.all_sources):

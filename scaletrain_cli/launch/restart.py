@@ -25,8 +25,10 @@ from scaletrain_cli.launch.attempts import (
 )
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, cache_failure, ended_with_its_job
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.attempt_requests import read_growth_request, read_idle_request
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
-from scaletrain_cli.rundir.journal import has_committed, record_event
+from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
+from scaletrain_cli.rundir.mirror_state import read_superseded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec.run import RestartsSpec
@@ -36,6 +38,8 @@ PREEMPTIONS_WITHOUT_PROGRESS = 10
 CACHES_TRIED = 2
 # The longest time for notifications: between two attempts, and at the end of the run, when nodes are idle.
 _NOTIFY_SECONDS, _LAST_NOTIFY_SECONDS = 5.0, 15.0
+# For the last events and the end of the run in its mirror; a checkpoint that is left is copied as far as time permits.
+_RELEASE_SECONDS = 60.0
 # After a preemption or at the time limit: the job must submit itself again before the scheduler kills it.
 _PREEMPTED_NOTIFY_SECONDS = 1.0
 
@@ -57,7 +61,11 @@ _BUDGET: dict[ExitReason, str] = {
 }
 _PREEMPTED: tuple[ExitReason, ...] = ("preempted", "time-limit")
 # Not the run's fault: preempted on healthy nodes, or not started on unfit ones.
-_NEUTRAL: tuple[ExitReason, ...] = (*_PREEMPTED, "cancelled", "wrong-nodes")
+_NEUTRAL: tuple[ExitReason, ...] = (*_PREEMPTED, "resize", "idle", "cancelled", "wrong-nodes")
+# Restarts that are charged to no budget.
+_FREE: tuple[ExitReason, ...] = ("time-limit", "resize")
+# How the ranks of an idle run may end on the signal: with their state saved, or without a handler for it.
+_ENDS_OF_IDLE: tuple[ExitReason, ...] = ("preempted", "out-of-grace", "killed", "crash", "communication")
 
 
 def decide(
@@ -77,6 +85,8 @@ def decide(
         return Decision.because(False, exit_code, Reason("launch.stop-done"))
     if cancelled or reason == "cancelled":
         return Decision.because(False, exit_code, Reason("launch.stop-cancelled"))
+    if reason == "idle":
+        return Decision.because(False, exit_code, Reason("launch.stop-idle"))
     if exit_code in (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.DO_NOT_REQUEUE):
         return Decision.because(False, exit_code, Reason("launch.stop-no-retry", {"exit_code": int(exit_code)}))
     if (cache := _full_caches(history)) is not None:
@@ -90,7 +100,7 @@ def decide(
     if progress_known and idle >= PREEMPTIONS_WITHOUT_PROGRESS and (reason in _PREEMPTED or free):
         why = Reason("launch.stop-no-progress-preempted", {"attempts": idle})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
-    if reason == "time-limit":
+    if reason in _FREE:
         return Decision.because(True, exit_code, Reason("launch.restart-free", {"exit_reason": reason}))
     name = "preemption" if free else _BUDGET.get(reason, "crash")
     allowed: int | str = getattr(restarts, name)
@@ -143,7 +153,8 @@ def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]
 def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
     """Return why no attempt may begin (cancelled, done, or no budget left); None if one may."""
     if run.is_cancelled:
-        return Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-cancelled-before-start"))
+        why = _superseded(run) or Reason("launch.stop-cancelled-before-start")
+        return Decision.because(False, ExitCode.PREEMPTED, why)
     history = attempts_of_job(run, job_id)
     last = history[-1] if history else None
     if last is None or last.exit_code is None or last.reason is None:
@@ -161,6 +172,15 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
     return None if decision.requeue else decision
 
 
+def _superseded(run: RunDir) -> Reason | None:
+    """Return why no attempt may follow if another place continues the run from its mirror; None if none does."""
+    owner = read_superseded(run)
+    if owner is None:
+        return None
+    params = {"run_dir": owner.get("run_dir", "another folder"), "host": owner.get("host", "another host")}
+    return Reason("launch.stop-superseded", params)
+
+
 def _progress_known(run: RunDir, record: RunRecord) -> bool:
     """Return whether checkpoints show the progress: a program of ``code.command`` may save in a way of its own."""
     return record.spec.code.command is None or has_committed(run)
@@ -172,8 +192,29 @@ def attempts_of_job(run: RunDir, job_id: str) -> list[AttemptRecord]:
 
 
 def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:
-    """Return the first attempt that counts against the budgets of attempt ``number``."""
-    return min((attempt.number for attempt in attempts_of_job(run, job_id)), default=number)
+    """Return the first attempt that counts against the budgets of attempt ``number``.
+
+    A resume without a person grants no new budgets: the jobs before it count as well.
+    """
+    jobs = {job_id, *_jobs_before(run, job_id)}
+    return min((attempt.number for attempt in read_attempts(run) if attempt.job_id in jobs), default=number)
+
+
+def _jobs_before(run: RunDir, job_id: str) -> list[str]:
+    """Return the jobs in whose place the job was submitted without a person, the latest first."""
+    submitted = [event for event in read_events(run) if event["event"] == "submitted"]
+    places = [place for place, event in enumerate(submitted) if event.get("job_id") == job_id]
+    found, place = [], places[-1] if places else 0
+    while place > 0 and submitted[place].get("automatic"):
+        place -= 1
+        found.append(str(submitted[place].get("job_id")))
+    return found
+
+
+def automatic_submissions(run: RunDir) -> int:
+    """Return how often the run was resumed without a person since it was last submitted or resumed by one."""
+    submitted = [event for event in read_events(run) if event["event"] == "submitted"]
+    return sum(1 for _ in itertools.takewhile(lambda event: bool(event.get("automatic")), reversed(submitted)))
 
 
 _HOUR = 3600.0
@@ -210,10 +251,14 @@ def conclude_attempt(
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
     if stop_reason is not None and outcome.lost and not down:
         outcome = ended_with_its_job(outcome)
-    if outcome.reason in ("preempted", "out-of-grace") and time_is_up():
+    if outcome.reason in _ENDS_OF_IDLE and (idle := read_idle_request(run, number)) is not None:
+        outcome = _ended_idle(outcome, idle)
+    elif outcome.reason in ("preempted", "out-of-grace") and time_is_up():
         outcome = dataclasses.replace(
             outcome, reason="time-limit", why=Reason("launch.out-of-time", {"end": outcome.why})
         )
+    elif outcome.reason in ("preempted", "out-of-grace") and (asked := read_growth_request(run, number)) is not None:
+        outcome = dataclasses.replace(outcome, reason="resize", why=asked)
     if stop_reason is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
         decision = Decision.because(False, outcome.exit_code, stop_reason, left_to_scheduler=True)
     else:
@@ -229,12 +274,22 @@ def conclude_attempt(
             cancelled,
             progress_known=_progress_known(run, record),
         )
+        if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:
+            decision = Decision.because(False, decision.exit_code, why)
     _record(run, end_attempt(run, spec, number, outcome, decision))
     _remember_bad_nodes(run, number, outcome, down, decision)
     if decision.requeue or decision.left_to_scheduler:  # else conclude_run sends it together with the end of the run
         seconds = _PREEMPTED_NOTIFY_SECONDS if is_preemption(outcome.reason) else _NOTIFY_SECONDS
         _send_notifications(run, record, _receivers_environment(run, record), seconds)
     return decision
+
+
+def _ended_idle(outcome: Outcome, idle: Reason) -> Outcome:
+    """Return the end of an attempt that was asked to end for doing nothing; how its ranks ended is no fault."""
+    why = idle
+    if outcome.reason != "preempted":
+        why = Reason("launch.one-then-another", {"first": idle, "then": outcome.why})
+    return Outcome(int(ExitCode.PREEMPTED), "idle", why)
 
 
 def conclude_abandoned(run: RunDir, record: RunRecord) -> None:
@@ -263,14 +318,19 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
     """
     record = _record_of(run)
     environment = None if record is None else _receivers_environment(run, record)  # before they are forgotten
-    if decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled:
+    if decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled or decision.code == "launch.stop-idle":
         forget_secrets(run)
     if decision.exit_code != ExitCode.DONE:
-        if run.is_cancelled:
+        if run.is_cancelled and _superseded(run) is None:
             record_event(run, "cancelled")
         record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why, **decision.reason.to_document())
     if record is not None and environment is not None:
         _send_notifications(run, record, environment, _LAST_NOTIFY_SECONDS)
+        if record.spec.checkpoint.mirror.to is not None and not decision.left_to_scheduler:
+            from scaletrain_cli.launch.mirroring import release_mirror
+
+            preempted = decision.exit_code == ExitCode.PREEMPTED and not run.is_cancelled
+            release_mirror(run, record, environment, _NOTIFY_SECONDS if preempted else _RELEASE_SECONDS)
     return decision.exit_code
 
 
@@ -283,8 +343,8 @@ def _record_of(run: RunDir) -> RunRecord | None:
 
 
 def _receivers_environment(run: RunDir, record: RunRecord) -> dict[str, str]:
-    """Return the variables for the receivers of notifications; empty if there are none."""
-    if not record.spec.notify:
+    """Return the variables for the receivers of notifications, and for the mirror; empty if there are none."""
+    if not record.spec.notify and record.spec.checkpoint.mirror.to is None:
         return {}
     from scaletrain_cli.notify.notifier import receivers_environment
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -26,8 +26,16 @@ from scaletrain_cli.launch.submit import Submission, keep_secrets, read_submissi
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
+from scaletrain_cli.rundir.mirror_state import read_restored, read_superseded
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, add_revision, checkpoint_folder, read_record, withdraw_revision
+from scaletrain_cli.rundir.record import (
+    RunRecord,
+    add_revision,
+    checkpoint_folder,
+    is_elsewhere,
+    read_record,
+    withdraw_revision,
+)
 from scaletrain_cli.spec import RunSpec
 
 
@@ -59,9 +67,10 @@ class Resumption:
     submission: Submission
 
 
-def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeReport:
+def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: bool = False) -> ResumeReport:
     """Return what a resume would do; changes nothing.
 
+    ``take_over``: a job whose scheduler does not answer, or does not know it, counts as over.
     Raises UsageError for a damaged record, SchedulerError for a scheduler that does not answer.
     """
     record, submission = read_record(run), read_submission(run)
@@ -71,7 +80,10 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
     last = attempts[-1] if attempts else None
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
-    job = scheduler.job(run, record)
+    job = _job_to_take_over(scheduler, run, record) if take_over else scheduler.job(run, record)
+    elsewhere = bool(job.id) and is_elsewhere(run, record)
+    if elsewhere and read_restored(run)[0]:  # what was received from the mirror is older than what the pods have
+        last, checkpoint, passed_over, logged = None, None, [], None
     reported = last is None and job.exit_code is not None  # the attempts are not visible here
     return ResumeReport(
         last_attempt=last,
@@ -81,33 +93,42 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=job.exit_code == 0 if last is None else last.reason == "done",
-        active=job.may_be_active and not job.resumable,
+        active=job.is_active if take_over else job.may_be_active and not job.resumable,
         job=job,
-        had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
-        unseen=not record.spec.cluster.traits.shared_run_directory
-        and last is None
-        and checkpoint is None
-        and bool(job.id)
-        and not job.resumable,
+        had_checkpoint=bool(checkpoint or passed_over or (has_committed(run) and not elsewhere)),
+        unseen=elsewhere and checkpoint is None and not job.resumable,
     )
+
+
+def _job_to_take_over(scheduler: Backend, run: RunDir, record: RunRecord) -> Job:
+    try:
+        return scheduler.job(run, record)
+    except SchedulerError as error:
+        return Job("", "unknown", error.message.rstrip("."), reason=error.reason)
 
 
 def resume(
     run: RunDir,
     *,
     from_scratch: bool = False,
+    take_over: bool = False,
     resize: Resize | None = None,
     scheduler: Backend | None = None,
     preparation_tasks: int = 0,
     say: Callable[[str], None] = lambda line: None,
+    automatic: int = 0,
+    check: Callable[[], None] = lambda: None,
 ) -> Resumption:
     """Submit the run again, with new restart budgets. Raises UsageError where ``refuse`` does.
 
     With ``resize`` the run continues in that layout; where that changes nothing, no revision is written.
-    ``preparation_tasks`` and ``say``: as in submit_run().
+    ``take_over``: as in inspect_resume(). ``preparation_tasks`` and ``say``: as in submit_run().
+    ``automatic``: number of the resume without a person, which grants no new budgets; 0: of a person.
+    ``check``: called with the lock of the run, before anything changes; raises if the run must not be resumed any more.
     """
     with submit_lock(run):
-        record, report = read_record(run), inspect_resume(run, scheduler)
+        check()
+        record, report = read_record(run), inspect_resume(run, scheduler, take_over=take_over)
         refuse(run, report, from_scratch=from_scratch, resize=resize)
         if resize is not None and resize.before.revision != record.revision:
             raise UsageError(Reason("launch.resume-resized-meanwhile", {"run": run.run_id}))
@@ -120,7 +141,7 @@ def resume(
             _stop_files_moved_aside(run),
         ):
             fetch_to_shared_cache(revised.spec, revised.hub, os.environ)
-            return Resumption(report, submit_prepared(run, revised, scheduler, preparation_tasks, say))
+            return Resumption(report, submit_prepared(run, revised, scheduler, preparation_tasks, say, automatic))
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:
@@ -132,12 +153,19 @@ def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, res
 
 def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: Resize | None) -> Reason | None:
     name = {"run": run.run_id}
+    if (owner := read_superseded(run)) is not None:
+        place = {"run_dir": owner.get("run_dir", "another folder"), "host": owner.get("host", "another host")}
+        return Reason("mirror.continues-elsewhere", name | place | {"place": owner.get("to", "MIRROR")})
     if report.finished:
         return Reason("launch.resume-finished", name)
     if report.active:
         known = report.job.state != "unknown"
         detail = report.job.why if report.job.detail else recorded(report.job.state)
         return Reason("launch.resume-active" if known else "launch.resume-unknown", name | {"detail": detail})
+    if report.unseen and not from_scratch and resize is not None and resize.spec.cluster.traits.shared_run_directory:
+        mirror = resize.before.spec.checkpoint.mirror.to
+        to = {"scheduler": resize.spec.cluster.traits.display_name, "place": mirror}
+        return Reason("launch.resume-unseen" if mirror is None else "launch.resume-unseen-mirrored", name | to)
     if report.checkpoint is not None and from_scratch:
         return Reason("launch.resume-has-checkpoint", name | {"checkpoint": report.checkpoint.path.name})
     step = report.last_step_logged or 0
@@ -215,7 +243,16 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
     made: list[Path] = []
     try:
         made = [] if resize.snapshot is None else write_snapshot(run, resize.snapshot)
-        revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code, hub=hub)
+        revised = add_revision(
+            run,
+            record,
+            resize.spec,
+            resize.plan,
+            resize.overrides,
+            code=resize.after.code,
+            hub=hub,
+            size_plans=resize.size_plans,
+        )
     except BaseException:
         remove_snapshot(made)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.full_disk import has_no_space
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
-from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.base import Backend, Job, job_from
 from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
@@ -20,12 +21,14 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput, steps_lost
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
+from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import why_not_prepared
-from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.record import RunRecord, is_elsewhere, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 from scaletrain_cli.rundir.times_and_costs import newest_steps, remaining_seconds, typical_seconds, without_first_steps
 from scaletrain_cli.rundir.validations import measures_in
+from scaletrain_cli.sent_run import sent_run
 from scaletrain_cli.spec.backend_traits import display_name
 
 
@@ -81,10 +84,11 @@ def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job
 
 # fmt: off
 RunState = Literal[
-    "queued", "running", "suspended", "ending", "preempted", "finished", "failed", "cancelled", "unknown",
+    "queued", "running", "suspended", "ending", "preempted", "finished", "failed", "cancelled", "ended-idle", "unknown",
 ]
 # fmt: on
-OVER: tuple[RunState, ...] = ("finished", "failed", "cancelled")  # only a resume continues the run
+OVER: tuple[RunState, ...] = ("finished", "failed", "cancelled", "ended-idle")  # only a resume continues the run
+SENT_JOB_SECONDS = 60.0  # since the machine that shows a view has sent the job: after that, it is not known
 # The number of latest lines that are searched for a validation loss.
 _LINES_SEARCHED = 10_000
 
@@ -118,6 +122,7 @@ class RunStatus:
     measured: Measured | None  # by the newest attempt that measured anything
     goodput: Goodput | None  # the shares of the time over all attempts
     straggler: Reason | None = None  # the rank that is slower than the others
+    idle: Reason | None = None  # that the run does nothing, and when it is ended for that
     sweep: SweepPlace | None = None  # the sweep that the run is a point of
     source_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of several sources, by name
     source_validation_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -127,6 +132,11 @@ class RunStatus:
     learning_rate: float | None = None
     grad_norm: float | None = None  # of the whole model, before clipping
     mfu: float | None = None  # model FLOPs utilization, from 0 to 1; None on a CPU
+    mirror: MirrorState | None = None  # of a run with checkpoint.mirror, once its process has started
+    planned_nodes: int | None = None  # of the current plan
+    sizes: tuple[int, ...] = ()  # numbers of nodes on which an attempt may start, if there are several
+    step_seen: bool = True  # False: nothing that was read has a step, and ``step`` is 0
+    files_seen: bool = True  # False: the run directory is on a volume that this machine does not see
 
     @property
     def why(self) -> str:
@@ -137,12 +147,14 @@ class RunStatus:
         """Return the stable JSON object (docs/json.md)."""
         measured = None if self.measured is None else self.measured.to_json()
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
-        plain |= {"why": self.why, **self.reason.to_document()}
+        plain |= {"why": self.why, **self.reason.to_document()} | ({} if self.step_seen else {"step": None})
         slow = self.straggler
         plain |= {"straggler": str(slow or ""), "straggler_reason": None if slow is None else slow.to_document()}
+        plain |= {"idle": str(self.idle or ""), "idle_reason": None if self.idle is None else self.idle.to_document()}
         plain["job"] = {"state": self.job.state, "detail": self.job.detail, **self.job.why.to_document()}
         goodput = None if self.goodput is None else self.goodput.to_json()
         sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
+        plain["mirror"] = None if self.mirror is None else self.mirror.to_json()
         return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
 
@@ -159,8 +171,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     job = _ask(run, record, last, scheduler) if job is None else job
     measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
     state = _state(run, record, job, last)
-    # The volume is not visible here, and the pods were deleted before any command read their output.
-    unseen = record.spec.total_steps if state == "finished" and not record.spec.training.early_stopping.patience else 0
+    files_seen = not is_elsewhere(run, record)
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
@@ -168,7 +179,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         scheduler=record.spec.cluster.scheduler,
         job_id=job.id or (submission.job_id if submission else ""),
         attempt=last.number if last else 0,
-        step=measured.get("step", unseen),
+        step=measured.get("step", 0),
         total_steps=record.spec.total_steps,
         loss=measured.get("loss"),
         validation_loss=measured.get("validation_loss"),
@@ -184,6 +195,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         measured=read_measured(run),
         goodput=run_goodput(run),
         straggler=_straggler(run),
+        idle=idle_notice(run, time.time()) if job.may_be_active else None,
         sweep=read_sweep_place(run),
         source_losses=_by_source(measured, "loss/"),
         source_validation_losses=_by_source(measured, "validation_loss/"),
@@ -193,6 +205,11 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         learning_rate=measured.get("learning_rate"),
         grad_norm=measured.get("grad_norm"),
         mfu=measured.get("mfu"),
+        mirror=None if record.spec.checkpoint.mirror.to is None else read_mirror_state(run),
+        planned_nodes=record.spec.cluster.nodes,
+        sizes=record.sizes,
+        step_seen=files_seen or "step" in measured,
+        files_seen=files_seen,
     )
 
 
@@ -239,7 +256,7 @@ def is_over(run: RunDir, status: RunStatus) -> bool:
     if status.state == "unknown":
         return status.job.forgotten
     if status.state != "preempted":
-        return status.state in ("finished", "failed", "cancelled")
+        return status.state in OVER
     return not status.job.may_be_active
 
 
@@ -248,6 +265,8 @@ def eta_seconds(run: RunDir, status: RunStatus) -> float | None:
 
     0 after the last step; None if the run does not train, or has measured fewer than five steps.
     """
+    if not status.step_seen:
+        return None
     left = status.total_steps - status.step
     if left > 0 and is_over(run, status):
         return None
@@ -269,6 +288,11 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
 
 
 def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: Backend | None) -> Job:
+    if (known := sent_run(run.path)) is not None:  # the scheduler is asked where the view is shown
+        job, silent = job_from(known.job), time.time() - known.received
+        if silent <= SENT_JOB_SECONDS:
+            return job
+        return Job.because(job.id, "unknown", Reason("launch.sent-job-old", {"seconds": round(silent)}), job.nodes)
     if last is not None and last.reason == "done":  # final: saves a request to the scheduler
         return Job("", "ended", "finished")
     try:
@@ -310,6 +334,8 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
     if last is None and failed_preparation(run, record, job) is not None:
         return "failed"
     if last is None:
+        if job.reason is not None and job.reason.contains("launch.stop-idle"):  # on a volume that is not visible here
+            return "ended-idle"
         known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}
         return known.get(job.exit_code, _of_cause(job.cause))
     if last.ended is None:
@@ -334,6 +360,8 @@ def failed_preparation(run: RunDir, record: RunRecord, job: Job) -> Reason | Non
 
 def _of_cause(reason: ExitReason | None) -> RunState:
     """Return the state of a run that is over, by its exit reason."""
+    if reason == "idle":
+        return "ended-idle"
     return reason if reason == "cancelled" or reason == "preempted" else "failed"
 
 
@@ -397,6 +425,21 @@ def _straggler(run: RunDir) -> Reason | None:
         if event.get("event") == "stragglers":
             params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
             return Reason("launch.straggler", params) if None not in params.values() else None
+    return None
+
+
+def idle_notice(run: RunDir, now: float) -> Reason | None:
+    """Return that the running attempt does nothing, if that was announced and still holds. ``now``: Unix seconds."""
+    for event in reversed(read_events(run)):
+        if event["event"] in ("idle-over", "attempt-ended", "submitted", "stopped"):
+            break
+        if event["event"] == "idle":
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # the event has another form
+                passed = max(0.0, now - float(event["time"]))
+                left = max(0.0, float(event["ends_in_seconds"]) - passed)
+                params = {"seconds": float(event["seconds"]) + passed, "left": left, "what": event["measured"]}
+                return Reason("launch.idle", params | {"run": run.run_id, "timeout": float(event["timeout"])})
+            break
     return None
 
 

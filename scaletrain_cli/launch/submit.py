@@ -15,7 +15,7 @@ import secrets
 import shutil
 import string
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +43,7 @@ from scaletrain_cli.rundir.record import (
     require_own_checkpoints,
     require_own_run,
     write_record,
+    write_size_plans,
     write_spec_lines,
 )
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
@@ -112,18 +113,25 @@ def new_run_id(name: str, now: float) -> str:
     return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
+def require_run_id(run_id: str) -> None:
+    """Raise UsageError if a run id is not safe as the name of a folder."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise UsageError(Reason("runs.invalid-id", {"id": run_id}))
+
+
 def make_record(
     spec: RunSpec,
     plan: RunPlan,
     run_id: str | None = None,
     snapshot: Snapshot | None = None,
     hub: Mapping[str, str] | None = None,
+    size_plans: Mapping[int, RunPlan] | None = None,
 ) -> RunRecord:
     """Return the record that create_run would write. Raises UsageError for an invalid run id."""
     now = time.time()
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
-    if not _RUN_ID.fullmatch(run_id):
-        raise UsageError(Reason("runs.invalid-id", {"id": run_id}))
+    require_run_id(run_id)
+    spec = backend_for(spec.cluster.scheduler).with_local_defaults(spec)
     return RunRecord(
         run_id=run_id,
         created=now,
@@ -135,6 +143,7 @@ def make_record(
         working_folder=str(Path.cwd()),
         code=None if snapshot is None else snapshot.record,
         hub=resolve_commits(spec, os.environ, hub),
+        sizes=tuple(size_plans or ()),
     )
 
 
@@ -148,15 +157,17 @@ def create_run(
     trust_owner: bool = False,
     stored_secrets: Mapping[str, str] | None = None,
     hub: Mapping[str, str] | None = None,
+    size_plans: Mapping[int, RunPlan] | None = None,
 ) -> CreatedRun:
     """Create the run directory, or return the one with the same spec and code under this id.
 
     Takes a snapshot of the user's code unless ``snapshot`` is given. Raises UsageError, also for a directory
     of another user unless ``trust_owner``. ``stored_secrets``: values of ``secret_env`` that are not set here.
-    ``hub``: commits of references that an earlier run has resolved.
+    ``hub``: commits of references that an earlier run has resolved. ``size_plans``: as in PlannedRun; without them the
+    run has one size.
     """
     snapshot = snapshot or take_snapshot(spec)
-    record = make_record(spec, plan, run_id, snapshot, hub)
+    record = make_record(spec, plan, run_id, snapshot, hub, size_plans)
     run = RunDir((root or runs_root()) / record.run_id)
     if os.path.lexists(run.path):
         require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
@@ -175,6 +186,7 @@ def create_run(
         if snapshot is not None:
             write_snapshot(draft, snapshot)
         write_spec_lines(draft, spec)
+        write_size_plans(draft, 0, size_plans or {})
         write_record(draft, record)
         # rename() replaces only an empty folder, so one of two concurrent submitters fails here.
         draft.path.rename(run.path)
@@ -218,6 +230,7 @@ def submit_prepared(
     scheduler: Backend,
     preparation_tasks: int,
     say: Callable[[str], None] = lambda line: None,
+    automatic: int = 0,
 ) -> Submission:
     """Submit the job, and before it the one that prepares the data, if it has tasks. As submit_job() and submit_run().
 
@@ -225,11 +238,11 @@ def submit_prepared(
     """
     if not preparation_tasks:
         forget_job(preparation_folder(run))
-        return submit_job(run, record, scheduler)
+        return submit_job(run, record, scheduler, automatic)
     scheduler.submit_preparation(run, record, preparation_tasks)
     scheduler.await_preparation(run, record, say)
     try:
-        return submit_job(run, record, scheduler)
+        return submit_job(run, record, scheduler, automatic)
     except SchedulerSilentError:  # the scheduler may have the job
         raise
     except ScaletrainError:
@@ -246,19 +259,57 @@ def _begun_since(run: RunDir, request: Request) -> Submission | None:
     return Submission(request.scheduler, begun[-1].job_id, request.asked, request.first_attempt, request.revision)
 
 
-def submit_job(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
+def submit_job(run: RunDir, record: RunRecord, scheduler: Backend, automatic: int = 0) -> Submission:
     """Submit the job even if the run was submitted before. The caller holds submit_lock().
+
+    ``automatic``: number of the resume without a person, which the event records; 0: a person submits it.
 
     The intent is written before the request, and kept unless the scheduler refuses, since an answer may be lost.
     """
+    text = scheduler.render(run, record)
+    with _asked(run, record) as first_attempt:
+        job_id = scheduler.submit(run, record)
+    return _accepted(run, record, scheduler, job_id, first_attempt, text, automatic)
+
+
+def submit_together(
+    sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], scheduler: Backend, cap: int
+) -> list[Submission]:
+    """Submit the runs of a sweep as one job array, or return their earlier submissions.
+
+    Raises UsageError if only some of them were submitted before.
+    """
+    for _, record in runs:
+        fetch_to_shared_cache(record.spec, record.hub, os.environ)
+    with contextlib.ExitStack() as locks:
+        for run, _ in runs:
+            locks.enter_context(submit_lock(run))
+        earlier = [None if open_request(run) is not None else read_submission(run) for run, _ in runs]
+        if all(one is not None for one in earlier):
+            return [one for one in earlier if one is not None]
+        if any(one is not None for one in earlier):
+            raise UsageError(Reason("launch.array-partly-submitted", {"sweep": sweep}))
+        again = any(open_request(run) is not None for run, _ in runs)
+        texts = [scheduler.render(run, record) for run, record in runs]
+        with contextlib.ExitStack() as requests:
+            first = [requests.enter_context(_asked(run, record)) for run, record in runs]
+            job_ids = scheduler.submit_array(sweep, runs, cap, again=again)
+        return [
+            _accepted(run, record, scheduler, job_id, first_attempt, text)
+            for (run, record), job_id, first_attempt, text in zip(runs, job_ids, first, texts, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _asked(run: RunDir, record: RunRecord) -> Iterator[int]:
+    """Record the request while it is sent, and keep it unless the scheduler refuses; yield the first attempt."""
     earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
     first_attempt = max(run.attempts(), default=0) + 1
-    text = scheduler.render(run, record)
     lost = None if request is None else request.asked
     asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before, lost)
     _write_submission(run, {"state": "asked", **dataclasses.asdict(asked)})
     try:
-        job_id = scheduler.submit(run, record)
+        yield first_attempt
     except SchedulerSilentError:
         raise
     except ScaletrainError:
@@ -267,16 +318,30 @@ def submit_job(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission
         else:
             _write_submission(run, earlier)
         raise
+
+
+def _accepted(
+    run: RunDir,
+    record: RunRecord,
+    scheduler: Backend,
+    job_id: str,
+    first_attempt: int,
+    text: str,
+    automatic: int = 0,
+) -> Submission:
+    """Record the submission that the scheduler has accepted. ``text``: the job as it was submitted."""
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
-    code = {} if record.code is None else {"code": record.code.name}
-    _submitted(run, submission, **code)
+    more: dict[str, Any] = {} if record.code is None else {"code": record.code.name}
+    if automatic:
+        more["automatic"] = automatic
+    _submitted(run, submission, **more)
     store_rendered_job(run, text)
     if record.spec.evaluation.tasks and record.spec.evaluation.job.submit == "auto":
         scheduler.start_following_evaluations(run)
     return submission
 
 
-def _submitted(run: RunDir, submission: Submission, **more: str) -> Submission:
+def _submitted(run: RunDir, submission: Submission, **more: Any) -> Submission:
     """Record that the scheduler accepted the job."""
     data = dataclasses.asdict(submission)
     _write_submission(run, {"state": "submitted", **data})

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
@@ -15,7 +15,15 @@ from scaletrain_cli.launch.cancel import cancel
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.status import OVER, RunStatus, exit_code_of, is_over, run_statuses
-from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
+from scaletrain_cli.launch.submit import (
+    CreatedRun,
+    Submission,
+    create_run,
+    open_request,
+    read_submission,
+    submit_run,
+    submit_together,
+)
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
@@ -29,12 +37,13 @@ _LONGEST_ID = 100
 
 @dataclass(frozen=True)
 class Point:
-    """One run to submit: its id, its overrides, its spec and its plan."""
+    """One run to submit: its id, its overrides, its spec and its plan; ``size_plans``: as in PlannedRun."""
 
     run_id: str
     overrides: tuple[str, ...]
     spec: RunSpec
     plan: RunPlan
+    size_plans: Mapping[int, RunPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,14 @@ def submit_sweep(
         after = points[index - cap].run_id if index >= cap else None
         made: CreatedRun | None = None
         try:
-            made = create_run(point.spec, point.plan, point.run_id, snapshot=code[point.spec.code])
-            if made.created or (read_submission(made.run) is None and read_sweep_place(made.run) is None):
-                write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
+            snapshot = code[point.spec.code]
+            made = create_run(point.spec, point.plan, point.run_id, snapshot=snapshot, size_plans=point.size_plans)
+            earlier = None if made.created else read_sweep_place(made.run)
+            # Of an array that was not queued, as far as is known: it is still looked for.
+            of_array = earlier is not None and earlier.array
+            if made.created or (read_submission(made.run) is None and (earlier is None or of_array)):
+                place = SweepPlace(sweep, index + 1, len(points), point.overrides, after, array=of_array)
+                write_sweep_place(made.run, place)
             tasks = data[index].tasks if data else 0
             if data:
                 data[index].record(made.run)
@@ -100,6 +114,46 @@ def submit_sweep(
                 error.explain(Reason("launch.sweep-partly-submitted", {"why": why, "runs": left}))
             raise
     return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
+
+
+def submit_as_array(
+    sweep: str,
+    points: Sequence[Point],
+    scheduler: Backend,
+    cap: int,
+    snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
+    data: Sequence[PreparedData] = (),
+) -> list[SubmittedPoint]:
+    """Submit all points as one job array, of which ``cap`` run at a time; if that fails, nothing is left of them.
+
+    Raises UsageError if they do not request the same from the scheduler, or their data are not prepared.
+    """
+    if not scheduler.can_submit_arrays:
+        raise UsageError(Reason("launch.no-arrays", {"scheduler": scheduler.traits.display_name}))
+    if any(one.tasks for one in data):
+        raise UsageError(Reason("launch.array-not-prepared"))
+    scheduler.require_array([point.spec for point in points])
+    code = take_snapshots(points) if snapshots is None else snapshots
+    made: list[CreatedRun] = []
+    try:
+        for index, point in enumerate(points):
+            snapshot = code[point.spec.code]
+            one = create_run(point.spec, point.plan, point.run_id, snapshot=snapshot, size_plans=point.size_plans)
+            made.append(one)
+            if one.created or (read_submission(one.run) is None and open_request(one.run) is None):
+                place = SweepPlace(sweep, index + 1, len(points), point.overrides, array=True)
+                write_sweep_place(one.run, place)
+            if data:
+                data[index].record(one.run)
+        done = submit_together(sweep, [(one.run, one.record) for one in made], scheduler, cap)
+    except SchedulerSilentError:  # the scheduler may have the array; the same command finds it
+        raise
+    except ScaletrainError:
+        for one in made:
+            if one.created:
+                shutil.rmtree(one.run.path)
+        raise
+    return [SubmittedPoint(one.run, submission, one.created) for one, submission in zip(made, done, strict=True)]
 
 
 def _cancel_submitted(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:

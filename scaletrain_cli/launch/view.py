@@ -58,7 +58,7 @@ class RunView:
     @property
     def next_checkpoint_step(self) -> int | None:
         """The step of the next checkpoint by the interval of the spec, or as planned; None if none will follow."""
-        if self.is_over or self.status.step >= self.status.total_steps:
+        if self.is_over or not self.status.files_seen or self.status.step >= self.status.total_steps:
             return None
         every = self.record.spec.checkpoint.every
         interval = every if isinstance(every, int) else self.record.plan.durability.interval_steps

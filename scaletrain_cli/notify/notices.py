@@ -18,7 +18,7 @@ _TOO_OFTEN = ("launch.stop-no-progress-preempted", "launch.stop-budget-used-up")
 _MOST_PENDING = 50
 _NUMBERS = ("sent", "dropped", "last_sent", "blocked_until")  # of a receiver
 _SEVERITIES = {"failed": "error", "hang": "error", "finished": "note", "test": "note"}
-_WARNINGS = ("preempted-too-often", "rolled-back", "nodes-excluded", "spike", "stragglers", "tracker-off")
+_WARNINGS = ("preempted-too-often", "idle", "rolled-back", "nodes-excluded", "spike", "stragglers", "tracker-off")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def _kind(event: Mapping[str, Any], name: str) -> str:
         return "trained"
     if name == "stopped" and str(event.get("code", "")).startswith("launch.stop-cancelled"):
         return "cancelled-run"
+    if name == "stopped" and event.get("code") == "launch.stop-idle":
+        return "idle"
     if name == "stopped" and event.get("exit_code") == ExitCode.PREEMPTED:
         return "preempted-too-often" if event.get("code") in _TOO_OFTEN else "stopped"
     return "failed" if name == "stopped" else name

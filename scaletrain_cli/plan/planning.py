@@ -11,7 +11,7 @@ from scaletrain_cli.plan.adapters import check_adapter
 from scaletrain_cli.plan.advice.data_feed import feed_assumptions, feed_warnings
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import about_local_sgd, assumptions, warnings
-from scaletrain_cli.plan.axes import Axes, Rule, resolve_axes
+from scaletrain_cli.plan.axes import Rule, resolve_axes
 from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.data_size import data_size
@@ -21,6 +21,7 @@ from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import Calibration, Layout, RunPlan, Time
 from scaletrain_cli.plan.search.bounds import Bounds
+from scaletrain_cli.plan.search.fastest_layout import fastest
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
 from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search.layouts import division_problems
@@ -77,23 +78,25 @@ def plan_within(
     *,
     compared: bool = False,
     bounds: Bounds | None = None,
-    all_axes: Sequence[Axes] | None = None,
+    counted: bool = True,
 ) -> RunPlan | None:
     """Return the same plan as ``plan_or_raise``; None if its step is known to exceed ``most_seconds``.
 
     ``bounds``: lower bounds for the layouts of this spec, which may be known from another number of nodes.
-    ``all_axes``: the result of ``axes_to_try``; the plan then does not count the degrees that break a rule.
+    ``counted``: count the degrees that break a rule.
     """
     _check_family(spec)
     check_adapter(spec)
     check_what_trains(spec)
     _check_framework(spec)
     device = find_accelerator(spec.cluster)
-    counts = RejectionCounts()
-    all_axes = axes_to_try(spec, counts) if all_axes is None else all_axes
-    if not all_axes:
-        raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
-    found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
+    found = None if compared else fastest(spec, device, bounds, most_seconds)
+    if found is None:
+        counts = RejectionCounts()
+        all_axes = axes_to_try(spec, counts if counted else None)
+        if not all_axes:
+            raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
+        found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
     if found.too_slow:
         return None
     if found.chosen is None:

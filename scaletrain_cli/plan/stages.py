@@ -141,6 +141,17 @@ def stages_of(
     )
 
 
+@lru_cache(maxsize=1024)
+def first_alike(stages: tuple[Stage, ...]) -> tuple[int, ...]:
+    """Return for each stage the place of the first one with the same ends and as many blocks with and without experts.
+
+    In a model with a pattern of blocks, or of which blocks train different parts, such stages may still differ.
+    """
+    first: dict[Stage, int] = {}
+    alike = (stage._replace(position=0, start=0) for stage in stages)
+    return tuple(first.setdefault(stage, place) for place, stage in enumerate(alike))
+
+
 def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
     """Return the parameters on one rank of one stage.
 
@@ -207,8 +218,17 @@ def chunks_in_flight(layout: Layout, index: int) -> int:
     before its first backward pass (Megatron-LM, pipeline_parallel/schedules.py get_pp_rank_microbatches), and then one
     more.
     """
-    stages, chunks = layout.pipeline_parallel, layout.virtual_pipeline
+    return chunks_of_schedule(
+        layout.gradient_accumulation_steps, layout.pipeline_parallel, layout.virtual_pipeline, index
+    )
+
+
+def chunks_of_schedule(micro_batches: int, stages: int, chunks: int, index: int) -> int:
+    """Return the same as ``chunks_in_flight`` for numbers in place of a layout.
+
+    ``stages``: of the pipeline; ``chunks``: virtual stages on each; ``index``: the stage.
+    """
     if chunks == 1 or stages == 1:
-        return chunks * micro_batches_in_flight(layout, index)
+        return chunks * min(micro_batches, stages - index)
     warm_up = 2 * (stages - 1 - index) + (chunks - 1) * stages
-    return min(warm_up + 1, layout.gradient_accumulation_steps * chunks)
+    return min(warm_up + 1, micro_batches * chunks)

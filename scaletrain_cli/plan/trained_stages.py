@@ -125,18 +125,23 @@ class TrainedStage(NamedTuple):
     def blocks_of(self, model: ModelSpec, stage: Stage) -> tuple[BlockRun, ...]:
         """Return the runs on one pipeline stage."""
         if not self.runs:
-            kinds, nothing = model.block_runs(stage.start, stage.blocks), PartTensors((), ())
-            starts = accumulate((count for _, count in kinds), initial=stage.start)
-            return tuple(
-                BlockRun(start, count, experts, WHOLE, nothing)
-                for start, (experts, count) in zip(starts, kinds, strict=False)
-            )
+            return _whole_runs(model.block_runs(stage.start, stage.blocks), stage.start)
         found, end = [], stage.start + stage.blocks
         for run in self.runs:
             first, last = max(run.start, stage.start), min(run.start + run.blocks, end)
             if first < last:
                 found.append(run._replace(start=first, blocks=last - first))
         return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _whole_runs(kinds: tuple[tuple[bool, int], ...], first: int) -> tuple[BlockRun, ...]:
+    """Return the runs of blocks that train as a whole; ``kinds``: (has experts, blocks) of each from ``first`` on."""
+    starts = accumulate((count for _, count in kinds), initial=first)
+    return tuple(
+        BlockRun(start, count, experts, WHOLE, PartTensors((), ()))
+        for start, (experts, count) in zip(starts, kinds, strict=False)
+    )
 
 
 def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:

@@ -182,6 +182,8 @@ TEXTS: dict[str, Text] = {
         "has {count:of uncommitted file}: {files:list}", ("Commit or stash them, or set code.uncommitted: patch",)
     ),
     "code-empty": Text("has no file that git tracks or would add", ("Set it to the folder of your code",)),
+    "code-packed-broken": Text("has a packed snapshot that cannot be read: {said}", ("Send it again",)),
+    "code-packed-changed": Text("has a packed snapshot whose files differ from its listing", ("Send it again",)),
     "code-too-large": Text(
         "is {max_bytes:,} bytes, and {files:of file} of {folder} take {bytes:,}; the largest are {largest:list}",
         ("Name what a run does not need in {ignore_file}, or increase it",),

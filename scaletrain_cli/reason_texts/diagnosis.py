@@ -166,6 +166,11 @@ _FINDINGS = {
         "{restarts:of restart} took {share:percent} of the time: lost work {lost_work:seconds}, set-up "
         "{set_up:seconds}, waiting {idle:seconds}"
     ),
+    "mirror-failing": Text("checkpoints are not copied to the mirror {to}, whose newest one is of step {step:whole}"),
+    "mirror-behind": Text(
+        "step {waiting:whole} waits for {lag:seconds} for the mirror {to}, whose newest checkpoint is of step "
+        "{step:whole}"
+    ),
     "saves-slow": Text(
         "a checkpoint takes {seconds:seconds}, planned are {planned:seconds}; it blocks training for "
         "{blocked:seconds}, {share:percent} of the time"
@@ -253,6 +258,9 @@ _CAUSES = {
     "cause-long-interval": Text("checkpoints are too rare for these interruptions"),
     "cause-long-set-up": Text("an attempt takes long until its first step: start of processes, loading, compilation"),
     "cause-low-clipping": Text("the limit of {limit:g} is far below the usual norm of {norm:.3g}"),
+    "cause-mirror-fails": Text("{cause}"),
+    "cause-mirror-slow": Text("the bandwidth to the mirror is less than a checkpoint needs in its interval"),
+    "cause-mirror-often": Text("each checkpoint is copied; with fewer the mirror keeps up"),
     "cause-no-clipping": Text("gradients are not clipped"),
     "cause-no-gradient": Text("hardly any gradient reaches the weights (norm {norm:.3g})"),
     "cause-no-recompute": Text("activations are kept that could be recomputed"),

@@ -32,6 +32,22 @@ _TOO_FEW_NODES = "the {nodes} nodes can run at most {fit} of the job's pods, and
 _CHOOSE_OWNER = "Set cluster.kubernetes.run_as_user: {owner}, or change the owner of the folder to {uid}"
 
 TEXTS: dict[str, Text] = {
+    # Views of a run whose volume is not mounted here.
+    "view-never-ran": Text("no pod of {run} has been created yet"),
+    "view-waits": Text("no pod of {run} runs now; its job is {state}"),
+    "view-per-pod": Text("the run directory of {run} is on a volume that is deleted with each of its pods"),
+    "view-starts": Text(
+        "no pod of {run} runs: starting one that reads its files (Job {job} in {namespace}, which ends two minutes "
+        "after the last view)"
+    ),
+    "view-pod-waits": Text("the pod that reads the files does not run after {seconds:seconds}: {cause}"),
+    "view-no-cause": Text("the cluster gives no reason"),
+    "view-suspended": Text(
+        "the pod that reads the files waits in a queue of Kueue, which manages Jobs without a queue here",
+        ("Set cluster.kubernetes.preparation.queue in the next run to a queue with a quota of CPUs",),
+    ),
+    "view-job-gone": Text("Job {job}, whose pod reads the files, was deleted"),
+    "view-pod-failed": Text("the pod that reads the files ended: {cause}"),
     # The preparation of data before the workload exists.
     "preparation-runs": Text("the data are prepared by {job}: {running} of {tasks:of pod} run", (_GOES_ON,)),
     "preparation-waits": Text("the data are not prepared: {job} waits: {cause}", (_GOES_ON,)),
@@ -67,6 +83,11 @@ TEXTS: dict[str, Text] = {
     ),
     "forbidden": Text("{where} forbids the request (403): {said}", (_ASK_RIGHT,)),
     "not-installed": Text("{where} has no {kind} of {api_version}", ("Install it: {install}",)),
+    "served-in-other-versions": Text(
+        "{where} has no {kind} of {api_version}: it serves {group} as {served:list}, and this version of ScaleTrain "
+        "knows {kind} as {known:list}",
+        ("Use a version of ScaleTrain for that API, or a release of the controller that serves {api_version}",),
+    ),
     "not-served": Text("{where} has no {kind} of {api_version}"),
     "read-refused": Text("{where}: {object} cannot be read ({status}): {said}"),
     "delete-refused": Text("{where}: {object} cannot be deleted ({status}): {said}"),
@@ -83,7 +104,25 @@ TEXTS: dict[str, Text] = {
     ),
     "runs-claim-missing": Text(
         "is missing",
-        ("Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there",),
+        (
+            "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there. "
+            "Without such a volume, a run of one node may set cluster.kubernetes.runs.per_pod",
+        ),
+    ),
+    "per-pod-gang": Text(
+        "a run of {nodes:of node} needs a run directory that all its pods see",
+        ("Name a claim with ReadWriteMany in cluster.kubernetes.runs.claim, or set cluster.nodes to 1",),
+    ),
+    "checkpoints-lost": Text(
+        "is on the volume of the pod (cluster.kubernetes.runs.per_pod), and lost with it",
+        ("Use a folder below a volume that outlives the pod: {volumes:or}",),
+    ),
+    "checkpoints-lost-no-volume": Text(
+        "is on the volume of the pod (cluster.kubernetes.runs.per_pod), and lost with it",
+        (
+            "Mount a claim, which may be ReadWriteOnce, with cluster.kubernetes.volumes, and use a folder below its "
+            "path",
+        ),
     ),
     "priority-too-long": Text("must have at most {most} characters: Kueue reads it from a label of the job"),
     "secret-name-taken": Text("is set by the launcher in every pod", ("Choose another name",)),
@@ -99,8 +138,9 @@ TEXTS: dict[str, Text] = {
         "the run's record and code take {bytes:,} bytes, {code_bytes:,} of them the packed code; a ConfigMap, by which "
         "pods get it, holds at most {most_bytes:,}",
         (
-            "List what the run does not need in .scaletrainignore, or put the tree into the image or onto a volume and "
-            "set code.on_nodes to its path",
+            "List what the run does not need in .scaletrainignore, or name object storage in "
+            "cluster.kubernetes.code_store, or put the tree into the image or onto a volume and set code.on_nodes to "
+            "its path",
         ),
     ),
     "max-concurrent": Text(
@@ -137,6 +177,7 @@ TEXTS: dict[str, Text] = {
         ("Their events show why: no free node, an image that cannot be pulled, a volume that cannot be mounted",),
     ),
     "rendezvous-timeout": Text("rendezvous with pod 0 at {address} timed out after {seconds:.0f} s: {said}"),
+    "preparation-interrupted": Text("terminated while the pod prepared the data; the next attempt continues with it"),
     "rendezvous-interrupted": Text("terminated before all pods of the gang had joined"),
     "volume-not-shared": Text(
         "{folder} does not appear on {node} although pod 0 has created it",
@@ -166,6 +207,13 @@ TEXTS: dict[str, Text] = {
     "volcano-queue-too-small": Text(
         "can never hold the job: it needs {needed} {resource}, and the capability is {total}"
     ),
+    "queue-without-kind": Text(
+        "Kueue does not manage {kind}s here: the job would start at once, outside the quota of queue {queue}",
+        (
+            "Ask the administrator to add it to integrations.frameworks of Kueue (k8s/kueue-values.yaml), or use "
+            "another cluster.kubernetes.backend",
+        ),
+    ),
     "cluster-queue-missing": Text("points to ClusterQueue {queue}, which does not exist"),
     "namespace-not-admitted": Text(
         "ClusterQueue {queue} admits no jobs of namespace {namespace} (its namespaceSelector)"
@@ -182,6 +230,7 @@ TEXTS: dict[str, Text] = {
     "secret-missing": Text("there is no such Secret in namespace {namespace}"),
     "secret-key-missing": Text("Secret {secret} has no key {key}; its keys are: {keys}"),
     "folder-not-writable": Text(_FOLDER, (_CHOOSE_OWNER,)),
+    "object-forbidden": Text("{kind}: you need the right to {verb} {resource}; the server says: {said}", (_ASK_RIGHT,)),
     "object-refused": Text("{kind} as it would be created: {refusal}"),
     "object-field-refused": Text("{kind} as it would be created: {field}: {cause}"),
     "derived-object-refused": Text("the {kind} that would be created from it is refused: {said}"),
@@ -213,8 +262,8 @@ TEXTS: dict[str, Text] = {
         "{mounted:list} (cluster.kubernetes.runs and volumes)"
     ),
     "note-native-gang": Text(
-        "cluster.kubernetes.native_gang: needs Kubernetes 1.36 with the feature gates GenericWorkload and "
-        "GangScheduling and --runtime-config=scheduling.k8s.io/v1alpha2=true; later versions have another API"
+        "cluster.kubernetes.native_gang: needs the feature gates GenericWorkload and GangScheduling, and the API "
+        "(--runtime-config=scheduling.k8s.io/VERSION=true): v1alpha2 in Kubernetes 1.36, v1alpha3 or v1beta1 in 1.37"
     ),
     "note-no-gang": Text(
         "cluster.kubernetes.queue: without one nothing schedules {pods} pods together. Two runs can each hold a part "
@@ -336,6 +385,11 @@ TEXTS: dict[str, Text] = {
     "phase": Text("{phase}"),
     "phase-said": Text("{phase}: {said}"),
     "pod-failed": Text("pod {pod} ended with exit code {summary}"),
+    "pod-ended": Text("pod {pod} on {node} ended with exit code {exit_code}: {cause}"),
+    "pod-ended-at": Text("pod {pod} on {node} ended with exit code {exit_code} at step {step}: {cause}"),
+    "pod-superseded": Text("another attempt follows attempt {attempt}; the run has not ended"),
+    "pod-measured": Text("the measurement of the nodes has ended"),
+    "pod-without-decision": Text("pod 0 made no decision on the attempt; this pod ended with exit code {exit_code}"),
     "pod-removed": Text("pod {pod}: {event}: {said}"),
     "pods-saving": Text("{pods:of pod} saving and exiting"),
     "pods-ending": Text("{pods:of pod} still ending"),
@@ -490,6 +544,7 @@ TEXTS: dict[str, Text] = {
         (_LOGS, "Correct what the message names (the volume, the GPUs, the spec); then `scaletrain resume {run}`"),
     ),
     "ended": Text("the job has ended: {state}", (_LOGS, _RESUME)),
+    "no-running-pod": Text("{where}: the container of node {node} of {run} does not run now"),
     # ---- status --cluster ------------------------------------------------------------------------------------------
     "view-not-permitted": Text("not shown: {part}; you need the right to list {right}"),
     "view-not-permitted-in-all-namespaces": Text(

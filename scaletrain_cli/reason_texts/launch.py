@@ -46,6 +46,49 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "profile-none": Text("{run} has no profile", ("`scaletrain profile {run}` makes one while the run trains.",)),
+    # ---- sessions on a node of a running run -----------------------------------------------------------------------
+    "no-session": Text(
+        "`scaletrain exec`, `shell` and `port-forward` are not implemented for {scheduler}",
+        ("Use the tools of that scheduler.",),
+    ),
+    "session-not-running": Text(
+        "{run} does not run; its state is {state}", ("`scaletrain status {run}` shows when it does.",)
+    ),
+    "session-unknown": Text("the scheduler does not say whether {run} runs: {why}"),
+    "session-no-node": Text(
+        "{run} has no node {node}; its nodes are {names:list}", ("Give a name, or a number from 0 to {last}.",)
+    ),
+    "session-no-node-number": Text("{run} has no node {node}", ("Give a number from 0 to {last}.",)),
+    "session-no-rank": Text("the run has no rank {rank}", ("Give a number from 0 to {last}.",)),
+    "session-no-terminal": Text(
+        "a shell needs a terminal as standard input and output",
+        ("`scaletrain exec {run} -- COMMAND` runs a command without one.",),
+    ),
+    "session-no-command": Text("{command} was not found in PATH, and it is needed to reach the node"),
+    "session-lost": Text(
+        "the connection to {node} ended: {command} ended with exit code {exit_code}, for the reason that it printed"
+    ),
+    "session-damaged": Text("what arrives from {node} is not a session: {error}"),
+    # ---- views of a run whose files are on a volume of its cluster -------------------------------------------------
+    "no-view": Text("{scheduler} offers no way to the files of a run"),
+    "view-place": Text("the files of {run}"),
+    "view-failed": Text("{error}"),
+    "view-said": Text("{why}: {said}"),
+    "view-now": Text("the files of the run can be read now"),
+    "view-unread": Text(
+        "the files of {run} are on a volume of its cluster and were not read: {why}. Shown is what the cluster reports"
+    ),
+    "view-not-seen": Text(
+        "not seen: the files of the run are on a volume of its cluster that this machine does not see"
+    ),
+    "sent-job-old": Text(
+        "the machine that shows this has not reported the state of the job for {seconds:seconds}",
+        ("Check whether the scheduler answers there",),
+    ),
+    "port-invalid": Text("{given}: must be [LOCAL:]REMOTE with ports from 1 to 65535, such as 6006 or 8080:80"),
+    "port-in-use": Text(
+        "port {port} of this machine cannot be used: {error}", ("Choose another one: LOCAL:REMOTE, or 0:REMOTE.",)
+    ),
     # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
     "calibration-few-steps": Text(
         "{run} has {steps:of measured step} after the first ones of its latest attempt; a calibration needs {needed}"
@@ -77,9 +120,11 @@ TEXTS: dict[str, Text] = {
     "restart-counted": Text("{exit_reason}: restart {used} of {allowed} (restarts.{budget})"),
     "stop-done": Text("the run is done"),
     "stop-cancelled": Text("the run was canceled"),
+    "stop-superseded": Text("the run continues in {run_dir} on {host}, from its mirror"),
     "stop-cancelled-before-start": Text("the run was canceled before the attempt began"),
     "stop-before-start": Text("the job was stopped before an attempt began"),
     "job-stopped": Text("the job was stopped; `scaletrain resume` continues the run"),
+    "stop-idle": Text("the run did nothing; `scaletrain resume` continues it"),
     "stop-no-retry": Text("exit code {exit_code} means that a retry cannot help"),
     "stop-budget-used-up": Text("{exit_reason}: restarts.{budget} = {allowed} is used up"),
     "stop-no-progress": Text("{attempts} failed attempts in a row committed no newer checkpoint"),
@@ -100,6 +145,18 @@ TEXTS: dict[str, Text] = {
     "exit-time-limit": Text(
         "attempt {attempt} ended: the time limit was reached; all ranks saved a checkpoint before it",
         _LONGER_TIME,
+    ),
+    "exit-resize": Text(
+        "attempt {attempt} ended: it was stopped at a checkpoint to restart on more nodes",
+        ("cluster.nodes.grow: false keeps a run on the nodes that it has, until it is preempted",),
+    ),
+    "exit-idle": Text(
+        "attempt {attempt} ended: the run did nothing for cluster.idle_timeout, and its nodes were released",
+        (
+            f"{_RESUME} continues it",
+            f"{_RESUME} --set cluster.idle_timeout=2h allows more time; =null allows any",
+            "scaletrain logs {run} shows what the ranks printed last, which may be what they waited for",
+        ),
     ),
     "exit-out-of-grace": Text(
         "attempt {attempt} ended: the grace period expired before all ranks had saved; the latest committed checkpoint "
@@ -272,6 +329,16 @@ TEXTS: dict[str, Text] = {
     "straggler": Text(
         "rank {rank} computes {seconds:seconds} per step before it waits, the other ranks {others_seconds:seconds}"
     ),
+    "idle": Text(
+        "the {what} of the run have done nothing for {seconds:seconds}; unless they do, its ranks save and exit in "
+        "{left:seconds} (cluster.idle_timeout = {timeout:seconds})",
+        (
+            "Let the run do its work, or release its nodes: `scaletrain cancel {run}`",
+            "scaletrain logs {run} shows what the ranks printed last, which may be what they wait for",
+        ),
+    ),
+    "ended-idle": Text("the {what} of the run did nothing for {seconds:seconds}, the time of cluster.idle_timeout"),
+    "lost-before-attempt": Text("its job ended before an attempt began: {detail}"),
     # ---- explain: a run without an ended attempt -------------------------------------------------------------------
     "state-unknown": Text(
         "whether {what} of {run} is queued, running or over is not known",
@@ -306,12 +373,27 @@ TEXTS: dict[str, Text] = {
     "follows-not-job-over": Text("no attempt follows, since the job is over: {detail}"),
     "decided": Text("{decision}; {follows}"),
     "continue": Text("the latest valid checkpoint is used", (_CONTINUE,)),
+    # ---- job arrays ------------------------------------------------------------------------------------------------
+    "no-arrays": Text("--array: {scheduler} has no job arrays here", ("Leave it out: each run then has a job.",)),
+    "array-not-prepared": Text(
+        "--array: the data of the sweep are not prepared, and the tasks of an array wait for no job",
+        ("Prepare them first: --prepare now",),
+    ),
+    "array-partly-submitted": Text(
+        "--array: some runs of the sweep {sweep} were submitted before, and others not",
+        ("Submit it without --array: each of the others then gets a job of its own",),
+    ),
     # ---- cancel ----------------------------------------------------------------------------------------------------
     "no-force": Text("--force has no effect on {scheduler}, where {run} is", ("Remove the option",)),
     # ---- resume ----------------------------------------------------------------------------------------------------
     "resume-finished": Text("{run} has finished; there is nothing to resume"),
     "resume-unknown": Text("whether {run} is still running is not known: {detail}", ("Resume it once that is known",)),
     "resume-active": Text("{run} is still active: {detail}", ("Wait for it, or run `scaletrain cancel {run}` first",)),
+    "resized": Text("job {job} got nodes for {nodes} of the sizes {sizes:list}; the attempt before had {before}"),
+    "asked-to-grow": Text(
+        "stopped at a checkpoint to restart on {nodes:of node} instead of {before}: the restart takes about "
+        "{cost:seconds}, and saves {gain:seconds}"
+    ),
     "resume-resized-meanwhile": Text(
         "{run} was resized by another command in the meantime", ("Check its status, then resume it",)
     ),
@@ -330,6 +412,16 @@ TEXTS: dict[str, Text] = {
     "resume-no-checkpoint": Text(
         "{run} trained up to step {step} and ended before its first checkpoint",
         ("Train from the start with --from-scratch",),
+    ),
+    "resume-unseen": Text(
+        "the pods of {run} wrote its checkpoints to a volume that is not visible here, and its attempts would not "
+        "see them on {scheduler}",
+        ("Resume it on its present cluster, or train from the start with --from-scratch",),
+    ),
+    "resume-unseen-mirrored": Text(
+        "the pods of {run} wrote its checkpoints to a volume that is not visible here, and its attempts would not "
+        "see them on {scheduler}",
+        ("Resume it from its mirror: add --from-mirror {place}",),
     ),
     "resume-layout-fixed": Text(
         "{run} cannot continue in another layout: {optimizer} keeps its states quantized in blocks that follow the "

@@ -29,6 +29,21 @@ TEXTS: dict[str, Text] = {
     ),
     "other-node": Text("all ranks wait in step {step} ({phase}) for another node"),
     "no-suspect": Text("no rank stands out: all responded from step {step} ({phase})"),
+    # A command beside the ranks.
+    "exec-no-attempt": Text(
+        "no attempt of {run} runs on node {node_rank} now: it is starting, or between two attempts",
+        ("Repeat the command; `scaletrain status {run}` shows the attempts.",),
+    ),
+    "exec-no-rank": Text("rank {rank} does not run on {node} now"),
+    "exec-failed": Text("the command could not be run on the node: {error}"),
+    # Views for another machine.
+    "view-no-directory": Text("there is no run directory {folder} on the volume: no pod has written to it yet"),
+    "view-other-run": Text("{folder} on the volume is another run with the same name"),
+    "view-other-revision": Text(
+        "{folder} on the volume has revision {found} of the run, and no pod of revision {wanted} has started yet"
+    ),
+    "view-failed": Text("the run directory could not be read: {error}"),
+    "port-not-open": Text("port {port} of the node refuses the connection: {error}"),
     # Why no rank was started: the job and the run directory.
     "parent-ended": Text("the parent process {pid} has ended; no rank is started"),
     "job-exists": Text("{run} has a job already"),

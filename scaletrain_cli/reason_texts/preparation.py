@@ -16,6 +16,11 @@ TEXTS: dict[str, Text] = {
     "by-user": Text(
         "the data must be prepared below the runs root of the nodes", ("Run scaletrain data prepare there",)
     ),
+    "by-the-job": Text("the pod of the run prepares the data itself, on its own volume, each time it starts"),
+    "by-the-job-alone": Text(
+        "the pod of the run prepares the data itself, on its own volume (cluster.kubernetes.runs.per_pod)",
+        ("Leave out --prepare and --submit, or name a claim in cluster.kubernetes.runs.claim",),
+    ),
     "job-before": Text(
         "the data are prepared on the nodes' volume by a job of {tasks:of task} on CPU nodes, if they are not yet; the "
         "training job is created when it has ended"

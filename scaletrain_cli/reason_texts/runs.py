@@ -29,6 +29,10 @@ TEXTS: dict[str, Text] = {
         "the spec of {run} has no evaluation.tasks, so that there is nothing to run on its checkpoints",
         ("Set evaluation.tasks with `scaletrain resume {run} --set`, or in the spec of the next run",),
     ),
+    "checkpoints-unseen": Text(
+        "the checkpoints of {run} are on a volume of its cluster that this machine does not see",
+        ("Run the command on a machine or in a pod that mounts it",),
+    ),
     "evaluation-without-checkpoint": Text("{run} has no checkpoint of step {step}; it has the steps {steps:list}"),
     "evaluation-does-not-fit": Text(
         "an evaluation needs {weight_bytes:bytes} for the weights, and {gpu} has {capacity_bytes:bytes}",

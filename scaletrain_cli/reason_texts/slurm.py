@@ -14,6 +14,10 @@ TEXTS: dict[str, Text] = {
     "no-answer": Text("{command} did not answer within {seconds:.0f} s"),
     "answer-lost": Text("{command} got no answer from Slurm: {said}"),
     "command-failed": Text("{command} failed: {said}"),
+    "session-node-unknown": Text(
+        "job {job} holds another number of nodes than its run uses, and no record names node {number} of the run",
+        ("`scaletrain status` shows when the attempt has begun; then repeat the command",),
+    ),
     # ---- submit and cancel -----------------------------------------------------------------------------------------
     "nothing-queued": Text("{failure}. Nothing was queued"),
     "older-job": Text("job {job} of {run}, which has an earlier layout, has not ended", ("Run `scancel {job}` first",)),
@@ -60,6 +64,17 @@ TEXTS: dict[str, Text] = {
     ),
     "request-not-accepted": Text("sbatch was called at {time} and got no answer; Slurm lists no job of this run"),
     # ---- restart decisions -----------------------------------------------------------------------------------------
+    "array-of-different-jobs": Text(
+        "--array: the runs of the sweep do not request the same from Slurm: {options:list}",
+        ("Leave out --array: each run then has a job of its own.",),
+    ),
+    "array-of-node-ranges": Text(
+        "--array: cluster.nodes is a range", ("Give one number of nodes, or leave out --array.",)
+    ),
+    "array-partly-queued": Text(
+        "some runs of the sweep {sweep} are queued in an array, and others are not",
+        ("Cancel them with `scaletrain cancel {sweep}`, and submit the sweep again.",),
+    ),
     "job-being-ended": Text("Slurm is ending the job, and decides whether to requeue it"),
     "job-not-requeued": Text(
         "Slurm did not requeue the job (the job's log contains the error); `scaletrain resume` continues the run"
@@ -104,6 +119,9 @@ TEXTS: dict[str, Text] = {
     ),
     "wait-licenses": Text(
         "job {job} is pending: the licenses that it requests are in use", ("scontrol show licenses",)
+    ),
+    "wait-shared-resources": Text(
+        "job {job} is pending: nodes or shared resources that it needs are not available now ({word})"
     ),
     "wait-partition-down": Text(
         "job {job} is pending: its partition accepts no jobs now", ("Ask the administrator", _OTHER_PARTITION)
@@ -188,6 +206,18 @@ TEXTS: dict[str, Text] = {
     "too-many-gpus": Text(
         "nodes of partition {partition} have at most {most:of GPU}", ("Request {most} per node and more nodes",)
     ),
+    "too-many-gpus-of-type": Text(
+        "nodes of partition {partition} have at most {most:of GPU} of type {type}",
+        ("Request {most} per node and more nodes, or another type",),
+    ),
+    "several-gpu-types": Text(
+        "nodes that fit the job have GPUs of different types, {types:list}: without a type, Slurm may give it several",
+        ("Set it to the type of {gpu}", "Or name a partition, constraint or nodelist with GPUs of one type"),
+    ),
+    "several-gpu-types-with-own": Text(
+        "nodes that fit the job have GPUs of different types, {types:list}: without a type, Slurm may give it several",
+        ("Set it to {type} for {gpu}", "Or name a partition, constraint or nodelist with GPUs of one type"),
+    ),
     "too-many-cpus": Text(
         "nodes of partition {partition} have at most {most} CPUs; the job requests {requested} on each",
         ("Set it to {enough}",),
@@ -225,6 +255,10 @@ TEXTS: dict[str, Text] = {
     "no-mount-source": Text("{source} does not exist", ("Name a folder of the nodes",)),
     # ---- preflight: what only waits, or should be known ------------------------------------------------------------
     "note-plugin-may-change": Text("{subject}: {problem}. A job_submit plugin of the cluster may change the value"),
+    "note-several-gpu-types": Text(
+        "cluster.slurm.gres_type is not set, and nodes that fit the job have GPUs of different types, {types:list}: "
+        "Slurm may give it several, unless a job_submit plugin of the cluster sets a type"
+    ),
     "note-no-reserve": Text(
         "QOS {qos} reserves no nodes for a pending job (NoReserve): smaller jobs may take every node that becomes free "
         "until {nodes} are free at the same time"

@@ -10,7 +10,7 @@ from typing import Any
 
 from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw
 from scaletrain_cli.report.comparison import ranked
-from scaletrain_cli.report.markup import plain_value, safe, table, tiles, value_text
+from scaletrain_cli.report.markup import plain_value, safe, step_text, table, tiles, value_text
 from scaletrain_cli.report.run_charts import line_of, loss_span, since_start
 from scaletrain_cli.report.run_sections import SWITCH, finding_item
 from scaletrain_cli.text import counted, percent_text, whole_text
@@ -167,7 +167,7 @@ def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
             [
                 f'<span class="swatch {color}" style="background:var(--c)"></span>{name}',
                 safe(status["state"]),
-                f"{status['step']:,} of {status['total_steps']:,}",
+                step_text(status),
                 safe(value_text(status["loss"], "")),
                 value_text(final, ""),
                 safe(value_text(status["step_seconds"]["measured"], "seconds")),

@@ -50,6 +50,12 @@ _LABELS = {
 }
 
 
+def step_text(status: Mapping[str, Any]) -> str:
+    """Return ``1,234 of 2,000`` of a status as JSON; ``not seen, of 2,000`` where no step was read."""
+    step = "not seen," if status["step"] is None else f"{status['step']:,}"
+    return f"{step} of {status['total_steps']:,}"
+
+
 def value_text(value: Any, unit: str) -> str:
     """Return a value with its unit: bytes, seconds, usd, share, steps, per_second, hertz, ... or none."""
     if isinstance(value, str):  # as "nan" is recorded

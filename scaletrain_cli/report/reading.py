@@ -270,5 +270,5 @@ def verdict(status: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) ->
     severities = {finding["severity"] for finding in findings}
     if status["state"] == "failed" or "error" in severities:
         return "bad"
-    stands = status["state"] in ("unknown", "suspended", "cancelled", "preempted")
+    stands = status["state"] in ("unknown", "suspended", "cancelled", "ended-idle", "preempted")
     return "attention" if stands or "warning" in severities else "good"

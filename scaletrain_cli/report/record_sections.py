@@ -68,7 +68,7 @@ def attempts_section(run: Mapping[str, Any]) -> Iterator[str]:
     width = max(1e-9, end - start)
     bars = []
     for one in attempts:
-        ended_well = one["is_open"] or one["reason"] in (None, "preempted")
+        ended_well = one["is_open"] or one["reason"] in (None, "preempted", "resize", "idle")
         kind = "done" if one["reason"] == "done" else "" if ended_well else "bad"
         left, size = 100 * (one["started"] - start) / width, 100 * (one["until"] - one["started"]) / width
         title = safe(f"attempt {one['number']}: {one['reason'] or 'runs'}")

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from scaletrain_cli.launch.status import OVER
 from scaletrain_cli.report.hardware_sections import hardware_section
 from scaletrain_cli.report.markup import (
     details,
@@ -13,6 +14,7 @@ from scaletrain_cli.report.markup import (
     plain_value,
     prose,
     safe,
+    step_text,
     table,
     tiles,
     value_text,
@@ -31,7 +33,6 @@ from scaletrain_cli.report.run_charts import chart_figures, span_of_run
 from scaletrain_cli.text import count_text, counted, percent_text, seconds_text
 
 _FIRST_FINDINGS = 3
-_OVER = ("finished", "failed", "cancelled")
 SWITCH = (
     '<div class="switch" role="radiogroup" aria-label="horizontal axis"><span>horizontal axis</span>'
     '<label><input type="radio" name="axis" id="axis-step" checked /> steps</label>'
@@ -64,7 +65,8 @@ def run_sections(run: Mapping[str, Any], tables: list[dict[str, Any]]) -> Iterat
         yield f'<section id="curves">{SWITCH}<p class="soft"><small>{legend}</small></p>'
         yield f'<div class="charts">{"".join(figures)}</div></section>'
     else:
-        yield '<section id="curves"><p class="missing">No step was measured yet.</p></section>'
+        missing = "No step was measured yet." if run["status"]["files_seen"] else "The steps were not seen."
+        yield f'<section id="curves"><p class="missing">{missing}</p></section>'
     for key, title, body in shown:
         yield f'<section id="{key}"><h2>{title}</h2>{"".join(body)}</section>'
     if run["missing"]:
@@ -81,7 +83,7 @@ def head(run: Mapping[str, Any]) -> Iterator[str]:
     yield f'<span class="pill {_STATES.get(status["state"], "attention")}">{safe(status["state"])}</span></div>'
     yield f'<p class="soft">{safe(_what(what, status))}</p>'
     yield f'<p class="verdict {level}"><span>{safe(_verdict(run))}</span></p>'
-    share = min(1.0, status["step"] / status["total_steps"]) if status["total_steps"] else 0.0
+    share = min(1.0, (status["step"] or 0) / status["total_steps"]) if status["total_steps"] else 0.0
     done = f'<i style="width:{100 * share:.1f}%"></i>'
     yield f'<div class="progress" role="img" aria-label="{percent_text(share)} of the steps">{done}</div>'
     yield tiles(_tiles(run, share))
@@ -124,20 +126,23 @@ def _verdict(run: Mapping[str, Any]) -> str:
     """Return the state of the run in one or two sentences."""
     status, findings = run["status"], run["diagnosis"]["findings"]
     rollbacks = sum(mark["kind"] == "rollback" for mark in run["marks"])
-    state = {"finished": "Finished", "failed": "Failed", "cancelled": "Canceled"}.get(
+    state = {"finished": "Finished", "failed": "Failed", "cancelled": "Canceled", "ended-idle": "Ended idle"}.get(
         status["state"], status["state"].capitalize()
     )
     attempts = f" in {counted(len(run['attempts']), 'attempt')}" if run["attempts"] else ""
     back = f" with {counted(rollbacks, 'rollback')}" if rollbacks else ""
-    text = f"{state} at step {status['step']:,} of {status['total_steps']:,}{attempts}{back}."
+    text = f"{state} at step {step_text(status)}{attempts}{back}."
     if status["state"] not in ("finished", "running") and status["why"]:
         text += f" {status['why'][0].upper()}{status['why'][1:]}."
     counts = {name: sum(each["severity"] == name for each in findings) for name in ("error", "warning", "note")}
     numbers = ", ".join(counted(count, name) for name, count in counts.items() if count)
-    return f"{text} Diagnosis: {numbers or _no_findings(run['diagnosis'])}."
+    return f"{text} Diagnosis: {numbers or _no_findings(run)}."
 
 
-def _no_findings(diagnosis: Mapping[str, Any]) -> str:
+def _no_findings(run: Mapping[str, Any]) -> str:
+    diagnosis = run["diagnosis"]
+    if not run["status"]["files_seen"]:
+        return "not seen"
     return "no findings" if diagnosis["measured_steps"] else "no step to diagnose"
 
 
@@ -145,7 +150,7 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
     status = run["status"]
     step, planned = status["step_seconds"]["measured"], status["step_seconds"]["planned"]
     eta = status["eta_seconds"]
-    left = "" if status["state"] in _OVER else "time left not known" if eta is None else f"{seconds_text(eta)} left"
+    left = "" if status["state"] in OVER else "time left not known" if eta is None else f"{seconds_text(eta)} left"
     if run["attempts"] and not left:
         left = f"in {seconds_text(run['attempts'][-1]['until'] - run['attempts'][0]['started'])}"
     yield "progress", percent_text(share), left, ""
@@ -178,6 +183,7 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
     yield "peak memory", value_text(peak, "bytes"), of, full
     goodput = status["goodput"]
     restarts = f"{counted(status['restarts'], 'restart')}, {counted(status['steps_lost_total'], 'step')} lost"
+    restarts = restarts if status["files_seen"] else "not seen"
     yield "goodput", "–" if goodput is None else percent_text(goodput["goodput"]), restarts, ""
     so_far, to_come = status["cost_so_far_usd"], status["cost_to_come_usd"]
     come = (
@@ -194,6 +200,9 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
     )
     yield "cost", value_text(so_far, "usd"), come, ""
     saved = status["last_checkpoint_step"]
+    if not status["files_seen"]:
+        yield "last checkpoint", "–", "not seen", ""
+        return
     yield "last checkpoint", "–" if saved is None else f"step {saved:,}", _save_note(run), ""
 
 
@@ -214,7 +223,7 @@ def _chip(finding: Mapping[str, Any]) -> str:
 def _diagnosis(run: Mapping[str, Any]) -> Iterator[str]:
     diagnosis = run["diagnosis"]
     if not diagnosis["findings"]:
-        yield f"<p>{_no_findings(diagnosis).capitalize()}.</p>"
+        yield f"<p>{_no_findings(run).capitalize()}.</p>"
     for number, finding in enumerate(diagnosis["findings"], 1):
         causes = "".join(f"<li>{prose(cause['text'])}{_change(cause['change'])}</li>" for cause in finding["causes"])
         title = f"{_chip(finding)}<b>{number}. {prose(finding['text'])}</b> "

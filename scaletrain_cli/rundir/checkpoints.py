@@ -149,7 +149,18 @@ def read_checkpoint(path: Path) -> Checkpoint | Defect:
     """Return the checkpoint as its manifest states it, or the defect of the manifest."""
     try:
         with open_to_read(path / MANIFEST) as file:
-            data = json.loads(file.read().decode("utf-8"))
+            content = file.read()
+    except FileNotFoundError:
+        return Defect("damaged", f"{MANIFEST}: missing (the deletion was interrupted, or the file was lost)")
+    except OSError as error:
+        return _os_defect(error, f"{MANIFEST}: ")
+    return parse_manifest(content, path)
+
+
+def parse_manifest(content: bytes, path: Path) -> Checkpoint | Defect:
+    """Return the checkpoint in the folder ``path`` as its manifest states it, or the defect of the manifest."""
+    try:
+        data = json.loads(content.decode("utf-8"))
         stated = data.pop("sha256")
         if stated != manifest_hash(data):
             return Defect("damaged", f"{MANIFEST}: content does not match the recorded hash")
@@ -158,10 +169,6 @@ def read_checkpoint(path: Path) -> Checkpoint | Defect:
             return Defect("damaged", f"{MANIFEST}: names files outside its folder")
         checkpoint = Checkpoint(path, data["step"], data["world_size"], data["clean"], data["attempt"], files)
         own_name = checkpoint_path(path.parent, checkpoint.step).name
-    except FileNotFoundError:
-        return Defect("damaged", f"{MANIFEST}: missing (the deletion was interrupted, or the file was lost)")
-    except OSError as error:
-        return _os_defect(error, f"{MANIFEST}: ")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Defect("damaged", f"{MANIFEST}: not the manifest of a checkpoint")
     if own_name != path.name:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import open_to_read, replace_file
+from scaletrain_cli.sent_run import sent_document
 
 T = TypeVar("T")
 
@@ -25,11 +26,16 @@ def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) ->
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the file; None if the file is missing or is not a JSON object (full disk)."""
+    """Return the JSON object in the file; None if the file is missing or is not a JSON object (full disk).
+
+    In a view for another machine, a file that is missing here may be one of that machine (sent_run.py).
+    """
     try:
         with open_to_read(path) as file:
             data = parse_json(file.read())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except FileNotFoundError:
+        return sent_document(path)
+    except (NotADirectoryError, ValueError):
         return None
     return data if isinstance(data, dict) else None
 

@@ -18,6 +18,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import entries, list_checkpoints
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
+from scaletrain_cli.rundir.mirror_state import step_being_mirrored
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.validations import ERRORS
 from scaletrain_cli.safe_files import make_folder
@@ -107,11 +108,13 @@ def awaited_steps(run: RunDir, state: State = "requested") -> list[int]:
 
 
 def steps_to_keep(run: RunDir, retention: CheckpointSpec, folder: Path) -> set[int]:
-    """Return the steps of the checkpoints in ``folder`` that an evaluation needs, and of the best one.
+    """Return the steps of the checkpoints in ``folder`` that an evaluation or the mirror reads, and of the best one.
 
     With ``keep_best`` also of those that are being evaluated: each may turn out to be the best.
     """
     kept = set(awaited_steps(run))
+    if retention.mirror.to is not None and (copied := step_being_mirrored(run)) is not None:
+        kept.add(copied)
     if retention.keep_best is not None:
         kept |= set(awaited_steps(run, "running"))
         best = best_step(run, retention.keep_best, {checkpoint.step for checkpoint in list_checkpoints(folder)})

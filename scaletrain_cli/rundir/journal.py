@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import open_to_append, open_to_change, open_to_read
+from scaletrain_cli.sent_run import sent_run
 
 _BLOCK_BYTES = 1 << 16
 _PLACED = ("from-scratch", "started", "resumed", "rolled-back")
@@ -125,8 +126,29 @@ _parsed: tuple[Path, tuple[int, int, int, int], list[dict[str, Any]]] | None = N
 def read_events(run: RunDir) -> list[dict[str, Any]]:
     """Return all events, oldest first; each has its name in ``event``. Damaged lines are left out.
 
-    The file is parsed again only if it has changed; do not modify the events.
+    The file is parsed again only if it has changed; do not modify the events. In a view for another machine, the events
+    that it has recorded itself are among them.
     """
+    own, elsewhere = _own_events(run), sent_run(run.path)
+    if elsewhere is None or not elsewhere.events:
+        return own
+    return sorted([*elsewhere.events, *own], key=_time_of)
+
+
+def events_to_send(run: RunDir) -> list[dict[str, Any]]:
+    """Return the events of this machine's run directory for a view where the other files are.
+
+    Without those that refer to a place in metrics.jsonl, which is another file there.
+    """
+    return [event for event in _own_events(run) if event["event"] not in _PLACED]
+
+
+def _time_of(event: Mapping[str, Any]) -> float:
+    found = event.get("time")
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _own_events(run: RunDir) -> list[dict[str, Any]]:
     global _parsed
     known = _parsed
     try:
@@ -215,6 +237,22 @@ class Rollback:
     from_step: int
     to_step: int
     skip: tuple[int, int]
+
+
+def invalidated_steps(events: Iterable[Mapping[str, Any]], steps: Collection[int]) -> set[int]:
+    """Return those of ``steps`` whose mirrored checkpoints were discarded: by a rollback or a start from scratch.
+
+    A step is valid again after its next event ``mirrored``. One without such an event is older than all ``events``.
+    """
+    invalid: set[int] = set()
+    for event in events:
+        if event["event"] in ("mirrored", "moved"):  # a history that was moved may lack the first one
+            invalid.discard(event["step"])
+        elif event["event"] == "from-scratch":
+            invalid.update(steps)
+        elif event["event"] == ROLLBACK_EVENT:
+            invalid.update(step for step in steps if step > event["to_step"])
+    return invalid
 
 
 def record_rollback(run: RunDir, rollback: Rollback, **evidence: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import make_folder, user_name
+from scaletrain_cli.sent_run import sent_run, sent_run_folder
 
 _ATTEMPT = re.compile(r"\d{4,}")
 
@@ -85,9 +86,21 @@ class RunDir:
         return self.path / "profile"
 
     @property
+    def superseded_file(self) -> Path:
+        """Written when another place continues the run from its mirror: no further attempt may start here."""
+        return self.path / "superseded.json"
+
+    @property
+    def mirror_claim_file(self) -> Path:
+        """The claim with which this directory owns the run in its mirror."""
+        return self.path / "mirror-claim.json"
+
+    @property
     def is_cancelled(self) -> bool:
-        """Return True if the run was canceled, by the command or by a stop file."""
-        return self.stop_file.exists() or self.manual_stop_file.exists()
+        """Return True if the run was canceled, by the command or by a stop file, or continues in another place."""
+        if self.stop_file.exists() or self.manual_stop_file.exists() or self.superseded_file.exists():
+            return True
+        return (known := sent_run(self.path)) is not None and known.is_cancelled
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
@@ -107,9 +120,9 @@ class RunDir:
             return []
         return sorted(int(entry.name) for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name))
 
-    def new_attempt(self) -> int:
-        """Claim the next attempt number; concurrent processes get different ones."""
-        number = max(self.attempts(), default=0) + 1
+    def new_attempt(self, after: int = 0) -> int:
+        """Claim the next attempt number, above ``after``; concurrent processes get different ones."""
+        number = max(after, *self.attempts(), 0) + 1
         while True:
             try:
                 make_folder(self.attempt(number) / "logs", exist_ok=False)
@@ -120,8 +133,8 @@ class RunDir:
 
 def find_run_or_newest(name: str | None) -> RunDir:
     """Return the run that find_run() finds, or without a name the one that was made last. Raises UsageError."""
-    if name is not None:
-        return find_run(name)
+    if name is not None or sent_run_folder() is not None:
+        return find_run(name or "")
     runs = list_runs()
     if not runs:
         raise UsageError(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
@@ -130,6 +143,8 @@ def find_run_or_newest(name: str | None) -> RunDir:
 
 def find_run(name: str) -> RunDir:
     """Return the run with this id, unique prefix or directory. Raises UsageError."""
+    if (shown := sent_run_folder()) is not None:  # whatever its name or path is on the machine that asks for it
+        return RunDir(shown)
     # os.path, unlike Path, returns False for a name that no file can have.
     if name and os.path.isfile(os.path.join(name, "run.json")):
         return RunDir(Path(os.path.abspath(name)))

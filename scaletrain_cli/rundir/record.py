@@ -23,6 +23,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.rundir.mirror_state import begun_here
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import (
     create_file,
@@ -35,6 +36,7 @@ from scaletrain_cli.safe_files import (
     require_writable,
     user_name,
 )
+from scaletrain_cli.sent_run import sent_run
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.section import RECORDED
 from scaletrain_cli.spec.source import SET_OPTION
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "scaletrain.run/v1"
 REVISION_SCHEMA = "scaletrain.revision/v1"
+SIZES_SCHEMA = "scaletrain.sizes/v1"
 SPEC_LINES_SCHEMA = "scaletrain.spec-lines/v1"
 _REVISION = re.compile(r"(\d{4,})\.json")
 
@@ -63,6 +66,7 @@ class RunRecord:
     revision: int = 0
     code: CodeRecord | None = None  # the user's code, if any
     hub: Mapping[str, str] = dataclasses.field(default_factory=dict)  # commits of the spec's hf:// references
+    sizes: tuple[int, ...] = ()  # numbers of nodes on which an attempt may start, fewest first; empty: only the spec's
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
@@ -78,6 +82,16 @@ def write_record(run: RunDir, record: RunRecord) -> None:
 def read_record(run: RunDir) -> RunRecord:
     """Return run.json with the latest revision's spec and plan. Raises UsageError if either cannot be read."""
     return _with_decided(run, _read(run.record, SCHEMA), max(revisions(run), default=0))
+
+
+def read_record_of(run: RunDir, attempt: int) -> RunRecord:
+    """Return the record that an attempt trains: that of the revision that attempt.json names, else the latest one.
+
+    On a network file system a node may list a folder as it was some seconds ago, without a revision that was just
+    written. Raises as read_record().
+    """
+    revision = (read_document(run.attempt(attempt) / "attempt.json") or {}).get("revision")
+    return read_record(run) if revision is None else _with_decided(run, _read(run.record, SCHEMA), int(revision))
 
 
 def read_first_record(run: RunDir) -> RunRecord:
@@ -102,8 +116,12 @@ def add_revision(
     *,
     code: CodeRecord | None = None,
     hub: Mapping[str, str] | None = None,
+    size_plans: Mapping[int, RunPlan] | None = None,
 ) -> RunRecord:
-    """Write a new spec and plan, and ``code`` and ``hub`` if given, as the next revision of ``record``, atomically."""
+    """Write a new spec and plan as the next revision of ``record``, atomically, and ``code``, ``hub`` if given.
+
+    ``size_plans``: the plans of all sizes on which an attempt may start, None if they stay those of ``record``.
+    """
     number = record.revision + 1
     path = revision_path(run, number)
     assert not path.exists(), f"revision {number} of {run.run_id} already exists: the submit lock was not held"
@@ -112,13 +130,52 @@ def add_revision(
     revised = dataclasses.replace(record, spec=spec, plan=plan, revision=number, code=code or record.code)
     if hub is not None:
         revised = dataclasses.replace(revised, hub=hub)
-    write_document(path, {**head, **_decided(revised)})
+    plans_path = _size_plans_path(run, number)
+    plans_path.unlink(missing_ok=True)  # of a revision that was interrupted before it was written
+    try:
+        if size_plans is not None:
+            revised = dataclasses.replace(revised, sizes=tuple(size_plans))
+            write_size_plans(run, number, size_plans)
+        write_document(path, {**head, **_decided(revised)})
+    except BaseException:
+        plans_path.unlink(missing_ok=True)
+        raise
     return revised
 
 
 def withdraw_revision(run: RunDir, number: int) -> None:
     """Remove a revision that no job uses."""
     revision_path(run, number).unlink(missing_ok=True)
+    _size_plans_path(run, number).unlink(missing_ok=True)
+
+
+def write_size_plans(run: RunDir, revision: int, plans: Mapping[int, RunPlan]) -> None:
+    """Write the plans of the sizes of a range of nodes, by number of nodes; an empty mapping is not written."""
+    if plans:
+        by_nodes = {str(nodes): plan.to_json() for nodes, plan in plans.items()}
+        write_document(_size_plans_path(run, revision), {"schema": SIZES_SCHEMA, "plans": by_nodes})
+
+
+def read_size_plans(run: RunDir, record: RunRecord) -> dict[int, RunPlan]:
+    """Return the plans of ``record.sizes`` by number of nodes, fewest first. Raises UsageError if they are damaged.
+
+    They were written with the first record, or with the latest revision that is not only another size.
+    """
+    if not record.sizes:
+        return {}
+    numbers = [number for number in (*revisions(run)[::-1], 0) if number <= record.revision]
+    path = next((one for one in (_size_plans_path(run, number) for number in numbers) if one.exists()), None)
+    if path is None:
+        raise UsageError(f"{run.path} has no plans of its sizes {', '.join(map(str, record.sizes))}.")
+    plans = _read(path, SIZES_SCHEMA)["plans"]
+    try:
+        return {nodes: _plan_reader().validate_python(with_reasons(plans[str(nodes)])) for nodes in record.sizes}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _size_plans_path(run: RunDir, revision: int) -> Path:
+    return run.path / "revisions" / f"{revision:04d}-sizes.json" if revision else run.path / "sizes.json"
 
 
 def revision_path(run: RunDir, number: int) -> Path:
@@ -163,6 +220,8 @@ def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
         path = revision_path(run, record.revision)
         made = {"schema": REVISION_SCHEMA, "revision": record.revision, **_decided(record)}
         documents[path.name] = json.dumps(_read(path, REVISION_SCHEMA) if path.exists() else made)
+    if (claim := read_document(run.mirror_claim_file)) is not None:  # of a run that was moved here
+        documents[run.mirror_claim_file.name] = json.dumps(claim)
     return documents
 
 
@@ -183,6 +242,8 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
         if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
             make_folder(revised.parent)
             write_document(revised, _read(path, REVISION_SCHEMA))
+    if (claim := read_document(folder / run.mirror_claim_file.name)) is not None:
+        write_document(run.mirror_claim_file, claim)
     record = read_record(run)
     if record.code is not None:
         for suffix in ("sha256", "tar.gz"):
@@ -191,6 +252,12 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
                 make_folder(placed.parent)
                 replace_file(placed, (folder / placed.name).read_bytes())
     return run, record
+
+
+def specs_of_documents(folder: Path) -> list[dict[str, Any]]:
+    """Return the specs in documents_of() as they are recorded, without validation. Raises UsageError and OSError."""
+    paths = (folder / "run.json", *(path for path in folder.iterdir() if _REVISION.fullmatch(path.name)))
+    return [_read(path, SCHEMA if path.name == "run.json" else REVISION_SCHEMA).get("spec", {}) for path in paths]
 
 
 def _whole(record: RunRecord) -> dict[str, Any]:
@@ -212,6 +279,7 @@ def _decided(record: RunRecord) -> dict[str, Any]:
         "plan": record.plan.to_json(),
         "code": None if record.code is None else dataclasses.asdict(record.code),
         **({"hub": dict(record.hub)} if record.hub else {}),
+        **({"sizes": list(record.sizes)} if record.sizes else {}),
     }
 
 
@@ -254,6 +322,7 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
             revision=revision,
             code=None if decided.get("code") is None else CodeRecord(**decided["code"]),
             hub={str(text): str(commit) for text, commit in decided.get("hub", {}).items()},
+            sizes=tuple(int(nodes) for nodes in decided.get("sizes", ())),
         )
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
@@ -292,8 +361,14 @@ def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
 
 
 def is_elsewhere(run: RunDir, record: RunRecord) -> bool:
-    """Return whether the nodes write to a volume that this machine does not see, so that the run directory is empty."""
-    return not (record.spec.cluster.traits.shared_run_directory or run.attempts())
+    """Return whether the nodes write to a volume that this machine does not see.
+
+    The run directory has then no attempts but those that were received from the mirror. The output of pods that was
+    fetched from the cluster is in folders of attempts too; only nodes write attempt.json.
+    """
+    if record.spec.cluster.traits.shared_run_directory or sent_run(run.path) is not None:
+        return False
+    return not any((run.attempt(number) / "attempt.json").is_file() for number in begun_here(run))
 
 
 def owner_note(run: RunDir) -> str | None:

@@ -12,17 +12,22 @@ from typing import Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
+from scaletrain_cli.sent_run import sent_run_folder
 
 
 @dataclass(frozen=True)
 class SweepPlace:
-    """Point ``number`` (from 1) of the ``points`` of a sweep; ``after`` is the run before it in its lane."""
+    """Point ``number`` (from 1) of the ``points`` of a sweep; ``after`` is the run before it in its lane.
+
+    ``array``: the first submission of the run was task ``number`` of one job array for the whole sweep.
+    """
 
     sweep: str
     number: int
     points: int
     overrides: tuple[str, ...]
     after: str | None = None
+    array: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object in the file."""
@@ -49,7 +54,8 @@ def read_sweep_place(run: RunDir) -> SweepPlace | None:
     if data is None:
         return None
     try:
-        return SweepPlace(data["sweep"], data["number"], data["points"], tuple(data["overrides"]), data["after"])
+        place = (data["sweep"], data["number"], data["points"], tuple(data["overrides"]), data["after"])
+        return SweepPlace(*place, array=bool(data.get("array", False)))
     except (KeyError, TypeError):
         return None
 
@@ -82,7 +88,7 @@ def find_sweep(name: str) -> Sweep:
 def find_run_or_sweep(name: str) -> RunDir | Sweep:
     """Return a sweep for its full name, or for a prefix of its runs only; otherwise a run, as find_run() does."""
     runs = list_runs()
-    if name in {run.run_id for run in runs}:
+    if sent_run_folder() is not None or name in {run.run_id for run in runs}:
         return find_run(name)
     begun = {run.run_id for run in runs if name and run.run_id.startswith(name)}
     if len(begun) < 2 and not any(run.startswith(f"{name}-") for run in begun):

@@ -119,7 +119,7 @@ def cost_so_far(run: RunDir, record: RunRecord, *, is_over: bool, now: float) ->
         data = read_document(run.attempt(number) / "attempt.json")
         if data is None or not isinstance(data.get("started"), int | float):
             continue
-        gpus, price = _figures_of_attempt(run, record, submissions, number)
+        gpus, price = _figures_of_attempt(run, record, submissions, number, data.get("revision"))
         if price is None:
             return None
         ended = data.get("ended")
@@ -130,11 +130,11 @@ def cost_so_far(run: RunDir, record: RunRecord, *, is_over: bool, now: float) ->
 
 
 def _figures_of_attempt(
-    run: RunDir, record: RunRecord, submissions: Sequence[Any], number: int
+    run: RunDir, record: RunRecord, submissions: Sequence[Any], number: int, own: Any
 ) -> tuple[int, float | None]:
-    """Return the GPUs and the dollars per GPU-hour of an attempt, by the revision that its job was submitted with."""
-    revision = record.revision
-    for event in submissions:
+    """Return the GPUs and the dollars per GPU-hour of an attempt, by its own revision or that of its submission."""
+    revision = own if isinstance(own, int) else record.revision
+    for event in () if isinstance(own, int) else submissions:
         if isinstance(event.get("first_attempt"), int) and event["first_attempt"] <= number:
             revision = event.get("revision", 0)
     if revision == record.revision:

@@ -41,6 +41,10 @@ class BackendTraits:
     secrets_from_submitter: bool = True
     # A job may submit other jobs from its nodes, as evaluations of its checkpoints.
     submits_from_nodes: bool = False
+    # The job may start with any number of nodes of a range (``cluster.nodes: {min: 2, max: 8}``); if not, the reason as
+    # a clause.
+    takes_node_range: bool = False
+    no_node_range_because: str = ""
 
 
 BUILT_IN: dict[str, BackendTraits] = {
@@ -61,6 +65,7 @@ BUILT_IN: dict[str, BackendTraits] = {
             "a batch script for sbatch",
             SlurmSpec,
             submits_from_nodes=True,
+            takes_node_range=True,
         ),
         BackendTraits(
             "kubernetes",
@@ -70,6 +75,9 @@ BUILT_IN: dict[str, BackendTraits] = {
             KubernetesSpec,
             shared_run_directory=False,
             secrets_from_submitter=False,
+            no_node_range_because=(
+                "because partial admission of Kueue exists only for batch/Job, and not for a JobSet or a TrainJob"
+            ),
         ),
     )
 }

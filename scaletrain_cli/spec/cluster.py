@@ -8,11 +8,16 @@ from pydantic import (
     Discriminator,
     Field,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     Tag,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
+    model_serializer,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plugins import PluginError
@@ -34,6 +39,8 @@ from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, OpenSection, S
 from scaletrain_cli.spec.slurm import SlurmSpec
 
 MOST_NODES = 100_000
+LEAST_IDLE_SECONDS = 10.0
+MOST_SIZES = 256  # of a range of nodes: each is planned, which takes a tenth of a second to a second
 
 
 def _price(value: Any) -> float:
@@ -130,6 +137,61 @@ def _backend_name(value: Any, info: ValidationInfo) -> str:
 BackendName = Annotated[str, PlainValidator(_backend_name), WithJsonSchema({"enum": [*BUILT_IN]})]
 
 
+NodeCount = Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)]
+
+
+class NodeRange(Section):
+    """The sizes between which the number of nodes of a run may change (``cluster.nodes: {min: 2, max: 8}``)."""
+
+    min: NodeCount = Field(description="fewest nodes on which the run starts")
+    max: NodeCount = Field(description="most nodes that it requests")
+    grow: bool = Field(default=True, description="restart on more nodes when they are idle and it pays")
+    check_every: PositiveSeconds = Field(default=300.0, description="time between two checks for idle nodes")
+    grow_every: Seconds = Field(default=1800.0, description="least time between two restarts on more nodes")
+    planned: NodeCount | None = Field(default=None, description="written by the launcher: nodes of the current plan")
+
+    @property
+    def sizes(self) -> range:
+        """Return every number of nodes in the range."""
+        return range(self.min, self.max + 1)
+
+
+_COUNT_SCHEMA = {"type": "integer", "minimum": 1, "maximum": MOST_NODES}
+_DURATION_SCHEMA = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}
+_RANGE_JSON_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["min", "max"],
+    "properties": {
+        "min": _COUNT_SCHEMA,
+        "max": _COUNT_SCHEMA,
+        "grow": {"type": "boolean"},
+        "check_every": _DURATION_SCHEMA,
+        "grow_every": _DURATION_SCHEMA,
+        "planned": {"anyOf": [_COUNT_SCHEMA, {"type": "null"}]},
+    },
+}
+_NODES_JSON_SCHEMA = {"anyOf": [_COUNT_SCHEMA, _RANGE_JSON_SCHEMA]}
+
+
+# pydantic's error types that problems.py has words for.
+_CORE_ERRORS = (
+    *("missing", "int_type", "int_from_float", "bool_type", "bool_parsing", "finite_number"),
+    *("greater_than_equal", "less_than_equal"),
+)
+
+
+def _range_error(detail: Any) -> InitErrorDetails:
+    """Return an error of the table as one of ``cluster.nodes``."""
+    kind: Any = detail["type"]
+    if kind == "extra_forbidden":
+        known = ", ".join(name for name in NodeRange.model_fields if name != "planned")
+        kind = PydanticCustomError("node_range_key", "unknown key; known keys: {known}", {"known": known})
+    elif kind not in _CORE_ERRORS:
+        kind = PydanticCustomError(kind, "{message}", {"message": detail["msg"]})
+    return InitErrorDetails(type=kind, loc=("nodes", *detail["loc"]), input=detail["input"], ctx=detail.get("ctx", {}))
+
+
 class ClusterSpec(OpenSection):
     """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process.
 
@@ -138,7 +200,9 @@ class ClusterSpec(OpenSection):
     """
 
     scheduler: BackendName = DEFAULT
-    nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
+    nodes: Annotated[NodeCount, WithJsonSchema(_NODES_JSON_SCHEMA)] = 1
+    # The range, where ``nodes`` was given as one; ``nodes`` is then the size of the current plan, at first the largest.
+    node_range: SkipJsonSchema[NodeRange | None] = Field(default=None, exclude=True)
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     cpus_per_gpu: AutoWhole = "auto"
     gpu: Accelerator = "cpu"
@@ -158,10 +222,46 @@ class ClusterSpec(OpenSection):
         used_when(where("cluster.spot", True), where("cluster.mean_time_between_interruptions", None)),
     ] = None
     grace_seconds: Seconds = 120.0
+    idle_timeout: PositiveSeconds | None = Field(
+        default=None, description="time after which a run that does nothing is ended, its state saved; null: never"
+    )
     price_per_gpu_hour: Price = "auto"
     spot_price_per_gpu_hour: Price = "auto"
     slurm: SlurmSpec = LEFT_OUT
     kubernetes: KubernetesSpec = LEFT_OUT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_node_range(cls, value: Any) -> Any:
+        """Split ``nodes: {min: 2, max: 8}`` into the range and the planned number of nodes."""
+        if not isinstance(value, dict):
+            return value
+        if "node_range" in value:
+            error = InitErrorDetails(type="extra_forbidden", loc=("node_range",), input=value["node_range"])
+            raise ValidationError.from_exception_data(cls.__name__, [error])
+        given = value.get("nodes")
+        if not isinstance(given, dict):
+            return value
+        try:
+            found = NodeRange.model_validate(given)
+        except ValidationError as error:
+            details = [_range_error(detail) for detail in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(cls.__name__, details) from error
+        planned = found.max if found.planned is None or found.planned not in found.sizes else found.planned
+        return {**value, "nodes": planned, "node_range": found.model_copy(update={"planned": None})}
+
+    @model_serializer(mode="wrap")
+    def _write_flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write the range and the planned number of nodes as one key again, which one override replaces."""
+        data: dict[str, Any] = handler(self)
+        plugins: dict[str, Any] = data.pop("plugins")
+        if self.node_range is not None and "nodes" in data:
+            data["nodes"] = self.node_range.model_dump(mode="json") | {"planned": self.nodes}
+        return data | plugins
+
+    def at_size(self, nodes: int) -> "ClusterSpec":
+        """Return the section with another number of nodes; the range stays."""
+        return self.model_copy(update={"nodes": nodes})
 
     @classmethod
     def plugin_model(cls, name: str) -> type[BackendSection] | None:
@@ -199,6 +299,10 @@ class ClusterSpec(OpenSection):
         if most is not None and self.nodes > most:
             where = f", which runs on {self.traits.display_name} only" if most == 1 else ""
             yield "nodes", f"must be {'1' if most == 1 else f'at most {most}'} with scheduler: {self.scheduler}{where}."
+        elif self.node_range is not None:
+            yield from self._range_inconsistencies(self.node_range)
+        if self.idle_timeout is not None and self.idle_timeout < LEAST_IDLE_SECONDS:
+            yield "idle_timeout", f"must be at least {LEAST_IDLE_SECONDS:.0f} s, or null. Typical: 30m."
         sections = {name: getattr(self, name) for name in BUILT_IN if hasattr(self, name)} | {**self.plugins}
         for name, section in sections.items():
             if isinstance(section, BackendSection):
@@ -206,3 +310,13 @@ class ClusterSpec(OpenSection):
                     yield f"{name}.{key}", message
                 for key, message in section.inconsistencies():
                     yield f"{name}.{key}", message
+
+    def _range_inconsistencies(self, given: NodeRange) -> Iterator[tuple[str, str]]:
+        if given.min >= given.max:
+            yield "nodes.min", f"must be below nodes.max = {given.max}. For one size, write nodes: {given.max}."
+        elif len(given.sizes) > MOST_SIZES:
+            least = given.max - MOST_SIZES + 1
+            yield "nodes.min", f"must be at least {least} with nodes.max = {given.max}: each size is planned."
+        if not self.traits.takes_node_range:
+            why = self.traits.no_node_range_because
+            yield "nodes", f"must be one number with scheduler: {self.scheduler}{f', {why}' if why else ''}."

@@ -5,36 +5,63 @@
     clusters:
       lab: {scheduler: slurm, gpu: h100-sxm-80gb, gpus_per_node: 8, slurm: {account: team-a, partition: gpu}}
       cloud: {scheduler: kubernetes, kubernetes: {context: gke-1, namespace: ml, queue: team-a}}
+      site: {host: login.site.example, scheduler: slurm, slurm: {partition: gpu}}
 
 The default cluster supplies keys that a spec leaves out. A cluster given by name overrides the spec, and --set
-above both. Its keys are validated with the spec.
+above both. Its keys are validated with the spec. ``host`` is the login node of a cluster that this machine does not
+belong to: verbs for it run there, over ssh.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.sent_command import sent
 from scaletrain_cli.spec.source import Key, Source, parse_yaml, shown
 from scaletrain_cli.text import did_you_mean
 
 CLUSTER_OPTION = "--cluster"
 _KEYS = ("default", "runs", "clusters")
+_SECTIONS = ("slurm", "kubernetes")  # of the cluster section
+HOST = "host"
+_HOST_KEYS = ("ssh", "scaletrain", "folder", "runs")
+
+
+@dataclass(frozen=True)
+class LoginNode:
+    """The login node of a cluster. ``ssh``: a destination or alias of ssh; ``scaletrain``: the command there.
+
+    ``folder``: its working folder, to which relative paths of a spec refer; ``runs``: its runs root, None for the
+    default there. A ``~`` in front is the home folder there.
+    """
+
+    cluster: str
+    ssh: str
+    scaletrain: str = "scaletrain"
+    folder: str = "~"
+    runs: str | None = None
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One cluster's entries, as plain data, with locations. ``above``: they override the spec, else are defaults."""
+    """One cluster's entries, as plain data, with locations. ``above``: they override the spec, else are defaults.
+
+    ``login_node``: None if this machine submits to the cluster itself.
+    """
 
     name: str
     entries: dict[str, Any]
     source: Source
     above: bool
+    login_node: LoginNode | None = None
 
     def apply_to(self, raw: dict[str, Any], source: Source) -> None:
         """Merge the entries into the cluster section of a spec that is not validated yet, with their locations."""
@@ -44,6 +71,12 @@ class Cluster:
         other = section.get("scheduler", self.entries.get("scheduler"))
         if self.above or other == self.entries.get("scheduler", other):
             self._merge(self.entries, section, (), source)
+
+    def overrides(self, scheduler: str) -> list[str]:
+        """Return the entries as overrides of a recorded spec with this scheduler, whose own section is left out."""
+        other = self.entries.get("scheduler", scheduler)
+        found = [f"cluster.{scheduler}=null"] if other != scheduler and scheduler in _SECTIONS else []
+        return found + [f"{key}={json.dumps(value)}" for key, value in _leaves(self.entries, "cluster")]
 
     def _merge(self, entries: dict[str, Any], section: dict[str, Any], key: Key, source: Source) -> None:
         for name, value in entries.items():
@@ -64,6 +97,15 @@ class Cluster:
                 source.places[moved] = text
 
 
+def _leaves(entries: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each entry that is no section, or an empty one."""
+    for name, value in entries.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{above}.{name}")
+        else:
+            yield f"{above}.{name}", value
+
+
 def clusters_file() -> Path:
     """Return ``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
     if named := os.environ.get("SCALETRAIN_CLUSTERS"):
@@ -73,7 +115,7 @@ def clusters_file() -> Path:
 
 def choose_cluster(name: str | None) -> Cluster | None:
     """Return the named cluster; without a name the default one, or None. Raises SpecError or UsageError."""
-    file = clusters_file()
+    file = sent().clusters or clusters_file()
     if name is None and not file.exists():
         return None
     data, source = _read(file)
@@ -87,7 +129,14 @@ def choose_cluster(name: str | None) -> Cluster | None:
         raise UsageError(
             f"{where} = {shown(chosen)}: no such cluster in {file}. {did_you_mean(chosen, sections)}{known}"
         )
-    return Cluster(chosen, sections[chosen], source, above=name is not None)
+    entries = {key: value for key, value in sections[chosen].items() if key != HOST}
+    return Cluster(chosen, entries, source, name is not None, _login_node(chosen, sections[chosen].get(HOST)))
+
+
+def _login_node(cluster: str, given: Any) -> LoginNode | None:
+    if given is None:
+        return None
+    return LoginNode(cluster, **({"ssh": given} if isinstance(given, str) else given))
 
 
 def cluster_names() -> list[str]:
@@ -128,9 +177,28 @@ def _read(file: Path) -> tuple[dict[str, Any], Source]:
         if not isinstance(entries, dict):
             what = "must be a mapping with keys of a spec's cluster section."
             problems.append(Problem(source.place(("clusters", name)), f"clusters.{name}", what, shown(entries)))
+        elif entries.get(HOST) is not None:
+            problems += _host_problems(name, entries[HOST], source)
     for key in ("default", "runs"):
         if not isinstance(data.get(key), str | None):
             problems.append(Problem(source.place((key,)), key, "must be text.", shown(data[key])))
     if problems:
         raise SpecError(f"{file} is not a valid clusters file", tuple(problems))
     return {"default": data.get("default"), "runs": data.get("runs"), "clusters": sections}, source
+
+
+def _host_problems(cluster: str, given: Any, source: Source) -> Iterator[Problem]:
+    """Yield what is wrong with the key ``host`` of a cluster."""
+    key: Key = ("clusters", cluster, HOST)
+    if not isinstance(given, dict):
+        given = {"ssh": given}
+    elif "ssh" not in given:
+        yield Problem(source.place(key), f"clusters.{cluster}.{HOST}.ssh", "is missing: the destination for ssh.")
+    for name, value in given.items():
+        inner = f"clusters.{cluster}.{HOST}.{name}"
+        if name not in _HOST_KEYS:
+            yield Problem(source.place((*key, name)), inner, f"unknown key. Use {', '.join(_HOST_KEYS)}.")
+        elif not isinstance(value, str) or not value or not value.isprintable() or value.startswith("-"):
+            # ssh would take a dash in front for an option
+            what = "must be text on one line that does not begin with a dash."
+            yield Problem(source.place((*key, name)), inner, what, shown(value))

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from scaletrain_cli.spec.quantities import (
     AutoBytes,
     AutoWhole,
+    Matching,
     PositiveBytes,
     PositiveSeconds,
     Seconds,
@@ -114,16 +115,27 @@ EnvironmentName = Annotated[
 Image = Annotated[str, PlainValidator(_image), WithJsonSchema(_STRING)]
 MountPath = Annotated[str, PlainValidator(_path), WithJsonSchema(_STRING)]
 SubPath = Annotated[str, PlainValidator(_sub_path), WithJsonSchema(_STRING)]
+# Where an archive can be written as well as read.
+CodeStore = Annotated[
+    str,
+    Matching(
+        r"(s3|gs|az)://[^/\s?#@:]+(/[^\s?#]*)?", 1024, "must be a place in object storage, such as s3://bucket/code"
+    ),
+]
 # 0 is root, which pods must not run as.
 UserId = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 
 
 class RunsVolumeSpec(Section):
-    """The volume (a claim with ReadWriteMany) that holds the runs root of the pods."""
+    """The volume (a claim with ReadWriteMany) that holds the runs root of the pods.
+
+    ``per_pod``: in place of a claim, a volume that is deleted with its pod; for runs of one node.
+    """
 
     claim: ObjectName | None = None
     path: MountPath = "/runs"
     sub_path: SubPath | None = None
+    per_pod: bool = Field(default=False, description="a volume of the pod in place of a claim; for one node")
 
 
 class VolumeSpec(Section):
@@ -159,6 +171,9 @@ class TolerationSpec(Section):
             yield "key", "is required with operator: Equal."
         if self.seconds is not None and self.effect != "NoExecute":
             yield "seconds", "requires effect: NoExecute."
+
+
+DEFAULT_NAMESPACE = "default"  # of a kubeconfig's context that names none
 
 
 class KubernetesPreparationSpec(Section):
@@ -201,7 +216,7 @@ class KubernetesSpec(BackendSection):
 
     starting_text: ClassVar[str] = """\
   kubernetes:
-    namespace: default  # your team's
+    # namespace: ml  # default: that of your kubeconfig's context
     # queue: team-a  # a Kueue LocalQueue; without one, the pods of a run are not scheduled as a gang
     # priority: training-normal  # a WorkloadPriorityClass
     # image: registry.example/scaletrain:0.1.0  # required by submit, preferably by digest
@@ -211,9 +226,13 @@ class KubernetesSpec(BackendSection):
 
 """
 
-    starting_note: ClassVar[str] = "set your namespace, queue and image in the lines below `kubernetes:`"
+    starting_note: ClassVar[str] = (
+        "set your queue and image in the lines below `kubernetes:`; the namespace is that of your kubeconfig's context"
+    )
 
-    namespace: LabelName = "default"
+    namespace: LabelName | None = Field(
+        default=None, description="null: that of the kubeconfig's context, else default; stays that of a run"
+    )
     context: Text | None = Field(default=None, description="context of the kubeconfig; null: the current one")
     backend: Literal["jobset", "volcano", "trainjob"] = "jobset"
     queue: LabelName | None = None
@@ -224,6 +243,9 @@ class KubernetesSpec(BackendSection):
     pull_secrets: tuple[ObjectName, ...] = ()
     service_account: ObjectName | None = None
     runs: RunsVolumeSpec = LEFT_OUT
+    code_store: CodeStore | None = Field(
+        default=None, description="object storage for code that no ConfigMap can hold, e.g. s3://bucket/code"
+    )
     volumes: tuple[VolumeSpec, ...] = ()
     gpu_resource: ResourceName = "nvidia.com/gpu"
     rdma_resource: ResourceName | None = Field(default=None, description="e.g. rdma/hca_shared_devices_a")
@@ -244,8 +266,9 @@ class KubernetesSpec(BackendSection):
     )
     not_ready_seconds: Seconds = 60.0
     topology: TopologySpec | None = None
-    native_gang: Literal["none", "v1alpha2"] = Field(
-        default="none", description="v1alpha2: a PodGroup for the gang scheduler of Kubernetes 1.36 only"
+    native_gang: Literal["none", "auto", "v1alpha2"] = Field(
+        default="none",
+        description="auto: a PodGroup for the gang scheduler of Kubernetes 1.36 or 1.37, in the version that is served",
     )
     ttl_seconds_after_finished: Seconds | None = 7 * 86400.0
     active_deadline: PositiveSeconds | None = Field(
@@ -286,6 +309,11 @@ class KubernetesSpec(BackendSection):
             for index, toleration in enumerate(given):
                 for key, message in toleration.inconsistencies():
                     yield f"{section}tolerations.{index}.{key}", message
+
+    @property
+    def used_namespace(self) -> str:
+        """The namespace of the objects: of a recorded run ``namespace``, which is then set, else ``default``."""
+        return self.namespace or DEFAULT_NAMESPACE
 
     @property
     def summary(self) -> str:
@@ -341,6 +369,10 @@ class KubernetesSpec(BackendSection):
             yield "topology.kind", "must be required or preferred with backend: volcano."
 
     def _about_volumes(self) -> Iterator[tuple[str, str]]:
+        if self.runs.per_pod and self.runs.claim is not None:
+            yield "runs.per_pod", "is not allowed with runs.claim. Remove one of them."
+        if self.runs.per_pod and self.runs.sub_path is not None:
+            yield "runs.sub_path", "requires runs.claim: a volume of the pod is empty."
         taken = dict.fromkeys(_OWN_PATHS, "used by the launcher") | {self.runs.path: "runs.path"}
         if hidden := _hidden(self.runs.path, dict.fromkeys(_OWN_PATHS, "used by the launcher")):
             yield "runs.path", f"must not contain, be inside or equal {hidden[0]}, which is {hidden[1]}."

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from scaletrain_cli.errors import Problem, ScaletrainError, SpecError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.sent_command import sent
 from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
@@ -52,19 +53,30 @@ def load_spec(path: str | PathLike[str], overrides: Sequence[str] = (), *, clust
     default cluster, if any, supplies keys that the spec leaves out.
     """
     path = Path(path)
-    name = STDIN if str(path) == "-" else str(path)
+    text = spec_text(path).decode("utf-8-sig")
+    chosen = choose_cluster(cluster)
+    return parse_spec(text, file=_shown_name(path), base_dir=path.parent, overrides=overrides, cluster=chosen)
+
+
+def spec_text(path: Path) -> bytes:
+    """Return the content of the file of a run spec, which is UTF-8; ``-`` is standard input. Raises SpecError."""
+    name = _shown_name(path)
     try:
-        data = _read_stdin(sys.stdin) if name == STDIN else _read_file(path)
+        data = _read_stdin(sys.stdin) if str(path) == "-" else _read_file(path)
         if len(data) > _LARGEST_FILE_BYTES:
             raise SpecError(f"{shown(name)} is larger than 1 MB and is not a run spec.")
-        text = data.decode("utf-8-sig")
+        data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
         hint = "Give the path of a YAML file; `scaletrain init` writes one."
         message = f"cannot read the run spec {shown(name)}: {reason}."
         raise SpecError(message, remedy=hint, file=name) from error
-    chosen = choose_cluster(cluster)
-    return parse_spec(text, file=name, base_dir=path.parent, overrides=overrides, cluster=chosen)
+    return data
+
+
+def _shown_name(path: Path) -> str:
+    """Return the name of a spec in errors: for one that another machine has sent, its path there."""
+    return sent().spec or (STDIN if str(path) == "-" else str(path))
 
 
 def _read_file(path: Path) -> bytes:

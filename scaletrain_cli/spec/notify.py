@@ -12,7 +12,7 @@ from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
 # Kinds that stand for one or more events of events.jsonl; any other kind is the name of an event.
-KINDS = ("finding", "finished", "failed", "preempted-too-often")
+KINDS = ("finding", "finished", "failed", "preempted-too-often", "idle")
 CLEARED = "finding-cleared"  # sent to those who got the finding
 DEFAULT_KINDS = (*KINDS, "hang", "rolled-back", "nodes-excluded")
 

@@ -214,7 +214,7 @@ def known_keys(key: Key) -> list[str]:
         model = next((option for option in _options(annotation) if hasattr(option, "model_fields")), None)
         if model is None:
             return []
-    keys = [field.alias or name for name, field in model.model_fields.items()]
+    keys = [field.alias or name for name, field in model.model_fields.items() if not field.exclude]
     if issubclass(model, OpenSection):
         keys = [key for key in keys if key != "plugins"] + model.plugin_names()
     return [*keys, "hf_config"] if in_file(key) == ("model",) else keys
@@ -231,7 +231,7 @@ def _keys(section: type[BaseModel], before: str) -> Iterator[tuple[str, Any]]:
             if (model := section.plugin_model(name)) is not None:
                 yield from _keys(model, f"{before}{name}.")
     for name, field in section.model_fields.items():
-        if name == "plugins" and issubclass(section, OpenSection):
+        if field.exclude or (name == "plugins" and issubclass(section, OpenSection)):
             continue
         key = f"{before}{field.alias or name}"
         kinds = [*MODELS.values()] if key == "model" else [field.annotation]

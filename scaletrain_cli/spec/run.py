@@ -14,6 +14,7 @@ from scaletrain_cli.spec.code import CodeSpec
 from scaletrain_cli.spec.data import NO_DATA, DataSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT, EvaluationSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
+from scaletrain_cli.spec.mirror import MirrorSpec
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.notify import NotifySpec
 from scaletrain_cli.spec.quantities import (
@@ -64,6 +65,11 @@ class CheckpointSpec(Section):
     )
     asynchronous: bool = Field(default=True, alias="async")
     dir: Text = "auto"
+    mirror: MirrorSpec = LEFT_OUT
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) if the mirror is at no place that can be written to."""
+        yield from ((f"mirror.{key}", message) for key, message in self.mirror.inconsistencies())
 
 
 class SpikeSpec(Section):
@@ -99,6 +105,9 @@ class RestartsSpec(Section):
     node: WholeOrZero = 10
     crash: WholeOrZero = 3
     oom: WholeOrZero = 0
+    lost: WholeOrZero = Field(
+        default=0, description="resumes by scaletrain recover, if the job was lost or the nodes did not match (code 5)"
+    )
 
 
 _MEASURED = used_when(where("telemetry.enabled", True))

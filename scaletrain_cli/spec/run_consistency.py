@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from scaletrain_cli.spec.cluster import LEAST_IDLE_SECONDS
 from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, PYTHON_STDLIB
 from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.evaluation import cluster_problems
@@ -18,12 +19,20 @@ if TYPE_CHECKING:
     from scaletrain_cli.spec.run import RunSpec
 
 
+SAMPLES_OF_IDLE = 10  # of the use of the GPUs in cluster.idle_timeout
+
+
 def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, message) for each contradiction between sections."""
     yield from (
         _transformer_inconsistencies(spec) if isinstance(spec.model, ModelSpec) else _vision_inconsistencies(spec)
     )
     yield from _group_inconsistencies(spec)
+    if spec.cluster.node_range is not None and spec.training.optimizer.name == "adamw_8bit":
+        yield (
+            "cluster.nodes",
+            "must be one number with optimizer.name: adamw_8bit, whose states cannot be loaded in another layout.",
+        )
     if spec.training.early_stopping.patience and not spec.evaluation.every:
         yield "training.early_stopping.patience", "requires a validation loss. Set evaluation.every above 0."
     elif spec.training.early_stopping.patience:
@@ -35,6 +44,13 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     both = sorted(set(spec.secret_env) & spec.env.keys())
     if both:
         yield "secret_env", f"{', '.join(both)} is also in env, where its value is visible; remove it from env."
+    idle = spec.cluster.idle_timeout
+    if idle is not None and LEAST_IDLE_SECONDS <= idle < SAMPLES_OF_IDLE * spec.telemetry.interval:
+        least = SAMPLES_OF_IDLE * spec.telemetry.interval
+        yield (
+            "cluster.idle_timeout",
+            f"must be at least {least:g} s with telemetry.interval = {spec.telemetry.interval:g} s.",
+        )
     yield from notify_inconsistencies(spec.notify, spec.env, own_program=spec.code.own_program)
     yield from spec.cluster.section.run_inconsistencies(env=spec.env, secret_env=spec.secret_env)
 

@@ -72,6 +72,8 @@ SLURM_OWN_OPTIONS = frozenset(
     "signal test-only wait wrap partition account qos time reservation constraint exclude nodelist mem "
     "licenses switches".split()
 )
+# Options of Pyxis that the launcher sets from other keys.
+CONTAINER_OWN_OPTIONS = frozenset({"container-image", "container-mounts", "container-env"})
 
 
 class ContainerSpec(Section):
@@ -81,6 +83,21 @@ class ContainerSpec(Section):
     mounts: list[Mount] = Field(default=[], description="SOURCE[:TARGET[:OPTIONS]]; the runs root is mounted anyway")
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     python: PythonInImage = Field(default="python3", description="in the image, with this package")
+    options: dict[SlurmOption, SlurmValue] = Field(
+        default={}, description="further options of Pyxis, as no-container-mount-home: true or container-name: train"
+    )
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each option that is not one of Pyxis, and for a path that Pyxis takes for a name."""
+        for name in sorted(self.options):
+            if self.runtime != "pyxis":
+                yield f"options.{name}", "is an option of Pyxis, and the runtime is apptainer; remove it."
+            elif name in CONTAINER_OWN_OPTIONS:
+                yield f"options.{name}", "is set by the launcher or by another key of this section; remove it."
+            elif not name.removeprefix("no-").startswith("container-"):
+                yield f"options.{name}", "is no option of Pyxis: their names start with container- or no-container-."
+        if self.runtime == "pyxis" and re.fullmatch(r"[^./][^:]*\.(sqsh|squashfs)", self.image):
+            yield "image", "is a name in a registry for Pyxis, not a file; give the absolute path of the file."
 
 
 class SlurmPreparationSpec(Section):
@@ -133,6 +150,8 @@ class SlurmSpec(BackendSection):
             yield "switches_wait", "has no effect without slurm.switches, the maximum number of leaf switches. Set it."
         for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
             yield f"extra.{name}", "is set by the launcher or by another key of this section; remove it from extra."
+        for key, message in self.container.inconsistencies() if self.container is not None else ():
+            yield f"container.{key}", message
 
     @property
     def summary(self) -> str:

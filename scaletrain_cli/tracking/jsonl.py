@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.tracking.base import TrackerOptions
+
+_SECONDS_BETWEEN_WRITES = 0.2
 
 
 class JsonlOptions(TrackerOptions):
@@ -19,12 +23,14 @@ class JsonlWriter:
     """Append lines in their order in a thread: on a slow shared file system one write takes as long as several steps.
 
     Unlike a tracker it may stop training: an error of the thread is raised by the next call. The thread starts with the
-    first line. ``append`` writes JSON objects to a file, one line each.
+    first line. ``append`` writes JSON objects to a file, one line each. Lines of short steps are written together, at
+    most every 0.2 seconds unless ``flush`` waits for them; the thread uses the interpreter while it writes.
     """
 
     def __init__(self, path: Path, append: Callable[[Path, Sequence[dict[str, Any]]], None]) -> None:
         self._path, self._append = path, append
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
+        self._awaited = threading.Event()  # something in the queue is not to be delayed
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -41,6 +47,7 @@ class JsonlWriter:
         if self._thread is not None:
             written = threading.Event()
             self._queue.put(written)
+            self._awaited.set()
             written.wait()
         self._raise()
 
@@ -51,13 +58,18 @@ class JsonlWriter:
         finally:
             if self._thread is not None:
                 self._queue.put(None)
+                self._awaited.set()
                 self._thread.join()
                 self._thread = None
 
     def _write_all(self) -> None:
+        written = -math.inf
         while True:
             items = [self._queue.get()]
-            while not self._queue.empty():  # lines that arrived during the last write
+            if isinstance(items[0], dict) and not self._awaited.is_set():
+                self._awaited.wait(max(0.0, written + _SECONDS_BETWEEN_WRITES - time.monotonic()))
+            self._awaited.clear()  # whoever sets it puts an item first, which is taken below
+            while not self._queue.empty():  # lines that arrived since the last write
                 items.append(self._queue.get())
             lines = [item for item in items if isinstance(item, dict)]
             try:
@@ -65,6 +77,7 @@ class JsonlWriter:
                     self._append(self._path, lines)
             except Exception as error:
                 self._error = error
+            written = time.monotonic()
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,14 +16,19 @@ from scaletrain_cli.text import bytes_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console
 
 _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
+_MIRRORED = "mirrored"
 
 
-def show_entries(entries: Sequence[Entry]) -> None:
-    """Print a table of checkpoints in the given order; the latest without a problem is marked."""
+def show_entries(entries: Sequence[Entry], mirrored: Collection[int] | None = None) -> None:
+    """Print a table of checkpoints in the given order; the latest without a problem is marked.
+
+    ``mirrored``: steps of the checkpoints in the mirror; None if the run has none.
+    """
+    titles = _TITLES if mirrored is None else (*_TITLES[:-1], _MIRRORED, _TITLES[-1])
     table = Table.grid(padding=(0, 2, 0, 0))
-    for title in _TITLES:
+    for title in titles:
         table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    table.add_row(*(Text(title, "dim") for title in titles))
     valid = [entry for entry in entries if not entry.problem]
     for entry in entries:
         checkpoint = entry.checkpoint
@@ -36,13 +41,15 @@ def show_entries(entries: Sequence[Entry]) -> None:
             if valid and entry is valid[-1]
             else escaped_text(_problem_text(entry), "red")
         )
+        if mirrored is not None:
+            stated.append("yes" if checkpoint is not None and entry.step in mirrored else "no")
         age = seconds_text(max(0, round(time.time() - entry.written)))
         table.add_row(str(entry.step), age, *stated, note)
     show(stdout_console(), table)
 
 
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """Return the same as a JSON object."""
+def entry_json(entry: Entry, mirrored: Collection[int] | None = None) -> dict[str, Any]:
+    """Return the same as a JSON object; ``mirrored`` is null if the run has no mirror."""
     checkpoint = entry.checkpoint
     return {
         "name": entry.path.name,
@@ -53,6 +60,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
         "world_size": checkpoint.world_size if checkpoint else None,
         "clean": checkpoint.clean if checkpoint else None,
         "attempt": checkpoint.attempt if checkpoint else None,
+        "mirrored": None if mirrored is None else checkpoint is not None and entry.step in mirrored,
     }
 
 
@@ -89,8 +97,35 @@ class VerifyingLine:
     def advance(self, name: str, size: int) -> None:
         """Add the size of a file that has been read."""
         self._read += size
-        amount = f"{bytes_text(self._read)} of {bytes_text(self._total)}"
-        self._progress.update(self._task, completed=self._read, amount=amount)
+        self.show(self._read, self._total)
+
+    def show(self, done: int, total: int) -> None:
+        """Show a number of bytes, of all of them."""
+        amount = f"{bytes_text(done)} of {bytes_text(total)}"
+        self._progress.update(self._task, completed=done, total=total, amount=amount)
+
+
+class ReceivingLine:
+    """A context manager with a progress line on stderr for a download; it is off if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._line = VerifyingLine(0)
+        self.total = 0
+
+    def __enter__(self) -> ReceivingLine:
+        self._line.__enter__()
+        self._line.begin("checkpoint")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._line.__exit__(kind, error, trace)
+
+    def received(self, done: int, total: int) -> None:
+        """Show the bytes that were received, of all of them."""
+        self.total = total
+        self._line.show(done, total)
 
 
 def _problem_text(entry: Entry) -> str:

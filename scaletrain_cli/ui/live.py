@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.ui.console import line, stderr_console
 from scaletrain_cli.ui.events import event_line
-from scaletrain_cli.ui.status import measures_text
+from scaletrain_cli.ui.status import measures_text, steps_text
 
 
 class StatusLine:
@@ -42,7 +42,7 @@ class StatusLine:
 
     def update(self, status: RunStatus) -> None:
         """Show the state and progress of the run."""
-        state = f"{status.state} {status.step}/{status.total_steps}"
+        state = f"{status.state} {steps_text(status)}"
         self.show(state, status.step, status.total_steps, measures_text(status))
 
     def show(self, state: str, done: int, total: int, measures: str) -> None:

@@ -17,6 +17,7 @@ from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console, supports_unicode
+from scaletrain_cli.ui.node_sizes import show_sizes
 from scaletrain_cli.ui.plan import goodput_text, show_plan
 
 
@@ -183,6 +184,8 @@ def show_answer(found: Answer, *, everything: bool = False, console: Console | N
     if found.sizing is not None:
         show_sizing(found.sizing, console)
     show_plan(found.spec, found.plan, everything=everything, console=console)
+    if found.sizes:
+        show_sizes(found.sizes, found.range_advice, found.elastic, console)
     if found.outcome is not None:
         show_trace(found.outcome, console)
     if found.explanation is not None:

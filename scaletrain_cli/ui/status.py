@@ -19,13 +19,16 @@ from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
+from scaletrain_cli.rundir.mirror_state import MirrorState
 from scaletrain_cli.text import (
     bytes_text,
     count_text,
     counted,
     dollars_text,
+    either,
     listed,
     percent_text,
     ratio_text,
@@ -38,6 +41,7 @@ from scaletrain_cli.ui.diagnosis import finding_lines
 from scaletrain_cli.ui.hardware import gpu_text, rank_memory_text
 
 _MOST_NODES = 8
+NOT_SEEN = str(Reason("launch.view-not-seen"))
 # Names of events of the guard, where another plural or another word is usual.
 _GUARD_NAMES = {
     "rolled-back": ("rollback",),
@@ -58,6 +62,7 @@ STYLES = {
     "preempted": "yellow",
     "failed": "bold red",
     "cancelled": "yellow",
+    "ended-idle": "yellow",
     "unknown": "yellow",
 }
 
@@ -93,6 +98,8 @@ def show_status(
         table.add_row("  last", escaped_text(measures))
     if sources := sources_text(status):
         table.add_row("  sources", escaped_text(sources))
+    if status.idle is not None:
+        table.add_row("  idle", escaped_text(str(status.idle)))
     if status.straggler is not None:
         table.add_row("  slow", escaped_text(str(status.straggler)))
     if status.measured is not None:
@@ -107,9 +114,13 @@ def show_status(
         table.add_row("  cost", escaped_text(cost))
     if status.goodput is not None:
         table.add_row("  goodput", escaped_text(goodput_text(status.goodput)))
-    if status.last_checkpoint_step is not None:
+    if not status.files_seen:
+        table.add_row("  saved", escaped_text(NOT_SEEN))
+    elif status.last_checkpoint_step is not None:
         lost = f"; {lost_text(status)}" if status.attempt > 1 or status.steps_lost_total else ""
         table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step:,}{lost}"))
+    if status.mirror is not None:
+        table.add_row("  mirror", escaped_text(mirror_text(status.mirror, time.time() if now is None else now)))
     if guarded := guard_text(guard_events):
         table.add_row("  guard", escaped_text(guarded))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
@@ -118,6 +129,9 @@ def show_status(
     is_shown = status.reason != status.job.why if waits_again else status.state == "running"
     says = f": {status.job.detail}" if is_shown and status.job.detail else ""
     table.add_row("  job", escaped_text(where + nodes + says))
+    if status.sizes and status.planned_nodes is not None:
+        others = f"{counted(status.planned_nodes, 'node')}; the job may start on {either(status.sizes)}"
+        table.add_row("  size", escaped_text(others))
     show(console, table)
     line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))
     for each in finding_lines(findings):
@@ -129,14 +143,35 @@ def show_status(
 
 
 def progress_text(status: RunStatus) -> str:
-    """Return ``step 1,234 of 2,000 (62 %)``."""
+    """Return ``step 1,234 of 2,000 (62 %)``, or ``step not seen, of 2,000``."""
+    if not status.step_seen:
+        return f"step not seen, of {status.total_steps:,}"
     share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     return f"step {status.step:,} of {status.total_steps:,}{share}"
+
+
+def steps_text(status: RunStatus) -> str:
+    """Return ``1234/2000`` for a table, or ``?/2000``."""
+    return f"{status.step if status.step_seen else '?'}/{status.total_steps}"
 
 
 def lost_text(status: RunStatus) -> str:
     """Return ``23 steps lost so far``: by crashes and rollbacks."""
     return f"{counted(status.steps_lost_total, 'step')} lost so far"
+
+
+def mirror_text(mirror: MirrorState, now: float) -> str:
+    """Return ``step 500 in s3://bucket/runs; step 600 waits for 2 min``, or why the mirror fails."""
+    has = "no checkpoint" if mirror.step is None else f"step {mirror.step:,}"
+    text = f"{has} in {mirror.to}"
+    if mirror.owner:
+        return f"{text}; the run continues in {mirror.owner}"
+    if mirror.uploading_step is not None and mirror.upload_bytes:
+        done = percent_text(min(1.0, mirror.sent_bytes / mirror.upload_bytes))
+        text += f"; step {mirror.uploading_step:,} is copied ({done} of {bytes_text(mirror.upload_bytes)})"
+    elif mirror.waiting_step is not None:
+        text += f"; step {mirror.waiting_step:,} waits for {seconds_text(mirror.lag_seconds(now))}"
+    return text if mirror.problem is None else f"{text}; fails: {mirror.problem}"
 
 
 def times_text(figures: RunFigures) -> str:
@@ -292,7 +327,7 @@ def show_sweep(status_of_all: SweepStatus) -> None:
         table.add_row(
             escaped_text(f"  {status.run_id}"),
             Text(status.state, STYLES.get(status.state, "")),
-            f"{status.step}/{status.total_steps}",
+            steps_text(status),
             escaped_text(status.job_id),
             escaped_text(measures_text(status)) if measured else escaped_text(status.why, "dim"),
         )

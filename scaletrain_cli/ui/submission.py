@@ -48,6 +48,10 @@ def show_before_submission(prospect: SubmissionSummary, run_id: str | None) -> N
     spec, plan = prospect.spec, prospect.plan
     rows = [*summary_rows(spec, plan), *job_rows(prospect, run_id), *warning_rows(plan)]
     show(stderr_console(), Group(headline(spec, plan), labelled(rows)))
+    if prospect.sizes:
+        from scaletrain_cli.ui.node_sizes import show_sizes
+
+        show_sizes(prospect.sizes, prospect.range_advice, console=stderr_console())
 
 
 def show_before_resuming(prospect: SubmissionSummary, changed: Sequence[str] | None) -> None:
@@ -127,6 +131,9 @@ def size_text(cluster: ClusterSpec) -> str:
     device = "CPU process" if cluster.gpu == "cpu" else "GPU"
     plural = ("es" if device == "CPU process" else "s") if cluster.gpus_per_node != 1 else ""
     each = f"{cluster.gpus_per_node} {device}{plural}"
+    if cluster.node_range is not None:
+        given = cluster.node_range
+        return f"{given.min} to {given.max} nodes × {each}, now planned on {whole_text(cluster.nodes)}"
     if cluster.nodes == 1:
         return f"1 node with {each}"
     return f"{cluster.nodes} nodes × {each} = {whole_text(cluster.nodes * cluster.gpus_per_node)}"

@@ -16,7 +16,7 @@ from scaletrain_cli.rundir.bad_nodes import BadNode
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.status import STYLES
+from scaletrain_cli.ui.status import STYLES, steps_text
 
 LABEL_WIDTH = 11
 Row = tuple[str, RenderableType]
@@ -94,7 +94,7 @@ def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError, float | None]
         table.add_row(
             escaped_text(status.run_id),
             Text(plain(status.state), STYLES.get(status.state, "")),
-            f"{status.step}/{status.total_steps}",
+            steps_text(status),
             "" if status.loss is None else f"{status.loss:.4f}",
             str(status.attempt),
             *([seconds_text(seconds) if seconds else ""] if trains else []),

@@ -88,6 +88,12 @@ def open_attempt(folder: Path, attempt: int) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
+def newest_attempt(folder: Path) -> int:
+    """Return the number of the newest attempt that wrote, or could write, checkpoints to the folder; 0 for none."""
+    found = (_ATTEMPT.fullmatch(entry.name) for entry in entries(folder)) if folder.is_dir() else ()
+    return max((int(match[1]) for match in found if match), default=0)
+
+
 def close_attempt(folder: Path, attempt: int) -> None:
     """Remove an attempt's folder with its uncommitted files; a process that still writes there gets errors."""
     aside = folder / f"attempt-{attempt:04d}.{os.getpid()}{_REMOVED}"

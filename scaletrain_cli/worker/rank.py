@@ -53,7 +53,7 @@ class Rank:
         """
         die_with_agent()
         environment = RunEnvironment.read(os.environ.get(RUN_DIR_VARIABLE, "") if run_dir is None else run_dir)
-        rank = cls(environment, read_resolved_run(environment.run))
+        rank = cls(environment, read_resolved_run(environment.run, environment.attempt))
         rank.preemption.install()
         install_stack_dump(os.environ)
         rank._watch.start()

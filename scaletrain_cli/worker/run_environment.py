@@ -65,11 +65,18 @@ class ResolvedRun:
         return int(self.plan["durability"]["interval_steps"] if every == "auto" else every)
 
 
-def read_resolved_run(run: RunDir) -> ResolvedRun:
-    """Return the spec and the plan of the current attempt. Raises UsageError if they cannot be read."""
+def read_resolved_run(run: RunDir, attempt: int | None = None) -> ResolvedRun:
+    """Return the latest spec and plan, or those that attempt.json of ``attempt`` names, if it names any.
+
+    Raises UsageError if they cannot be read.
+    """
     folder = run.path / "revisions"
-    revisions = [path for path in folder.iterdir() if _REVISION.fullmatch(path.name)] if folder.is_dir() else []
-    path = max(revisions, key=lambda path: int(path.stem), default=run.record)
+    named = None if attempt is None else (read_document(run.attempt(attempt) / "attempt.json") or {}).get("revision")
+    if named is not None:  # a network file system may list the folder as it was before the revision was written
+        path = folder / f"{named:04d}.json" if named else run.record
+    else:
+        revisions = [path for path in folder.iterdir() if _REVISION.fullmatch(path.name)] if folder.is_dir() else []
+        path = max(revisions, key=lambda path: int(path.stem), default=run.record)
     found = read_document(path)
     if found is None or not {"spec", "plan"} <= found.keys():
         raise UsageError(Reason("engine.record-unreadable", {"path": str(path)}))

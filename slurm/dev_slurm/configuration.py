@@ -61,8 +61,7 @@ def slurm_conf(cluster: Cluster) -> str:
 def node_line(cluster: Cluster, node: str) -> str:
     address, port = cluster.node_address(node)
     host = node if cluster.netns else socket.gethostname()
-    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-    gres = f" Gres=gpu:{kind}{cluster.gpus}" if cluster.gpus else ""
+    gres = f" Gres={found}" if (found := cluster.gres_of(node)) else ""
     return (
         f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port} "
         f"CPUs={cluster.cpus} RealMemory={cluster.memory_mb}{gres} State=UNKNOWN"
@@ -71,13 +70,25 @@ def node_line(cluster: Cluster, node: str) -> str:
 
 def gres_conf(cluster: Cluster) -> str:
     """Return gres.conf, and create its character devices: for regular files CUDA_VISIBLE_DEVICES would be empty."""
-    if not cluster.gpus:
-        return ""
+    gpus = {node: _gpus(cluster.gres_of(node)) for node in cluster.node_names}
+    most = max(sum(count for _, count in kinds) for kinds in gpus.values())
     prefix = str(cluster.directory / "dev" / "gpu")
     try:
-        for index in range(cluster.gpus):
+        for index in range(most):
             os.mknod(f"{prefix}{index}", 0o020666, os.makedev(1, 3))
     except PermissionError:
         prefix = "/dev/tty"
-    kind = f"Type={cluster.gpu_type} " if cluster.gpu_type else ""
-    return f"NodeName=n[1-{cluster.nodes}] Name=gpu {kind}File={prefix}[0-{cluster.gpus - 1}]\n"
+    lines = []
+    for node, kinds in gpus.items():
+        first = 0
+        for kind, count in kinds:
+            typed = f"Type={kind} " if kind else ""
+            lines.append(f"NodeName={node} Name=gpu {typed}File={prefix}[{first}-{first + count - 1}]\n")
+            first += count
+    return "".join(lines)
+
+
+def _gpus(gres: str) -> list[tuple[str, int]]:
+    """Return type and number of the GPUs in ``gpu:h100:2,gpu:a100:1``; the type is empty in ``gpu:8``."""
+    words = [word.split(":") for word in gres.split(",") if word]
+    return [(":".join(word[1:-1]), int(word[-1])) for word in words]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 # Slurm's sockets are DIR/spool/nX/nX_JOB.STEP, and the path of a unix socket has at most 107 bytes.
@@ -41,6 +41,7 @@ class Cluster:
     kill_wait_seconds: int
     slurmd_timeout_seconds: int
     conf: list[str]
+    gres: list[str] = field(default_factory=list)  # "n3=gpu:a100:4": the GRES of single nodes, in place of `gpus`
 
     @property
     def directory(self) -> Path:
@@ -57,6 +58,12 @@ class Cluster:
     def node_address(self, node: str) -> tuple[str, int]:
         index = int(node[1:])
         return f"{self.subnet}.{index}" if self.netns else "127.0.0.1", self.port + 100 + index
+
+    def gres_of(self, node: str) -> str:
+        """Return the GRES of a node as in slurm.conf: ``gpu:h100:8``, or empty."""
+        kind = f"{self.gpu_type}:" if self.gpu_type else ""
+        own = dict(line.split("=", 1) for line in self.gres)
+        return own.get(node, f"gpu:{kind}{self.gpus}" if self.gpus else "")
 
     @property
     def job_ids(self) -> range:

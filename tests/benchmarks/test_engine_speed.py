@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine_loops.gpu_table import MODELS, Case, catalogue_name, recipe_of
-from engine_loops.paired import check_same_data
-from engine_loops.rivals import Loop
-from engine_speed import ratios
+from engine_loops.paired import check_same_data, check_same_work
+from engine_loops.rivals import Loop, elements_of, model_of
+from engine_speed import RECIPE, ratios
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.architecture import parameter_count
@@ -27,9 +29,37 @@ def test_a_steady_drift_cancels() -> None:
 
 def test_a_loop_that_trains_on_other_tokens_is_no_rival() -> None:
     """Untrained weights have nearly the same loss on any tokens: 8.37 for a vocabulary of 4,096."""
-    check_same_data(8.37, "fp32", {"DDP": Loop([], lambda _: [], first_loss=8.37003)})
+    check_same_data(8.37, 5, "fp32", {"DDP": Loop(lambda _: [], lambda _: [], 5, first_loss=8.37003)})
     with pytest.raises(RuntimeError, match=r"DDP begins with loss 8\.375"):
-        check_same_data(8.37, "fp32", {"DDP": Loop([], lambda _: [], first_loss=8.375)})
+        check_same_data(8.37, 5, "fp32", {"DDP": Loop(lambda _: [], lambda _: [], 5, first_loss=8.375)})
+
+
+def test_a_loop_with_a_head_of_its_own_beside_a_tied_one_is_no_rival() -> None:
+    with pytest.raises(RuntimeError, match="DDP trains 7 elements and the engine 5"):
+        check_same_data(8.37, 5, "fp32", {"DDP": Loop(lambda _: [], lambda _: [], 7, first_loss=8.37)})
+
+
+def test_the_model_of_a_rival_ties_its_head_as_the_engine_does() -> None:
+    import torch
+
+    from scaletrain_cli.engine.model import outline
+
+    spec = load_spec(RECIPE)
+    assert spec.transformer.tie_word_embeddings
+    own = outline(spec.transformer).to_empty(device="cpu")
+    own.tie()
+    trainer: Any = SimpleNamespace(
+        record=SimpleNamespace(spec=spec), device=torch.device("cpu"), composed=SimpleNamespace(model=own)
+    )
+    assert elements_of(model_of(trainer)) == elements_of(own) == parameter_count(spec.transformer)
+
+
+def test_a_loop_that_does_not_clip_or_follow_the_schedule_does_not_do_the_same_work() -> None:
+    lines = [{"step": step, "loss": 8.0 - step, "grad_norm": 2.0, "learning_rate": 1e-3} for step in range(1, 4)]
+    check_same_work(lines, lines, "fp32")
+    for name, value in (("loss", 6.99), ("learning_rate", 2e-3), ("grad_norm", 1.0)):
+        with pytest.raises(RuntimeError, match=f"step 1: {name}"):
+            check_same_work(lines, [lines[0] | {name: value}, *lines[1:]], "fp32")
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.2B", 0.187), ("1B", 1.236), ("3B", 3.213), ("8B", 8.030)])

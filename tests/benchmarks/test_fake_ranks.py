@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest.mock import patch
+
 import pytest
+from fake_ranks import rank
 from fake_ranks.cases import Case, planned, planned_bytes
 from fake_ranks.rank import RankStep, train_rank
 
@@ -15,8 +19,8 @@ SMALL = (
 )
 
 
-def measured(case: Case) -> RankStep:
-    return train_rank(planned(case)[0], planned(case)[1].layout)
+def measured(case: Case, stage: int = 0) -> RankStep:
+    return train_rank(planned(case)[0], planned(case)[1].layout, stage)
 
 
 @pytest.mark.long
@@ -37,3 +41,47 @@ def test_a_rank_of_a_wide_model_holds_what_is_planned(ranks: int, zero: int, ten
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
     assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [{}, {"secondary_shard": 8}, {"shard": 8}], ids=["zero-3", "hpz", "mics"])
+def test_zero_3_gathers_and_holds_what_is_planned_of_a_model_that_stays_for_the_backward_pass(
+    shards: dict[str, int],
+) -> None:
+    case = Case("llama-3.1-8b", 64, 3, others=SMALL, **shards)  # type: ignore[arg-type]
+    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    spec, plan = planned(case)
+    assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
+    assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.01)
+
+
+@pytest.mark.long
+def test_a_rank_of_ring_attention_copies_its_gradients_for_their_reduction() -> None:
+    case = Case("llama-3.1-8b", 64, 1, context=4, others=SMALL)
+    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    spec, plan = planned(case)
+    assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
+    assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_pipeline_stage_of_tensor_ranks_sends_what_is_planned(stage: int) -> None:
+    others = (*SMALL, "model.num_hidden_layers=3")
+    case = Case("llama-3.1-8b", 24, 1, tensor=2, pipeline=3, accumulation=4, others=others)
+    (step,) = on_ranks(1, measured, case, stage, connected=False, seconds=600)
+    spec, plan = planned(case)
+    assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, stage)
+
+
+@pytest.mark.long
+def test_loops_over_ranks_change_no_message_and_no_byte_of_zero_3() -> None:
+    case = Case("llama-3.1-8b", 8, 3, others=SMALL)
+    (without,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    (with_loops,) = on_ranks(1, _measured_with_loops, case, connected=False, seconds=600)
+    assert without == with_loops
+
+
+def _measured_with_loops(case: Case) -> RankStep:
+    with patch.object(rank, "without_loops_over_ranks", contextlib.nullcontext):
+        return measured(case)

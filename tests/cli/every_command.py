@@ -1,4 +1,4 @@
-"""Every command of the application, with a command line that it accepts. No tests here."""
+"""Every command of the application that answers by itself, with a command line that it accepts. No tests here."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ VALUES = {
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
 ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"], "rehearse": ["--yes"]}
+# They connect streams or ports with a node of a running run, and answer nothing: tests/launch/test_sessions.py.
+CONNECTIONS = ("exec", "shell", "port-forward")
 
 
 def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -35,6 +37,8 @@ def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple
         return
     context = command.make_context("scaletrain", [], resilient_parsing=True)
     for name in command.list_commands(context):
+        if name in CONNECTIONS:
+            continue
         yield from commands(command.get_command(context, name), (*words, name))
 
 

@@ -11,6 +11,7 @@ from scaletrain_cli.cli.app import GROUPS
 from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import ExitCode
 from tests.cli.command_line import PROJECT, scaletrain
+from tests.cli.every_command import CONNECTIONS
 
 VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 # Verbs that are groups, and what is in them.
@@ -18,7 +19,7 @@ IN_GROUPS = {
     "data": ("prepare", "show", "stats", "upload"),
     "notify": ("test", "list", "send"),
     "nodes": ("list", "clear"),
-    "checkpoint": ("list", "verify", "export", "average", "prune"),
+    "checkpoint": ("list", "mirror", "verify", "export", "average", "prune"),
     "evaluation": ("submit", "list", "show"),
 }
 COMMANDS = [[verb, word] for verb, words in IN_GROUPS.items() for word in words]
@@ -28,14 +29,15 @@ COMMANDS += [[verb] for verb in VERBS if verb not in IN_GROUPS]
 def test_the_help_lists_every_verb() -> None:
     ended = scaletrain("--help")
     assert ended.code == 0
-    assert re.findall(r"^  ([a-z]+)  ", ended.out, flags=re.MULTILINE) == VERBS
+    assert re.findall(r"^  ([a-z][a-z-]*)  ", ended.out, flags=re.MULTILINE) == VERBS
 
 
 def test_every_verb_has_a_module_and_every_module_of_a_verb_is_listed() -> None:
     modules = {path.stem for path in (PROJECT / "scaletrain_cli" / "cli").glob("*.py")}
     shared = {"__init__", "app", "options", "exit_codes", "confirmation", "machine", "live_prices", "varied"}
     shared |= {"completion", "sweep", "sweep_life", "running", "hub_model"}
-    assert modules - shared == set(VERBS)
+    shared |= {"on_login_node", "on_volume", "command_words"}
+    assert modules - shared == {verb.replace("-", "_") for verb in VERBS}
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
@@ -44,7 +46,7 @@ def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> 
     assert ended.code == 0
     assert ended.out.startswith(f"Usage: scaletrain {' '.join(arguments)} ")
     assert "Exit codes: 0 done; " in ended.out
-    assert "--json" in ended.out
+    assert ("--json" in ended.out) == (arguments[0] not in CONNECTIONS)
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
@@ -81,5 +83,5 @@ def test_the_exit_codes_page_lists_every_code_and_every_verb() -> None:
     codes, verbs = page.split("## By verb")
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", codes, flags=re.MULTILINE)} == {*ExitCode, 124, 130}
     assert MEANINGS.keys() == set(ExitCode)
-    named = set(re.findall(r"`([a-z ]+)`", " ".join(re.findall(r"^\| (.*?) \|", verbs, flags=re.MULTILINE))))
+    named = set(re.findall(r"`([a-z][a-z -]*)`", " ".join(re.findall(r"^\| (.*?) \|", verbs, flags=re.MULTILINE))))
     assert named == {" ".join(command) for command in COMMANDS}

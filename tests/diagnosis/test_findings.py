@@ -516,6 +516,7 @@ def test_every_finding_has_a_case_here_and_every_text_is_used() -> None:
     assert {code for code in TEXTS if f'"diagnosis.{code}"' not in source} == set()
     shown = {code for _, code in ILL.values()} | {"memory-grows", "memory-nearly-full", "memory-above-plan"}
     shown |= {"checkpoint-interval", "loss-above-uninformed", "saves-block"}
+    shown |= {"mirror-behind", "mirror-failing"}  # tests/launch/node/test_mirroring.py
     found = {code for code in TEXTS if not code.startswith("cause-") and f'Reason("diagnosis.{code}"' in source}
     unseen = {
         "few-steps",

@@ -25,13 +25,16 @@ from tests.drills.training_runs import STEPS, Drill, assert_same_run, difference
 
 pytestmark = pytest.mark.drill
 LAST_MOMENT = STEPS - 14
+_RECOMPUTED = {"layout__activation_checkpointing": "selective"}
 every_kind = pytest.mark.parametrize(
     ("kind", "asks", "workers"),
     [
         pytest.param({"layout__zero_stage": 0}, (signal.SIGTERM,), 0, marks=pytest.mark.long),
-        pytest.param({"layout__zero_stage": 1}, (signal.SIGUSR1,), 1, marks=pytest.mark.long),
+        pytest.param({"layout__zero_stage": 1, **_RECOMPUTED}, (signal.SIGUSR1,), 1, marks=pytest.mark.long),
         ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1), 0),
-        pytest.param({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM), 2, marks=pytest.mark.long),
+        pytest.param(
+            {"layout__zero_stage": 3, **_RECOMPUTED}, (signal.SIGTERM, signal.SIGTERM), 2, marks=pytest.mark.long
+        ),
     ],
     ids=["stage 0", "stage 1", "stage 2 in bf16", "stage 3"],
 )

@@ -160,4 +160,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # As the engine does: a second signal would end the interpreter's shutdown, which restores the default handlers.
+    os._exit(main())

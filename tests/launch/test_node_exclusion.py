@@ -47,14 +47,14 @@ def test_a_node_that_is_down_is_excluded_at_no_cost_and_a_pinned_one_is_not_excl
 
 
 SINFO = """\
-n1|idle|main*
-n1|idle|spot
-n2|mix|main*
-n3|drain|main*
-n4|idle*|main*
-n5|alloc|main*
-n6|down*|main*
-n7|idle|spot
+n1|idle|main*|(null)
+n1|idle|spot|(null)
+n2|mix|main*|(null)
+n3|drain|main*|(null)
+n4|idle*|main*|(null)
+n5|alloc|main*|(null)
+n6|down*|main*|(null)
+n7|idle|spot|(null)
 """
 
 
@@ -84,6 +84,15 @@ def test_nodes_that_the_user_excludes_are_merged_with_bad_nodes(make_run: MakeRu
     option = exclude_option(made.record.spec, excluded)
     assert option == "n5,n2"
     assert "exclude=n5,n2" in list(sbatch_options(made.record.spec, "run", option))
+
+
+@pytest.mark.usefixtures("slurm")
+def test_bad_nodes_are_excluded_while_the_smallest_size_of_a_range_remains(make_run: MakeRun) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes={min: 2, max: 3}")
+    spec = made.record.spec.model_copy(update={"cluster": made.record.spec.cluster.at_size(3)})
+    remember_bad_nodes(made.run.path.parent, bad("n2", "n1"), now=1.0)
+    excluded = exclusion_for(made.run, spec)
+    assert (excluded.nodes, excluded.spared) == (("n2",), ("n1",))
 
 
 @pytest.mark.usefixtures("slurm")

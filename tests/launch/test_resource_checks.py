@@ -104,6 +104,8 @@ HELD_BY = {
     "data.images.folder": "tests/launch/test_row_checks.py::test_the_folder_of_images_must_exist",
     "data.chat_template": "tests/launch/test_row_checks.py::test_a_chat_template_that_cannot_be_read_is_a_problem",
     "code.path": "tests/launch/code/test_snapshot.py",
+    "cluster.kubernetes.code_store": "tests/launch/backends/kubernetes/test_code_store.py::"
+    "test_a_submission_without_access_to_the_store_creates_nothing",
     "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",
     "cluster.gpu": "tests/spec/test_errors.py",
     "cluster.gpu.name": "tests/spec/test_errors.py",
@@ -138,7 +140,7 @@ HELD_BY = {
     "test_a_missing_namespace_is_the_only_problem_reported",
     "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_missing_context_is_reported_with_the_kubeconfig",
     "cluster.kubernetes.image": "tests/cli/test_before_a_run.py::"
-    "test_a_kubernetes_spec_of_init_lacks_only_namespace_queue_and_image",
+    "test_a_kubernetes_spec_of_init_lacks_only_queue_and_image",
     "cluster.kubernetes.volumes.*.claim": f"{KUBERNETES}/test_preflight.py::"
     "test_a_claim_that_waits_for_its_first_consumer_has_a_note",
     "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::"
@@ -242,6 +244,12 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         )
     ),
     ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
+    (
+        "checkpoint.mirror.to",
+        ("checkpoint.mirror.to=/etc/hostname/a",),
+        "checkpoint.mirror.to",
+        "is not a folder",
+    ),
     ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
     (
         "notify.*.webhook",

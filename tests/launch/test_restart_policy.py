@@ -9,7 +9,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.restart import attempts_without_progress, decide
 from scaletrain_cli.spec.run import RestartsSpec
 
-CODES: dict[ExitReason, int] = {"done": 0, "preempted": 75, "wrong-nodes": 5, "usage": 2}
+CODES: dict[ExitReason, int] = {"done": 0, "preempted": 75, "resize": 75, "wrong-nodes": 5, "usage": 2}
 
 
 def attempts(*ends: tuple[ExitReason, int | None]) -> list[AttemptRecord]:
@@ -53,6 +53,16 @@ def test_a_preemption_budget_is_respected() -> None:
     assert (decision.requeue, decision.exit_code) == (False, 75), "its state is saved and the run can be resumed"
     assert decide_last(attempts(("preempted", 1)), RestartsSpec(preemption=0)).exit_code == 75
     assert decide_last(attempts(("out-of-grace", 1)), RestartsSpec(preemption=0)).exit_code == 1
+
+
+def test_a_restart_on_more_nodes_uses_no_budget_and_is_no_failure_without_progress() -> None:
+    none = RestartsSpec(preemption=0, node=0, crash=0)
+    assert decide_last(attempts(*[("resize", 1)] * 20), none).requeue
+    assert attempts_without_progress(attempts(("resize", 1), ("resize", 1), ("crash", 1))) == 1
+    history = attempts(("preempted", 1), ("resize", 1), ("preempted", 1))
+    assert decide_last(history, RestartsSpec(preemption=2)).requeue
+    assert not decide_last(history, RestartsSpec(preemption=1)).requeue
+    assert not decide_last(attempts(("resize", 1)), none, cancelled=True).requeue
 
 
 def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:

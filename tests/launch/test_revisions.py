@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.rundir import record
+from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.record import (
     add_revision,
     read_first_record,
     read_record,
+    read_record_of,
+    read_size_plans,
     revision_path,
     revisions,
     withdraw_revision,
+    write_size_plans,
 )
 from tests.launch.conftest import MadeRun, MakeRun, make_plan, make_spec
 
@@ -31,12 +41,24 @@ def test_the_latest_revision_replaces_the_submitted_spec_and_run_json_is_unchang
     before = made.run.record.read_bytes()
     revise(made, "cluster.gpus_per_node=1")
     revise(made, "cluster.gpus_per_node=4")
-    record = read_record(made.run)
-    assert (record.revision, record.spec.world_size, record.plan.layout.world_size) == (2, 4, 4)
-    assert (record.run_id, record.wandb_run_id) == (made.record.run_id, made.record.wandb_run_id)
+    latest = read_record(made.run)
+    assert (latest.revision, latest.spec.world_size, latest.plan.layout.world_size) == (2, 4, 4)
+    assert (latest.run_id, latest.wandb_run_id) == (made.record.run_id, made.record.wandb_run_id)
     assert made.run.record.read_bytes() == before
     assert read_first_record(made.run) == made.record
     assert revisions(made.run) == [1, 2]
+
+
+def test_the_record_of_an_attempt_is_the_revision_that_it_names_also_if_the_folder_does_not_list_it(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revise(made, "cluster.gpus_per_node=1")
+    revise(made, "cluster.gpus_per_node=4")
+    named = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n1",), revision=2)
+    unnamed = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n1",))
+    monkeypatch.setattr(record, "revisions", lambda run: [1])  # as a network file system lists it for some seconds
+    assert read_record_of(made.run, named).spec.world_size == 4
+    assert read_record_of(made.run, unnamed).spec.world_size == 1
 
 
 def test_after_a_withdrawn_revision_the_previous_one_counts(made: MadeRun) -> None:
@@ -51,6 +73,30 @@ def test_a_damaged_revision_is_an_error_and_the_previous_one_is_not_used(made: M
     revision_path(made.run, 1).write_text("{")
     with pytest.raises(UsageError, match=r"revisions/0001\.json cannot be read"):
         read_record(made.run)
+
+
+def test_plans_of_sizes_that_an_interrupted_revision_left_are_not_those_of_a_later_one(made: MadeRun) -> None:
+    plans = {1: make_plan(make_spec("cluster.gpus_per_node=1")), 2: make_plan(make_spec("cluster.gpus_per_node=2"))}
+    left = {nodes: make_plan(make_spec("cluster.gpus_per_node=4")) for nodes in plans}
+    add_revision(made.run, made.record, made.record.spec, made.record.plan, [], size_plans=plans)
+    write_size_plans(made.run, 2, left)  # and the process was killed
+    first = read_record(made.run)
+    revised = add_revision(made.run, first, first.spec, first.plan, [])
+    assert (revised.revision, read_size_plans(made.run, revised)) == (2, plans)
+
+
+def test_a_revision_that_cannot_be_written_leaves_no_plans_of_sizes(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, data: dict[str, Any]) -> None:
+        if not path.name.endswith("-sizes.json"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_document(path, data)
+
+    monkeypatch.setattr(record, "write_document", write)
+    with pytest.raises(OSError, match="No space left"):
+        add_revision(made.run, made.record, made.record.spec, made.record.plan, [], size_plans={2: made.record.plan})
+    assert list((made.run.path / "revisions").iterdir()) == []
 
 
 def test_a_temporary_file_of_a_crash_is_no_revision(made: MadeRun) -> None:

@@ -89,7 +89,7 @@ def test_a_file_that_the_ranks_do_not_read_has_an_unknown_size(tmp_path: Path) -
     source = f"data.source={tmp_path}/a.jsonl"
     assert data_size(spec(tmp_path, source, "cluster.scheduler=slurm")) is not None
     assert data_size(spec(tmp_path, source, "cluster.scheduler=kubernetes")) is None
-    image = "cluster.slurm.container={image: a.sqsh, mounts: [%s]}"
+    image = "cluster.slurm.container={image: /a.sqsh, mounts: [%s]}"
     assert data_size(spec(tmp_path, source, "cluster.scheduler=slurm", image % "/data")) is None
     assert data_size(spec(tmp_path, source, "cluster.scheduler=slurm", image % tmp_path)) is not None
 

@@ -6,11 +6,13 @@ with the real engine in test_a_run_on_slurm.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.launch.sessions import ECHO_SERVER, Sessions, closed_port
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import FOREVER, Site
 from tests.slurm_cluster.test_preparation import DONE, corpus, settings
@@ -32,9 +34,12 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_restart_of_the_controller_does_not_interrupt_a_run_and_its_end_is_reported(site: Site) -> None:
-    run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}})
-    site.trains(run_id)
+    run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}, "silence": 600})
+    nodes = site.trains(run_id)["nodes"]
+    commands_run_beside_its_ranks(site, run_id, nodes)
     site.controller_down(run_id)
+    refused = site.scaletrain("exec", run_id, "--", "true", check=False)
+    assert refused.returncode in (2, 4), refused.stderr
     silent = site.status(run_id)
     assert silent["state"] in ("unknown", "running")
     assert silent["step"] > 0
@@ -43,6 +48,30 @@ def test_a_restart_of_the_controller_does_not_interrupt_a_run_and_its_end_is_rep
     done = site.wait(run_id, lambda now: now["state"] == "finished", "it finishes")
     assert (done["attempt"], site.ends(run_id)) == (1, [(0, "done")])
     site.nothing_is_lost(run_id)
+
+
+def commands_run_beside_its_ranks(site: Site, run_id: str, nodes: list[str]) -> None:
+    """Use `exec`, `shell` and `port-forward` on a run of one rank on each of two nodes, which hold all it asked for."""
+    sessions = Sessions(run_id, site.cluster.environment)
+    sessions.passes_streams_and_the_exit_code_on()
+    sessions.has_the_environment_of_the_ranks(str(site.runs / run_id), rank=1)
+    for number, name in enumerate(nodes):
+        for node in (str(number), name):
+            done = sessions.exec("hostname", options=("--node", node))
+            assert (done.returncode, done.stdout.decode()) == (0, f"{name}\n"), done.stderr.decode()
+    sessions.streams_output_and_passes_ctrl_c_on()
+    sessions.ends_the_command_of_a_user_who_is_gone()
+    sessions.opens_a_shell_with_a_terminal_of_the_same_size()
+    with sessions.start("exec", "--node", "1", "--", sys.executable, "-c", ECHO_SERVER) as server:
+        assert server.stdout is not None
+        sessions.forwards_a_port(int(server.stdout.readline()), closed_port(), "--node", "1")
+    refused = site.scaletrain("exec", run_id, "--node", "n9", "--", "true", check=False)
+    assert (refused.returncode, "has no node n9" in refused.stderr) == (2, True)
+    wait_until(lambda: [step for step in steps(site) if step.endswith(".batch")] and len(steps(site)) == 2, "no step")
+
+
+def steps(site: Site) -> list[str]:
+    return site.cluster.run("squeue", "--steps", "--noheader", "--format=%i").stdout.split()
 
 
 def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_run_is_requeued_later(
@@ -83,7 +112,7 @@ def test_a_run_that_is_cancelled_during_a_save_commits_the_checkpoint_and_leaves
     site.trains(run_id)
     site.scaletrain("cancel", run_id, "--yes")
     site.cancel(run_id)  # again, during the save
-    assert site.ends(run_id) == [(75, "cancelled")]
+    assert site.ends(run_id) == [(75, "cancelled")], site.attempts(run_id)
 
 
 def test_a_run_preempted_by_another_partition_continues_on_other_nodes_without_losing_a_step(site: Site) -> None:

@@ -117,7 +117,7 @@ def test_a_run_continues_after_suspension_and_lost_answers_and_cancel_saves_its_
     assert "resumed and asked to save and stop" in said
     ended = site.wait(run_id, lambda now: now["state"] == "cancelled", "it is cancelled")
     assert ended["last_checkpoint_step"] == ended["step"] > step
-    assert site.ends(run_id) == [(75, "cancelled")]
+    assert site.ends(run_id) == [(75, "cancelled")], site.attempts(run_id)
     site.nothing_is_lost(run_id)
 
 

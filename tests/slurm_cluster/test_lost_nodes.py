@@ -56,3 +56,30 @@ def test_a_node_that_is_powered_off_is_excluded_and_the_run_continues(site: Site
     assert site.ends(run_id)[0] == (1, "node")
     assert [node["node"] for node in site.scaletrain("nodes", "list", "--json")["nodes"]] == [off]
     site.cancel(run_id)
+
+
+@pytest.mark.long
+def test_a_job_that_is_lost_with_its_node_is_resumed_by_recover_and_one_that_its_user_deletes_is_not(
+    site: Site,
+) -> None:
+    run_id = site.submit(FOREVER, "restarts.lost=2")
+    before = site.trains(run_id)
+    site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "requeue=0")
+    off = before["nodes"][0]  # on which the batch script runs
+    site.cluster.node_down(off)
+    site.cluster.wait_for_state(before["job_id"], "NODE_FAIL")
+    site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it is lost")
+    (waiting,) = site.scaletrain("recover", "--json")["runs"]
+    assert (waiting["run_id"], waiting["state"], waiting["number"], waiting["allowed"]) == (run_id, "waiting", 1, 2)
+    waited = site.scaletrain("status", run_id, "--wait", "100s", "--resume", check=False)
+    assert waited.returncode == 124, "it was resumed and trains"
+    after = site.trains(run_id, attempt=2)
+    assert after["job_id"] != before["job_id"]
+    assert [event.get("automatic", 0) for event in site.events(run_id, "submitted")] == [0, 1]
+    assert site.attempts(run_id)[1]["checkpoint_at_start"] >= before["last_checkpoint_step"]
+    assert site.scaletrain("recover", "--json")["runs"] == []
+    site.cluster.node_up(off)
+    site.cluster.run("scancel", after["job_id"])
+    site.wait(run_id, lambda now: now["job"]["state"] == "ended", "its user has deleted it")
+    assert site.scaletrain("recover", "--json")["runs"] == []
+    assert len(site.events(run_id, "submitted")) == 2

@@ -62,7 +62,7 @@ def test_an_invalid_image_reference_is_rejected(image: str) -> None:
         ("cpus_per_node=0", "whole number of at least 1, or auto"),
         ("shm_size=0", "must be above 0, or auto"),
         ("backend=kueue", "must be 'jobset', 'volcano' or 'trainjob'"),
-        ("native_gang=v1beta1", "must be 'none' or 'v1alpha2'"),
+        ("native_gang=v1beta1", "must be 'none', 'auto' or 'v1alpha2'"),
         ("secrets={HF TOKEN: {secret: a, key: b}}", "must be the name of an environment variable"),
         ("secrets={HF_TOKEN: {secret: a, key: 'x y'}}", "must be a key of a Secret"),
     ],

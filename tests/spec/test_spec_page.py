@@ -23,6 +23,8 @@ def keys(spec: BaseModel, before: str = "") -> dict[str, Any]:
     """Every dotted key below a section, with its value."""
     found: dict[str, Any] = {}
     for name, field in type(spec).model_fields.items():
+        if field.exclude:  # written as a part of another key
+            continue
         key, value = f"{before}{field.alias or name}", getattr(spec, name)
         if name == "plugins" and isinstance(spec, OpenSection):
             found |= {k: v for plugin, section in value.items() for k, v in keys(section, f"{before}{plugin}.").items()}

@@ -56,6 +56,29 @@ def test_a_slow_file_system_delays_a_flush_and_no_step(tmp_path: Path) -> None:
     assert writes == [1, 29], "lines that arrive during a write go with the next one"
 
 
+def test_lines_of_short_steps_are_written_together_and_a_flush_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.tracking.jsonl._SECONDS_BETWEEN_WRITES", 3600.0)
+    writes, first = list[int](), threading.Event()
+
+    def counted(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+        writes.append(len(lines))
+        append_lines(path, lines)
+        first.set()
+
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", counted)
+    writer.put({"step": 0})
+    assert first.wait(60), "the first line is written at once"
+    for step in range(1, 10):
+        writer.put({"step": step})
+    writer.flush()
+    assert writes == [1, 9]
+    writer.put({"step": 10})
+    writer.close()
+    assert steps(tmp_path / "metrics.jsonl") == list(range(11))
+
+
 def test_a_full_disk_is_reported_by_the_next_call_and_nothing_is_written_after_the_gap(tmp_path: Path) -> None:
     full = [False, True, False]
 

@@ -12,6 +12,7 @@ import pytest
 
 import scaletrain_cli.worker as worker
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import add_revision, checkpoint_folder, read_record
@@ -151,6 +152,9 @@ def test_the_resolved_run_is_what_the_launcher_decided_last(tmp_path: Path) -> N
     elsewhere = record.spec.checkpoint.model_copy(update={"dir": str(tmp_path / "disk")})
     add_revision(made.run, record, record.spec.model_copy(update={"checkpoint": elsewhere}), record.plan, [])
     assert read_resolved_run(made.run).checkpoint_folder == tmp_path / "disk" / made.run.run_id
+    for named, folder in ((0, found.checkpoint_folder), (1, tmp_path / "disk" / made.run.run_id)):
+        attempt = begin_attempt(made.run, record.spec, scheduler="slurm", job_id="1", nodes=("n1",), revision=named)
+        assert read_resolved_run(made.run, attempt).checkpoint_folder == folder
 
 
 def test_training_tokens_give_the_same_number_of_steps_as_in_the_spec() -> None:

@@ -88,7 +88,7 @@ def list_files(path: str, seconds: float | None = None) -> tuple[RemoteFile, ...
     folder = place.key[: place.key.rfind("/", 0, wildcard.start()) + 1] if wildcard else place.key
     pattern = tuple(place.key.split("/")) if wildcard else ()
     deep = not wildcard or "/" in place.key[wildcard.start() :] or "**" in pattern
-    found = _retried(lambda: list(_listed(place, folder.rstrip("/"), deep)), place, path, seconds)
+    found = retried(lambda: list(_listed(place, folder.rstrip("/"), deep)), place, path, seconds)
     files = [
         RemoteFile(place.sibling(each["path"]), each["size"], _identity(each))
         for each in found
@@ -111,7 +111,7 @@ def _listed(place: Place, folder: str, deep: bool) -> Iterator[Any]:
 def find_file(path: str, seconds: float | None = None) -> RemoteFile:
     """Return one object with its size and ETag. Raises PlaceError and UnavailableError."""
     place = parse_place(path)
-    found = _retried(lambda: require("obstore", "remote").head(store_of(place), place.key), place, path, seconds)
+    found = retried(lambda: require("obstore", "remote").head(store_of(place), place.key), place, path, seconds)
     return RemoteFile(path, found["size"], _identity(found))
 
 
@@ -140,7 +140,7 @@ def read_range(file: RemoteFile, start: int, stop: int, seconds: float | None = 
             raise _ShortBodyError(f"{len(content)} bytes arrived of {stop - start}")
         return content
 
-    return _retried(read, place, file.path, seconds)
+    return retried(read, place, file.path, seconds)
 
 
 def read_all(path: str, seconds: float | None = None) -> bytes:
@@ -164,13 +164,16 @@ def write_file(path: str, content: Path | bytes, seconds: float | None = None) -
         with content.open("rb") as file:
             obstore.put(store_of(place), place.key, file)
 
-    _retried(write, place, path, seconds)
+    retried(write, place, path, seconds)
     if (found := find_file(path, seconds).size) != size:
         raise PlaceError(Reason("remote.size-differs", {"path": path, "bytes": found, "expected": size}))
 
 
-def _retried(action: Callable[[], Result], place: Place, path: str, seconds: float | None) -> Result:
-    """Return what ``action`` returns; repeat it until a deadline while its fault is one that passes."""
+def retried(action: Callable[[], Result], place: Place, path: str, seconds: float | None) -> Result:
+    """Return what ``action`` returns; repeat it until a deadline while its fault is one that passes.
+
+    ``seconds``: None for the deadline of the environment. Raises PlaceError and UnavailableError.
+    """
     exceptions = require("obstore.exceptions", "remote")
     limit = timeout_seconds() if seconds is None else min(seconds, timeout_seconds())
     end, pause, tries = time.monotonic() + limit, _FIRST_PAUSE_SECONDS, 0

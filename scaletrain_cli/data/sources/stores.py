@@ -12,6 +12,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES as SCHEMES
 ALLOW_HTTP = "SCALETRAIN_ALLOW_HTTP"
 # Retries are those of places.py, which also know short bodies and changed objects.
 _NO_RETRIES = {"max_retries": 0}
+# For uploads in many parts, of which each is repeated by itself.
+_PART_RETRIES = {"max_retries": 10, "retry_timeout": timedelta(seconds=300)}
 _CLIENT = {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "120s"}
 _S3_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
@@ -107,18 +110,29 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes")
 
 
-def store_of(place: Place) -> Any:
-    """Return the obstore store of a place, one for each process. Raises PlaceError, and UsageError without obstore."""
-    return _store(place.scheme, place.bucket, os.getpid())
+def store_of(place: Place, *, repeats_parts: bool = False) -> Any:
+    """Return the obstore store of a place, one for each process. Raises PlaceError, and UsageError without obstore.
+
+    ``repeats_parts``: the store repeats its requests itself, for uploads in parts.
+    """
+    return _store(place.scheme, place.bucket, os.getpid(), repeats_parts)
+
+
+def forget_stores() -> None:
+    """Forget the stores of this process, as after a change of its environment."""
+    _store.cache_clear()
 
 
 @lru_cache(maxsize=64)
-def _store(scheme: str, bucket: str, process: int) -> Any:  # by process: threads of the library are not forked
+def _store(
+    scheme: str, bucket: str, process: int, repeats_parts: bool
+) -> Any:  # by process: threads of the library are not forked
     stores = require("obstore.store", "remote")
     endpoint = next((os.environ[name] for name in _S3_ENDPOINTS if os.environ.get(name)), "") if scheme == "s3" else ""
     _require_secure(endpoint, f"{scheme}://{bucket}")
     plain = (endpoint or bucket).startswith("http://")
-    settings: dict[str, Any] = {"client_options": {**_CLIENT, "allow_http": plain}, "retry_config": _NO_RETRIES}
+    settings: dict[str, Any] = {"client_options": {**_CLIENT, "allow_http": plain}}
+    settings["retry_config"] = _PART_RETRIES if repeats_parts else _NO_RETRIES
     try:
         if scheme == "s3":
             return stores.S3Store(bucket, config=_s3_config(bucket), **settings)

@@ -113,6 +113,8 @@ class SpikeGuard:
         if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
             return loss > self._factor * median
         lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor widens the spread, too
+        if loss <= min(median + lenient * ((_LOSS_RATIO - 1) * median), self._factor * median):
+            return False  # whatever the deviation is, which takes longer to find
         spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * _deviation(self._losses, median))
         return loss > min(median + spread, self._factor * median)
 

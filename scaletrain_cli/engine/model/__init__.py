@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from scaletrain_cli.engine.model.base import TrainedModel, VisionModel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
@@ -51,8 +53,19 @@ def outline(spec: Any) -> TrainedModel:
         family = load_reference(f"{__name__}.{VISION_FAMILIES[spec.family]}")
     else:
         family = FAMILIES.get(spec.family) or _from_extension(spec.family)
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutInitialValues():
         return family(spec)
+
+
+class _WithoutInitialValues(TorchFunctionMode):
+    """Skips ``torch.nn.init``, which on the meta device does nothing but load torch's compiler."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _from_extension(name: str) -> Callable[[ModelSpec], CausalLM]:

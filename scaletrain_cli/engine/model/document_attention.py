@@ -8,6 +8,7 @@ document is longer than the window. Both are single operations to ``torch.compil
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from scaletrain_cli.engine.eager import constant_when_compiled
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,17 +28,18 @@ _LARGEST_CUDA_HEAD = 256  # FlashAttention 2
 _RARE_CUDA_HEADS, _CAPABILITIES_WITH_RARE_HEADS = range(193, 225), ((8, 0), (9, 0))
 
 
+@functools.cache
 def _cuda_kernel() -> Any | None:
-    """Return torch's variable-length attention; None if this torch lacks it, or one of the arguments used here."""
+    """Return torch's variable-length attention; None if this torch lacks it, or one of the arguments used here.
+
+    Its module loads torch's compiler.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
-
-
-_CUDA_KERNEL = _cuda_kernel()
 
 
 class Segments(NamedTuple):
@@ -64,7 +68,7 @@ def whole_rows(rows: int, length: int, device: torch.device) -> Segments:
     return Segments(torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device), length)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return True if ``document_attention`` has a kernel for queries of this kind."""
     if device.type != "cuda":
@@ -77,7 +81,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
         and torch.version.hip is None
         and capability >= (8, 0)
         and (head_dim not in _RARE_CUDA_HEADS or capability in _CAPABILITIES_WITH_RARE_HEADS)
-        and _CUDA_KERNEL is not None
+        and _cuda_kernel() is not None
     )
 
 
@@ -105,11 +109,12 @@ def _with_adjacent_channels(x: Tensor) -> Tensor:
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
-    assert _CUDA_KERNEL is not None, "is_supported"
+    kernel = _cuda_kernel()
+    assert kernel is not None, "is_supported"
     batch, heads, length, channels = query.shape
     flat = [x.transpose(1, 2).reshape(batch * length, -1, channels) for x in (query, key, value)]
     bounds, longest = segments
-    mixed: Tensor = _CUDA_KERNEL(
+    mixed: Tensor = kernel(
         *flat,
         bounds,
         bounds,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from scaletrain_cli.engine.eager import never_compiled
 from scaletrain_cli.engine.model.activation import gated
 from scaletrain_cli.engine.model.router import Router, balance_loss, token_weights, z_loss
 from scaletrain_cli.spec import ModelSpec
@@ -309,8 +310,10 @@ class _Product(Function):
         return F.grouped_mm(gradient, weights, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends), None
 
 
-# torch.compile supports grouped products in bf16 only
-_uncompiled_product = torch.compiler.disable(_Product.apply)  # type: ignore[no-untyped-call]
+@never_compiled  # torch.compile supports grouped products in bf16 only
+def _uncompiled_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    product: Tensor = _Product.apply(rows, weights, ends)  # type: ignore[no-untyped-call]
+    return product
 
 
 _BIAS_COLUMNS = 8  # a row of 16 bytes in 16 bits
@@ -409,8 +412,10 @@ class _WithCount(Function):
         return gradient, None, None
 
 
-# the backward pass changes the layer, which torch.compile does not trace
-_counted = torch.compiler.disable(_WithCount.apply)  # type: ignore[no-untyped-call]
+@never_compiled  # the backward pass changes the layer, which torch.compile does not trace
+def _counted(weights: Tensor, layer: nn.Module, load: Tensor) -> Tensor:
+    counted: Tensor = _WithCount.apply(weights, layer, load)  # type: ignore[no-untyped-call]
+    return counted
 
 
 class _Rows(Function):

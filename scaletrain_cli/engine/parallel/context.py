@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
 
+from scaletrain_cli.engine.eager import never_compiled
 from scaletrain_cli.engine.model.attention import PLAIN, AttentionSettings, TokenContext
 from scaletrain_cli.engine.model.attention_sinks import fused_kernel, repeated
 from scaletrain_cli.engine.parallel.mesh import Axis, RingShift
@@ -51,7 +52,7 @@ class RingAttention(nn.Module):
         return mixed
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis, scale: float | None = None) -> Tensor:
     """Return causal attention of this rank's queries to the keys of all ranks, [batch, heads, local length, value_dim].
 

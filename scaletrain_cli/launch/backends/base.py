@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,12 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from scaletrain_cli.errors import MissingPackageError, Problem, UsageError, sentences
+from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, sentences
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
+from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason, as_reason, recorded
+from scaletrain_cli.reasons import Reason, as_reason, reason_from, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -26,9 +29,12 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
     from scaletrain_cli.rundir.preparation import PreparationJob
 
 
+SESSION_MODULE = "scaletrain_cli.launch.node.command"
+VIEW_MODULE = "scaletrain_cli.launch.node.view"
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # found by find_spec, not imported
 
 
@@ -81,11 +87,21 @@ class SubmissionSummary:
     step: int = 0
     warnings: tuple[Reason, ...] = ()
     code: CodeRecord | None = None  # the user's code, if the spec names any
+    sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The texts of ``warnings``, with their remedies."""
         return tuple(map(sentences, self.warnings))
+
+    @property
+    def range_advice(self) -> Reason | None:
+        """When the range of nodes pays; None without one."""
+        if not self.sizes:
+            return None
+        from scaletrain_cli.plan.reliability.node_sizes import break_even, usable_plans
+
+        return break_even(usable_plans(self.sizes))
 
     @property
     def steps_left(self) -> int:
@@ -106,7 +122,8 @@ class SubmissionSummary:
     def to_json(self) -> dict[str, Any]:
         """Return the part of the JSON object that submit and resume share."""
         cost = {"expected_usd": self.expected_usd, "usd_per_hour": self.usd_per_hour, "steps": self.steps_left}
-        return {"start": self.start.to_json(), "cost": cost} | notes_json(self.warnings)
+        sizes = {"sizes": [size.to_json() for size in self.sizes]} if self.sizes else {}
+        return {"start": self.start.to_json(), "cost": cost} | sizes | notes_json(self.warnings)
 
 
 def notes_json(warnings: Sequence[Reason]) -> dict[str, Any]:
@@ -152,6 +169,12 @@ class Job:
         """Return the job with the text of ``reason`` as its detail; ``more``: further fields."""
         return cls(job_id, state, str(reason), nodes, reason=reason, **more)
 
+    def to_document(self) -> dict[str, Any]:
+        """Return the JSON object from which job_from() makes an equal job."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain |= {"nodes": list(self.nodes), "progress": dict(self.progress)}
+        return plain | {"reason": None if self.reason is None else self.reason.to_document()}
+
     @property
     def why(self) -> Reason:
         """Return ``reason`` if ``detail`` is its text; else a Reason with the text ``detail`` that nests ``reason``."""
@@ -169,6 +192,13 @@ class Job:
     def may_be_active(self) -> bool:
         """Return whether the job may still run. True for an unknown state, so that no second gang starts."""
         return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
+
+
+def job_from(document: Mapping[str, Any]) -> Job:
+    """Return the job in a document of Job.to_document()."""
+    why = document["reason"]
+    known = {**document, "nodes": tuple(document["nodes"]), "reason": None if why is None else reason_from(why)}
+    return Job(**known)
 
 
 @dataclass(frozen=True)
@@ -192,6 +222,46 @@ def require_engine_packages(spec: RunSpec) -> None:
             f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
             install_command("train"),
         )
+
+
+@dataclass(frozen=True)
+class JobNode:
+    """One node of a running job: ``number`` counts from 0 in the order of the ranks; ``name``: as in Job.nodes.
+
+    ``named`` is False if the scheduler's name is not known; ``name`` is then only for messages.
+    """
+
+    job_id: str
+    number: int
+    name: str
+    named: bool = True
+
+
+class ViewWaitsError(SchedulerError):
+    """No process can reach the files of a run until its next pods run, or there are none yet (Backend.view_command)."""
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """A command line, and its environment; None: that of this process."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] | None = None
+
+
+def session_words(run_folder: Path | str, node: JobNode) -> tuple[str, ...]:
+    """Return the words after the interpreter of the run that start a session on its node, see Backend.node_command."""
+    return (*python_words(SESSION_MODULE), *session_arguments(run_folder, node))
+
+
+def session_arguments(run_folder: Path | str, node: JobNode) -> tuple[str, ...]:
+    """Return the arguments of SESSION_MODULE."""
+    return (str(run_folder), "--node-rank", str(node.number))
+
+
+def view_words(runs_root: Path | str, run_id: str) -> tuple[str, ...]:
+    """Return the words after the interpreter that start the far end of a view, see Backend.view_command."""
+    return (*python_words(VIEW_MODULE), str(runs_root), run_id)
 
 
 class LogFetcher(Protocol):
@@ -234,6 +304,7 @@ class Backend(ABC):
     can_probe: ClassVar[bool] = False  # probe() is implemented
     replaces_nodes: ClassVar[bool] = False  # a restart of the same job may get other nodes
     prepares_in_jobs: ClassVar[bool] = False  # submit_preparation() is implemented
+    can_submit_arrays: ClassVar[bool] = False  # require_array(), render_array() and submit_array() are implemented
 
     @property
     def traits(self) -> BackendTraits:
@@ -265,11 +336,42 @@ class Backend(ABC):
         Sends SIGTERM to the node agents, or writes the stop file of the run; does not wait for the ranks to save.
         """
 
+    # ---- the runs of a sweep as one job array -------------------------------------------------------------------
+
+    def require_array(self, specs: Sequence[RunSpec]) -> None:
+        """Raise UsageError unless runs with these specs can be the tasks of one job array."""
+        raise self._not_implemented("--array")
+
+    def render_array(self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int) -> str:
+        """Return the text of the array that submit_array() would submit, without the jobs of its runs."""
+        raise self._not_implemented("--array")
+
+    def submit_array(
+        self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int, *, again: bool
+    ) -> Sequence[str]:
+        """Submit one job array, of which ``cap`` tasks run at a time, and return the job id of each run.
+
+        SweepPlace.array of each run is set. ``again``: an earlier request was not answered; if the scheduler has that
+        array, no other one is submitted.
+        """
+        raise self._not_implemented("--array")
+
     # ---- before a job is submitted ------------------------------------------------------------------------------
+
+    def with_local_defaults(self, spec: RunSpec) -> RunSpec:
+        """Return the spec with the settings that it leaves to this machine, which the record of the run then keeps.
+
+        Sends no request. Called before a spec is checked, rendered or recorded; a second call changes nothing.
+        """
+        return spec
 
     def preparation_cores(self, cluster: ClusterSpec) -> int:
         """Return the worker processes of one task of a preparation job."""
         return 1
+
+    def prepares_itself(self, cluster: ClusterSpec) -> bool:
+        """Return whether the job of a run prepares its data itself, where no other job could do it."""
+        return False
 
     def preparation_tasks(self, cluster: ClusterSpec) -> int | None:
         """Return the number of tasks of a preparation job; None: by the size of the data."""
@@ -296,6 +398,18 @@ class Backend(ABC):
         Called for a gang that has ended without an attempt, if the tasks of the job have recorded no reason.
         """
         return None
+
+    def was_taken_away(self, run: RunDir, job: Job, last: AttemptRecord | None) -> bool:
+        """Return whether a job that has ended was taken from its run, rather than ended by a person.
+
+        Called for a run that is not over by itself: its last attempt ``last`` reported no end, or another one was to
+        follow it, or none began. In doubt return False: a run that a person has ended must not start again.
+        """
+        return job.cause != "cancelled"
+
+    def was_shut_down(self, run: RunDir, last: AttemptRecord) -> bool:
+        """Return whether the last attempt was stopped because its machine was shut down."""
+        return False
 
     def cancel_preparation(self, run: RunDir) -> None:
         """End the preparation job of a run whose gang could not be queued."""
@@ -409,6 +523,28 @@ class Backend(ABC):
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the objects that the scheduler keeps of a job that is over; return their names."""
         return []
+
+    def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
+        """Return a command that starts the interpreter of the run on one of its nodes, with ``session_words()``.
+
+        For `scaletrain exec`, `shell` and `port-forward`. It passes standard input and output on as they are, without
+        a terminal; it needs no device of its own and waits for none, and its process on the node sees the devices and
+        the processes of the ranks. It is called for a job that runs. Raises UsageError where it is not implemented.
+        """
+        raise UsageError(Reason("launch.no-session", {"scheduler": self.traits.display_name}))
+
+    @contextlib.contextmanager
+    def view_command(self, run: RunDir, record: RunRecord, say: Callable[[str], None]) -> Iterator[NodeCommand]:
+        """Yield a command that starts the interpreter of the run, with ``view_words()``, where its files are.
+
+        For views of a run whose files this machine does not see; it passes standard input and output on as they are.
+        What was made for it is removed at the end of the block. ``say`` gets lines of progress. Raises UsageError where
+        that cannot be had, ViewWaitsError and other SchedulerErrors.
+        """
+        yield self._no_view()
+
+    def _no_view(self) -> NodeCommand:
+        raise UsageError(Reason("launch.no-view", {"scheduler": self.traits.display_name}))
 
     # ---- explanations -------------------------------------------------------------------------------------------
 

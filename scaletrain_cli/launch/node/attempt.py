@@ -23,7 +23,9 @@ from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.node.code import code_environment, left_in_code, place_code, unpacked_folder
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, stopped_seconds
 from scaletrain_cli.launch.node.hub import fetch_hub_files
+from scaletrain_cli.launch.node.idle import GpuUse, IdleWatch
 from scaletrain_cli.launch.node.inspection import inspect_node, write_inspection
+from scaletrain_cli.launch.node.mirroring import MirrorProcess
 from scaletrain_cli.launch.node.observer import Observer
 from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL, AgentOptions
 from scaletrain_cli.launch.node.processes import (
@@ -35,7 +37,7 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, program_command, rank_environment
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, announce_failure, write_node_record
-from scaletrain_cli.launch.node.telemetry import NodeTelemetry
+from scaletrain_cli.launch.node.telemetry import NodeTelemetry, measures_gpus
 from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
 from scaletrain_cli.log_setup import set_up_logging
@@ -43,7 +45,7 @@ from scaletrain_cli.own_processes import python_command, usable_cores
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
-from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.record import RunRecord, read_record_of
 from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, open_to_append
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
@@ -69,7 +71,7 @@ def run_node(options: AgentOptions) -> int:
     run = RunDir(options.run_folder.absolute())
     if not run.path.is_dir():  # before the record is read: a missing record would be a UsageError
         raise WrongNodesError(Reason("node.run-missing", {"path": str(run.path), "host": socket.gethostname()}))
-    record = read_record(run)
+    record = read_record_of(run, options.attempt)
     set_up_logging(
         f"node agent {options.node_rank} on {options.node_name}", environment={**os.environ, **record.spec.env}
     )
@@ -121,20 +123,35 @@ def run_node(options: AgentOptions) -> int:
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
         if options.node_rank == 0:
             watch.observer = Observer(run, options.attempt, notifies=bool(record.spec.notify))
-        if record.spec.telemetry.enabled:
-            path = node_file(run, options.attempt, node.node)
+            if record.spec.checkpoint.mirror.to is not None:
+                watch.mirror = MirrorProcess(run, record)
+        interval = record.spec.telemetry.interval
+        use = GpuUse()
+        if record.spec.cluster.idle_timeout is not None:
+            place = (node.node, options.node_rank, record.spec.cluster, interval)
+            watch.idle = IdleWatch(run, options.attempt, *place, use)
+        if record.spec.telemetry.enabled or (watch.idle is not None and measures_gpus(record.spec)):
+            path = node_file(run, options.attempt, node.node) if record.spec.telemetry.enabled else None
             telemetry = watch.telemetry = NodeTelemetry(
-                path, record.spec.telemetry.interval, local_ranks.rows, lambda: local_ranks.step
+                path, interval, local_ranks.rows, lambda: local_ranks.step, use.add
             )
             telemetry.start(record.spec)
         submitting = _start_submitting_evaluations(run, record, options)
+        if submitting is not None:
+            watch.own_pids = (submitting.pid,)
         watch.run_to_end()
+        if watch.mirror is not None:
+            watch.mirror.ask_for_the_last()
         if telemetry is not None:
             telemetry.finish((watch.deadline - time.monotonic()) / 4 if watch.preempted else math.inf)
         if watch.observer is not None:
             # Half of what is left of the grace period: the end of the node is recorded after it.
             left = (watch.deadline - time.monotonic()) / 2 if watch.preempted else math.inf
             watch.observer.finish(left, failed=local_ranks.first_failure is not None)
+        if watch.mirror is not None:
+            failed = local_ranks.first_failure is not None or watch.disk_full is not None
+            grace_seconds = record.spec.cluster.grace_seconds
+            watch.mirror.finish(failed=failed, seconds_left=watch.seconds_for_mirror, grace_seconds=grace_seconds)
         if submitting is not None:
             if node_exit_code(local_ranks.ranks, local_ranks.first_failure) == ExitCode.DONE:
                 _submit_last_evaluation(run, record, submitting)

@@ -31,6 +31,7 @@ from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import StoppedProcesses, adopt_orphans, kill_descendants, next_signal, reap
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
 from scaletrain_cli.launch.restart import (
+    automatic_submissions,
     conclude_abandoned,
     conclude_attempt,
     conclude_run,
@@ -120,6 +121,12 @@ class OneNodeJob:
             if self.requeued and self.stopping:
                 return ExitCode.PREEMPTED
 
+    def _first_by_chain(self, number: int) -> int:
+        """Return the first attempt of the jobs in whose place this one was submitted without a person."""
+        if not automatic_submissions(self.run):
+            return number
+        return first_attempt_of_job(self.run, self.job_id, number)
+
     def _conclude(self, decision: Decision) -> int:
         code = conclude_run(self.run, decision)
         return ExitCode.DO_NOT_REQUEUE if self.requeued and code == ExitCode.PREEMPTED else code
@@ -133,7 +140,7 @@ class OneNodeJob:
             self.run,
             self.record,
             number,
-            first_attempt=first,
+            first_attempt=min(first, self._first_by_chain(number)),
             launcher_exit_code=code,
             # SIGTERM may have come while the agent ran.
             stop_reason=self.stop_reason if self.stopping and not self.requeued else None,

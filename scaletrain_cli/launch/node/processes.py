@@ -21,6 +21,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 STOPPED_SECONDS = 60.0  # until a process that a signal has stopped counts as hung
 _LONGEST_PAUSE_SECONDS = 10.0  # between two polls of a process that was not stopped
 _SIGSET_BYTES = 128  # sigset_t of every C library on Linux
+_NICE = 19
+_FIRST_TO_KILL = "1000"
 _KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS server, hung driver) may never end
 
 
@@ -146,6 +148,14 @@ def die_with_parent(parent_pid: int, signum: int) -> bool:
     """Receive ``signum`` when the parent dies. Return False when it has ended, or never was ``parent_pid``."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     return os.getppid() == parent_pid
+
+
+def yield_to_training() -> None:
+    """Take the lowest priority for the CPU, and be the first process to be killed for lack of memory."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_KILL, encoding="ascii")
 
 
 def kill_descendants(unawaited: Collection[int] = ()) -> None:

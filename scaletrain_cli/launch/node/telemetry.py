@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,13 +45,16 @@ def measures_gpus(spec: RunSpec) -> bool:
 class NodeTelemetry:
     """The thread that measures and writes. ``rows``: (rank, row) as they arrive. ``step``: returns the newest step.
 
+    ``path``: None to write nothing. ``on_gpu``: gets index and values of each GPU in the thread; it must not wait.
+
     No method raises or waits, except ``finish`` for at most 2.5 seconds.
     """
 
-    path: Path
+    path: Path | None
     interval_seconds: float
     rows: deque[tuple[int, RankRow]]
     step: Callable[[], int]
+    on_gpu: Callable[[int, Mapping[str, float]], None] = lambda index, values: None
     host: HostSampler = field(default_factory=HostSampler)
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
     _gpus: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -103,31 +106,36 @@ class NodeTelemetry:
 
     def _run(self) -> None:
         try:
-            writer = SeriesWriter(self.path)
+            writer = None if self.path is None else SeriesWriter(self.path)
             due = time.monotonic()
             flush_due = due + _FIRST_FLUSH_SECONDS * random.random()
             while True:
                 self._measure(writer)
-                if time.monotonic() >= flush_due:
+                if writer is not None and time.monotonic() >= flush_due:
                     writer.flush()
                     # Nodes of one job start together, and write at different times.
                     flush_due = time.monotonic() + FLUSH_SECONDS * random.uniform(0.8, 1.2)
                 due = max(due + self.interval_seconds, time.monotonic())
                 if self._ended.wait(max(0.0, due - time.monotonic())):
                     break
-            self._add_ranks(writer)
-            writer.close()
+            if writer is not None:
+                self._add_ranks(writer)
+                writer.close()
         except Exception as error:
             logger.warning("no more telemetry is written: %s: %s", type(error).__name__, error)
         finally:
             if self._gpus is not None and self._gpus.stdout is not None:
                 self._gpus.stdout.close()
 
-    def _measure(self, writer: SeriesWriter) -> None:
-        self._add_ranks(writer)
+    def _measure(self, writer: SeriesWriter | None) -> None:
         step = self.step()
         for moment, index, values in self._gpu_rows():
-            writer.add(f"gpu {index}", moment, step, values)
+            self.on_gpu(index, values)
+            if writer is not None:
+                writer.add(f"gpu {index}", moment, step, values)
+        if writer is None:
+            return
+        self._add_ranks(writer)
         if self._measures_host:
             try:
                 writer.add("node", time.time(), step, self.host.sample())

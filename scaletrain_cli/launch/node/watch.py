@@ -17,6 +17,8 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, furthest_behind, hung_rank
+from scaletrain_cli.launch.node.idle import IdleWatch
+from scaletrain_cli.launch.node.mirroring import MirrorProcess
 from scaletrain_cli.launch.node.observer import Observer
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import (
@@ -42,6 +44,7 @@ UNKILLABLE_SECONDS = 30.0  # after SIGKILL; then a rank hangs in the kernel (dri
 DUMP_SECONDS = 2.0  # time for the C signal handler to write the stacks
 _POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
 _STACKS_POLL_SECONDS = 0.05
+_RECORD_SECONDS = 2.0  # of the grace period, to record the end of the node
 _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SIGNAL_DELAY_SECONDS = 1.0  # between two processes of a job that a scheduler signals
 _BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -209,7 +212,7 @@ class Watch:
 
     At ``deadline`` (monotonic) the remaining ranks get SIGKILL. ``disk_full`` is set where a rank ended
     because of a full disk. ``ending``: a rank has failed, here or on another node. ``observer``: diagnoses the run;
-    ``telemetry``: measures this node.
+    ``mirror``: copies its checkpoints; ``telemetry``: measures this node; ``idle``: ends a run that does nothing.
     """
 
     run: RunDir
@@ -226,7 +229,11 @@ class Watch:
     disk_full: Failure | None = field(default=None, init=False)
     ending: bool = field(default=False, init=False)
     observer: Observer | None = field(default=None, init=False)
+    mirror: MirrorProcess | None = field(default=None, init=False)
     telemetry: NodeTelemetry | None = field(default=None, init=False)
+    idle: IdleWatch | None = field(default=None, init=False)
+    ended_idle: bool = field(default=False, init=False)
+    own_pids: tuple[int, ...] = field(default=(), init=False)  # of further processes that are no ranks
 
     def run_to_end(self) -> None:
         """Run until every rank has ended and is recorded, or cannot be killed."""
@@ -243,6 +250,9 @@ class Watch:
                 self._check_progress()
                 if self.observer is not None:
                     self.observer.start_if_due()
+                if self.mirror is not None:
+                    self.mirror.start_if_due()
+                self._end_if_idle()
             if time.monotonic() >= self.deadline:
                 if self.killed:
                     logger.error("%d ranks cannot be killed; this node needs attention", len(self.local_ranks.alive))
@@ -255,12 +265,30 @@ class Watch:
 
     def _wait_for_children(self) -> None:
         """Wait for processes that a program has left when the signal ended it, such as the child of a shell."""
-        own = [] if self.observer is None or self.observer.pid is None else [self.observer.pid]
-        own += [] if self.telemetry is None else self.telemetry.pids
+        own = self._pids_without_ranks()
         while time.monotonic() < self.deadline and descendants(own):
             for _ in reap():
                 pass
             time.sleep(_STACKS_POLL_SECONDS)
+
+    def _pids_without_ranks(self) -> list[int]:
+        """Return the processes of the agent that are no ranks."""
+        own = [each.pid for each in (self.observer, self.mirror) if each is not None and each.pid is not None]
+        return [*own, *self.own_pids, *(() if self.telemetry is None else self.telemetry.pids)]
+
+    def _end_if_idle(self) -> None:
+        """Signal the ranks to save and exit if the run has done nothing for the time that it may."""
+        if self.idle is None or self.preempted or not (beats := self.local_ranks.listen()):
+            return
+        why = self.idle.check(beats, self._pids_without_ranks())
+        if why is not None:
+            logger.warning("%s; its ranks save and exit", why)
+            self.ended_idle = True
+            self._forward(signal.SIGTERM)
+
+    def seconds_for_mirror(self) -> float:
+        """Return what is left of the grace period, without the time to record the end; infinite without a signal."""
+        return self.deadline - time.monotonic() - _RECORD_SECONDS if self.preempted else float("inf")
 
     def _check_progress(self) -> None:
         """End the local ranks if they hang, or if another node has failed or reports a hang."""
@@ -340,6 +368,8 @@ class Watch:
         may_follow = exit_code in _BY_SIGTERM and not self.preempted
         if may_follow and (signum := next_signal(_PREEMPTION_SIGNALS, _SIGNAL_DELAY_SECONDS)) is not None:
             self._forward(signum)
+        if self.ended_idle and exit_code == ExitCode.DONE:  # a server that was asked to end has not finished the run
+            return int(ExitCode.PREEMPTED)
         if not self.preempted or self.killed or exit_code in _PASSED_ON:
             return exit_code
         logger.info("a program ended with code %d after the preemption signal: it counts as preempted", exit_code)

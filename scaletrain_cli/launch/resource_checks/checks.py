@@ -35,6 +35,7 @@ from scaletrain_cli.launch.resource_checks.files import (
 )
 from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
+from scaletrain_cli.launch.resource_checks.mirror import check_mirror
 from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, reads_text, text_problems
 from scaletrain_cli.launch.resource_checks.view import CheckResults, View
 from scaletrain_cli.launch.resource_checks.weights import adapter_problems, weights_problems
@@ -115,10 +116,11 @@ def check_external(
     ``folder`` as in View; by default the current folder. Sends requests to the hub for references to it.
     """
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, False, secrets, hub or {}, prepared)
-    text = check_text(view)
-    problems = tuple(dict.fromkeys([*text.problems, *(found for check in _CHECKS for found in check(view))]))
+    text, mirror = check_text(view), check_mirror(view)
+    problems = (*text.problems, *mirror.problems)
+    problems = tuple(dict.fromkeys([*problems, *(found for check in _CHECKS for found in check(view))]))
     notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view), *hub_notes(view))
-    notes += tuple(command_notes(view))
+    notes += (*command_notes(view), *mirror.notes)
     return CheckResults(problems, notes)
 
 

@@ -221,6 +221,15 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         _UNSEEN,
     ),
     _row(
+        "checkpoint.mirror.to",
+        "a place in an object store, or a folder of another file system",
+        "a small object can be written and deleted there; a folder: this user can write to it, outside the runs root",
+        _SUBMIT,
+        "scaletrain_cli.launch.resource_checks.mirror:check_mirror",
+        "without credentials, network or the extra remote here (a note), and paths that only the nodes have: the "
+        "mirroring process, which reports a finding while the run trains",
+    ),
+    _row(
         "secret_env.*",
         "a variable of the submitter's environment",
         "set",
@@ -456,6 +465,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "exists, is bound, ReadWriteMany",
         _SCHEDULER,
         f"{_EXISTENCE}claims",
+    ),
+    _row(
+        f"{_K8S}code_store",
+        "a place in object storage",
+        "can be written, if no ConfigMap can hold the code",
+        "at the submission, before the job is requested",
+        "scaletrain_cli.launch.backends.kubernetes.code_store:upload_code",
+        "pod 0 fetches it, and each node compares every file with the list in the ConfigMap",
     ),
     _row(f"{_K8S}runs.path", "nothing: a path in the pods", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
     _row(

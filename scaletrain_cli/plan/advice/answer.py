@@ -16,6 +16,8 @@ from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:  # the command loads these only if it needs them
     from scaletrain_cli.plan.advice.explanation import Question
+    from scaletrain_cli.plan.reliability.elastic import ElasticOutcome
+    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
     from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, TraceOutcome
     from scaletrain_cli.plan.search.cluster_limits import Limits
     from scaletrain_cli.plan.search.sizing import Sizing
@@ -93,9 +95,23 @@ class Answer:
     sizing: Sizing | None = None
     explanation: tuple[Question, ...] | None = None
     outcome: TraceOutcome | None = None
+    sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
+    elastic: ElasticOutcome | None = None  # the range on the trace, against waiting for all nodes
+
+    @property
+    def range_advice(self) -> Reason | None:
+        """When the range of nodes pays; None without one."""
+        if not self.sizes:
+            return None
+        from scaletrain_cli.plan.reliability.node_sizes import break_even, usable_plans
+
+        return break_even(usable_plans(self.sizes))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan, ``feasible``, ``problems``, and if requested ``sizing``, ``explanation`` and ``trace``."""
+        """Return the plan, ``feasible``, ``problems``, and if requested ``sizing``, ``explanation`` and ``trace``.
+
+        A range of nodes adds ``sizes``, and with a trace ``elastic``.
+        """
         problems = self.infeasible.problems if self.infeasible else ()
         data = self.plan.to_json()
         data |= {"feasible": self.infeasible is None, "problems": [each.to_json() for each in problems]}
@@ -105,6 +121,12 @@ class Answer:
             data["explanation"] = [question.to_json() for question in self.explanation]
         if self.outcome is not None:
             data["trace"] = self.outcome.to_json()
+        if self.sizes:
+            advice = self.range_advice
+            data["sizes"] = [size.to_json() for size in self.sizes]
+            data["range_advice"] = None if advice is None else {"text": str(advice), **coded(advice)}
+        if self.elastic is not None:
+            data["elastic"] = self.elastic.to_json()
         return data
 
 
@@ -121,7 +143,9 @@ def answer(
     If no layout fits, the answer has the smallest one, and ``infeasible`` is set. Raises PlanInfeasibleError if no
     layout divides, and the errors of ``size_cluster``.
     """
-    sizing, infeasible = None, None
+    sizing, infeasible, sizes = None, None, _sizes(spec, measurements)
+    if usable := [size.nodes for size in sizes if size.why_not is None]:
+        spec = spec.model_copy(update={"cluster": spec.cluster.at_size(usable[-1])})
     if limits is not None:
         sizing = _sized(spec, limits)
         spec, plan = sizing.spec, sizing.plan
@@ -138,8 +162,25 @@ def answer(
         infeasible=infeasible,
         sizing=sizing,
         explanation=_explained(spec, plan) if explained else None,
-        outcome=_replayed(spec, plan, trace) if trace is not None and infeasible is None else None,
+        outcome=_replayed(spec, plan, trace) if trace is not None and infeasible is None and not sizes else None,
+        sizes=sizes,
+        elastic=_compared_on_trace(spec, sizes, trace) if trace is not None and sizes else None,
     )
+
+
+def _sizes(spec: RunSpec, measurements: Measurements | None) -> tuple[NodeSize, ...]:
+    if spec.cluster.node_range is None:
+        return ()
+    from scaletrain_cli.plan.planning import plan_or_raise
+    from scaletrain_cli.plan.reliability.node_sizes import plan_sizes
+
+    return plan_sizes(spec, lambda one: plan_or_raise(one, measurements, compared=False))
+
+
+def _compared_on_trace(spec: RunSpec, sizes: tuple[NodeSize, ...], trace: SpotTrace) -> ElasticOutcome | None:
+    from scaletrain_cli.plan.reliability.elastic import compare_on_trace
+
+    return compare_on_trace(spec, sizes, trace)
 
 
 def _sized(spec: RunSpec, limits: Limits) -> Sizing:

@@ -5,6 +5,7 @@ The engine configures DeepSpeed with the sizes of this module, so the planner co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ _LARGEST_BUCKET_ELEMENTS = 200_000_000
 _PREFETCH_ELEMENTS = 50_000_000
 # DeepSpeed's default (zero/config.py stage3_max_live_parameters); smaller models use their own size.
 _LARGEST_LIVE_ELEMENTS = 1_000_000_000
+# DeepSpeed's default (zero/config.py stage3_max_reuse_distance): weights stay if they are used again within as many.
+REUSE_ELEMENTS = 10**9
 # DeepSpeed's default (stage3_param_persistence_threshold): stage 3 keeps parameters of up to this many elements
 # unsharded on every rank.
 PERSISTENT_ELEMENTS = 100_000
@@ -31,6 +34,7 @@ NVME_PARAMETER_BUFFERS = 5
 NVME_WEIGHTS_IN_MEMORY = 10**9
 # Without ZeRO, gradients are flattened and reduced in pieces of this size (engine.py MEMORY_OPT_ALLREDUCE_SIZE).
 _FLATTENED_ELEMENTS = 500_000_000
+_REDUCED_BYTES = 2  # of an element of 16 bits
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def communication_buffer_bytes(
     before_the_loss: bool = False,
     head: int = 0,
     live_elements: int | None = None,
+    gathers: bool = True,
 ) -> BufferBytes:
     """Return the bytes of gradient buckets and, in stage 3, of gathered weights.
 
@@ -122,7 +127,11 @@ def communication_buffer_bytes(
 
     Stage 3 gathers weights ahead only up to stage3_max_live_parameters, with those that it holds
     (``partitioned_param_coordinator.py`` fetch_sub_module: max_params_to_prefetch). ``live_elements``: the elements
-    that another program holds where the forward pass turns into the backward pass.
+    that another program holds where the forward pass turns into the backward pass. ``gathers``: count weights; if not,
+    the caller adds those that a replay finds (gathered_weights.py).
+
+    In stage 3 the gradient of a head that is larger than the bucket stays until the next gradient arrives, beside the
+    bucket (``stage3.py`` reduce_independent_p_g_buckets_and_remove_grads). It is reduced as it is.
     """
     if data_parallel == 1 and zero_stage == 0:
         return BufferBytes(0, 0, 0)
@@ -146,8 +155,24 @@ def communication_buffer_bytes(
         first = buckets + weight_bytes * head + reduced if zero_stage == 2 else 0
         return BufferBytes(buckets if before_the_loss else 0, buckets + copied, 0, first)
     most = buffers.max_live_parameters if live_elements is None else live_elements
-    weights = min(every, max(most, 2 * largest_block)) * weight_bytes
-    return BufferBytes(bucket + weights, bucket + copied + weights, bucket)
+    weights = min(every, max(most, 2 * largest_block)) * weight_bytes if gathers else 0
+    return BufferBytes(bucket + weights, bucket + copied + weights, bucket, bucket + weights + weight_bytes * head)
+
+
+def flat_reduction_bytes(groups: Sequence[int]) -> int:
+    """Return the temporary bytes of BF16_Optimizer's gradients, flat in fp32 for each group, while they are reduced.
+
+    ``groups``: their elements, in order. DeepSpeed joins groups until they exceed 5e8 elements together (``engine.py``
+    allreduce_no_retain), copies them into one tensor unless it is one, and casts that to 16 bits (allreduce_bucket). So
+    a small group before a large one, as that of the embedding before Muon's, costs a copy of the large one.
+    """
+    most = elements = count = 0
+    for group in groups:
+        elements, count = elements + group, count + 1
+        most = max(most, elements * (_REDUCED_BYTES + (_FP32_BYTES if count > 1 else 0)))
+        if elements > _FLATTENED_ELEMENTS:
+            elements = count = 0
+    return most
 
 
 def second_gradient_bytes(
@@ -170,6 +195,7 @@ def step_temporary_bytes(
     *,
     foreach: bool = False,
     casts: bool = True,
+    reduced: int | None = None,
 ) -> int:
     """Return the bytes of temporary tensors of the optimizer's update, when no activations exist.
 
@@ -178,9 +204,10 @@ def step_temporary_bytes(
     casts them to fp32 (``stage_1_and_2.py step``, ``stage3.py _prepare_fp32_grad_for_sub_group``: ``flatten`` and
     ``.to``): 6 bytes per element of 16-bit gradients, 4 of fp32 ones. Stage 3 does so for one sub-group at a time.
     Stages 1 and 2 accumulate 16-bit gradients in fp32 in one flat tensor, which they use as it is. BF16_Optimizer
-    copies no partition; before the update it casts all its fp32 gradients to 16 bits to reduce them (``engine.py
-    allreduce_bucket``: ``tensor.to(communication_data_type)``). Without ZeRO, FP16_Optimizer casts each 16-bit gradient
-    to fp32 and then flattens all of them (``fused_optimizer.py step``). ``casts``: master weights are fp32.
+    copies no partition, but reduces all its gradients before the update (``flat_reduction_bytes``). Without ZeRO,
+    FP16_Optimizer casts each 16-bit gradient to fp32 and then flattens all of them (``fused_optimizer.py step``).
+    ``casts``: master weights are fp32. ``reduced``: the bytes of that reduction; None: of two groups, matrices and few
+    vectors.
     """
     root = _FP32_BYTES if foreach and optimizer in ("adamw", "adam") else 0
     sixteen = weight_bytes(precision) == 2
@@ -189,7 +216,8 @@ def step_temporary_bytes(
         return (2 * _FP32_BYTES if sixteen else root) * parameters
     partition = -(-parameters // data_parallel)
     if zero_stage == 1 and sixteen and accumulated == _FP32_BYTES:
-        return max(root * partition, 2 * parameters if data_parallel > 1 else 0)
+        reduced = flat_reduction_bytes((parameters, 0)) if reduced is None else reduced
+        return max(root * partition, reduced if data_parallel > 1 else 0)
     if zero_stage == 3:
         partition = min(partition, SUB_GROUP_ELEMENTS)
     elif sixteen and accumulated == _FP32_BYTES:

@@ -19,7 +19,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
-from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.plan.stages import first_alike
 from scaletrain_cli.plan.trained_parameters import names_what_trains
 from scaletrain_cli.spec import RunSpec
 
@@ -79,17 +79,14 @@ def plan_memory(
     framework = framework or framework_of(spec)
     size = framework.stage_memory(spec, layout, device, per_rank)
     held = framework.pipeline_stages(spec, layout.pipeline_parallel)
-    if not every_stage and _has_equal_blocks(spec):
-        first: dict[Stage, Stage] = {}
-        for stage in held:
-            first.setdefault(stage._replace(position=0, start=0), stage)
-        held = tuple(first.values())
+    if not every_stage and has_equal_blocks(spec):
+        held = tuple(held[place] for place in dict.fromkeys(first_alike(held)))
     stages = tuple(map(size, held))
     worst = max(stages, key=lambda stage: stage.peak)
     return against_device(worst, stages, framework, device)
 
 
-def _has_equal_blocks(spec: RunSpec) -> bool:
+def has_equal_blocks(spec: RunSpec) -> bool:
     """Return whether two blocks need equal memory if both have experts or neither has."""
     model = spec.transformer
     return not (model.has_pattern or model.windowed_layers or names_what_trains(spec))

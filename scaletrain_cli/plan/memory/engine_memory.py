@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, architecture
@@ -25,17 +25,21 @@ from scaletrain_cli.plan.memory.activations import (
 from scaletrain_cli.plan.memory.buffers import (
     BufferBytes,
     communication_buffer_bytes,
+    flat_reduction_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
+    zero_buffers,
 )
 from scaletrain_cli.plan.memory.engine_states import (
     engine_states,
     offload_step_bytes,
     trained_bytes,
-    trained_parameters,
+    trained_groups,
 )
 from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
+from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
+from scaletrain_cli.plan.memory.pipeline_buffers import pipeline_buffers
 from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.muon import muon_temporary_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
@@ -45,6 +49,7 @@ from scaletrain_cli.plan.stages import (
     chunks_in_flight,
     engine_stages,
     local_tokens,
+    replicas,
     rows_per_sample,
     stage_shard,
     stages_in,
@@ -91,16 +96,53 @@ class ActivationPhases(NamedTuple):
     loss: int
 
 
+class _StateBytes(NamedTuple):
+    """Bytes of a pipeline stage that depend neither on the micro-batch nor on recomputation, and ``elements``."""
+
+    states: ModelStates
+    host: int  # states in the node's memory
+    buffers: BufferBytes
+    second: int  # gradients of one micro-batch, before they are added to those of others
+    step: int  # temporary memory of the optimizer's update
+    gathered: int  # elements of the weights that ``Program.keeps_gathered`` keeps, 0 for programs that do not
+    dequantized: int  # elements of the largest quantized matrix
+
+
 class _FixedBytes(NamedTuple):
     """Bytes of a pipeline stage that do not depend on the number of micro-batches in flight."""
 
     states: ModelStates
-    host: int  # states in the node's memory
+    host: int
     backward: int  # gradients and recomputed activations of one block's backward pass
     buffers: BufferBytes
-    second: int  # gradients of one micro-batch, before they are added to those of others
-    step: int  # temporary memory of the optimizer's update
+    second: int
+    step: int
     kept_weights: int  # the part of ``buffers`` that ``Program.keeps_gathered`` adds
+    gathered: GatheredWeights | None  # by stage 3, if ``buffers`` is without them
+
+
+class _Run:
+    """What else than the layout decides the states of a run; equal if the sections are the same objects.
+
+    Sections are frozen. The specs of one run on clusters of different sizes share them, so that a search over clusters
+    counts the states of a stage once.
+    """
+
+    def __init__(self, spec: RunSpec, device: Accelerator, program: Program) -> None:
+        self._spec = spec  # no other object gets the id of a section while it exists
+        sections = (spec.model, spec.training, spec.layout, spec.data)
+        self._key = (*map(id, sections), spec.cluster.gpu == "cpu", device.is_cpu, program)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Run) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+# States of stages by what decides them; a search sizes thousands of layouts with a few hundred different ones.
+_KNOWN: dict[tuple[_Run, Layout, TrainedStage], dict[Stage, _StateBytes]] = {}
+_MOST_KNOWN = 4096
 
 
 def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
@@ -218,6 +260,121 @@ def trained_stage_memory(
     return tuple(map(size, stages_in(spec, layout)))
 
 
+def _known_states(
+    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, program: Program
+) -> dict[Stage, _StateBytes]:
+    """Return the states of stages that are known from layouts with the same states, to be filled with others."""
+    stages = layout.pipeline_parallel if trained.runs else min(2, layout.pipeline_parallel)
+    alike = replace(
+        layout,
+        world_size=stages * (layout.world_size // layout.pipeline_parallel),
+        data_parallel=replicas(layout),
+        pipeline_parallel=stages,
+        virtual_pipeline=1,
+        sequence_parallel=1,
+        context_parallel=1,
+        micro_batch_size=1,
+        gradient_accumulation_steps=min(2, layout.gradient_accumulation_steps),
+        global_batch_size=0,
+        activation_checkpointing="",
+        cross_entropy="",
+    )
+    key = _Run(spec, device, program), alike, trained
+    if key not in _KNOWN and len(_KNOWN) >= _MOST_KNOWN:
+        _KNOWN.clear()
+    return _KNOWN.setdefault(key, {})
+
+
+def _replays_gathers(layout: Layout, program: Program) -> bool:
+    """Return whether gathered weights are those of a replay, not a limit."""
+    return layout.zero_stage == 3 and program.live_elements is None
+
+
+def _gathered(spec: RunSpec, layout: Layout, elements: int) -> GatheredWeights:
+    """Return what stage 3 gathers on a rank with ``elements`` parameters."""
+    sizes = zero_buffers(elements, 3, pipeline=False)
+    return gathered_weights(
+        spec.transformer,
+        layout.tensor_parallel,
+        layout.expert_parallel,
+        recomputation(spec, layout),
+        sizes.max_live_parameters,
+        sizes.prefetch_bucket_size,
+    )
+
+
+def _state_bytes(
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    per_rank: Architecture,
+    stage: Stage,
+    trained: TrainedStage,
+    program: Program,
+) -> _StateBytes:
+    training, model = spec.training, spec.transformer
+    element, shards, zero = weight_bytes(training.precision), zero_shards(layout), layout.zero_stage
+    own, grads = trained_bytes(spec)
+    shard = stage_shard(per_rank, stage)
+    precision, grad_dtype = training.precision, training.grad_dtype
+    if own != element:  # adapters in fp32
+        precision = grad_dtype = "fp32"
+    groups, dequantized = trained_groups(spec, layout, stage, trained)
+    count = sum(elements for elements, _ in groups)
+    buffers, second, gathered = BufferBytes(0, 0, 0), 0, 0
+    bf16_optimizer = layout.offload == "none" and uses_bf16_optimizer(precision, grad_dtype, zero)
+    if count:  # a stage of a pipeline that trains nothing has no optimizer
+        head = -(-model.vocab_size // layout.tensor_parallel) * model.hidden_size
+        buffers = communication_buffer_bytes(
+            count,
+            shard.largest_block,
+            zero,
+            element if zero == 3 else own,
+            grads,
+            shards,
+            pipeline=layout.pipeline_parallel > 1,
+            gathered=shard.parameters,
+            bucket_elements=program.bucket_elements,
+            bf16_optimizer=bf16_optimizer,
+            before_the_loss=program.buckets_before_loss,
+            head=head if stage.last and trained.head else 0,
+            live_elements=program.live_elements,
+            gathers=not _replays_gathers(layout, program),
+        )
+        if program.keeps_gathered and zero == 3:
+            elements = shard.parameters - (per_rank.embedding if stage.first else 0)
+            gathered = max(0, elements - (program.live_elements or 0))
+        if bf16_optimizer and program.keeps_16_bit_gradients:
+            buffers = buffers.plus(element * count)
+        if layout.offload == "none":  # an offloaded optimizer has its gradients added up on the host
+            accumulation = layout.gradient_accumulation_steps
+            second = second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
+    if layout.offload == "none":
+        step = step_temporary_bytes(
+            count,
+            precision,
+            grad_dtype,
+            zero,
+            shards,
+            training.optimizer.name,
+            foreach=device.is_cpu or program.foreach,
+            casts=training.optimizer.master_weights,
+            reduced=max(
+                flat_reduction_bytes([elements for elements, experts in groups if experts is kind])
+                for kind in (False, True)
+            ),
+        )
+    else:
+        step = offload_step_bytes(spec, layout, stage, trained)
+    if has_muon(spec):
+        step += muon_temporary_bytes(model, training.optimizer.muon, layout, stage.start, stage.blocks)
+    if layout.zero_shard_size:  # the gradient of the shards, while it is averaged over their copies
+        step = max(step, -(-count // shards) * grads)
+    states, host = engine_states(spec, layout, stage, trained=trained)
+    states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
+    return _StateBytes(states, host, buffers, second, step, gathered, dequantized)
+
+
 def _size_of_stage(
     spec: RunSpec,
     layout: Layout,
@@ -227,7 +384,7 @@ def _size_of_stage(
     program: Program,
 ) -> Callable[[Stage], StageMemory]:
     training, model = spec.training, spec.transformer
-    element, shards = weight_bytes(training.precision), zero_shards(layout)
+    element = weight_bytes(training.precision)
     tokens = local_tokens(spec, layout)
     activations = _Activations(spec, layout, device, program)
     loss = loss_bytes(
@@ -240,69 +397,28 @@ def _size_of_stage(
         entry_bytes=program.loss_entry_bytes,
     )
     offloaded = spec.layout.activation_offload
-    own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
-    between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
+    payload = element * model.hidden_size * tokens  # what stages of a pipeline send each other
     shared = _shared_bytes(spec, layout, device)
     entries, zero = -(-model.vocab_size // layout.tensor_parallel), layout.zero_stage
-    head, forward = entries * model.hidden_size, program.forward_entry_bytes * tokens * entries
+    forward = program.forward_entry_bytes * tokens * entries
+    # Stage 3 has its bucket and the gathered weights already while the gradient of all logits still exists.
+    in_chunks = layout.cross_entropy != "whole"
+    head_logits = 0 if zero < 3 or in_chunks or not trained.head else element * tokens * entries
+    known = _known_states(spec, layout, device, trained, program)
 
-    def fixed_bytes(stage: Stage) -> _FixedBytes:
-        """Return the bytes that do not depend on the micro-batches in flight."""
-        shard = stage_shard(per_rank, stage)
-        accumulation = layout.gradient_accumulation_steps
-        precision, grad_dtype = training.precision, training.grad_dtype
-        if own != element:  # adapters in fp32
-            precision = grad_dtype = "fp32"
-        count, dequantized = trained_parameters(spec, layout, stage, trained)
-        buffers, second, kept_weights = BufferBytes(0, 0, 0), 0, 0
-        bf16_optimizer = layout.offload == "none" and uses_bf16_optimizer(precision, grad_dtype, zero)
-        if count:  # a stage of a pipeline that trains nothing has no optimizer
-            buffers = communication_buffer_bytes(
-                count,
-                shard.largest_block,
-                zero,
-                element if zero == 3 else own,
-                grads,
-                shards,
-                pipeline=layout.pipeline_parallel > 1,
-                gathered=shard.parameters,
-                bucket_elements=program.bucket_elements,
-                bf16_optimizer=bf16_optimizer,
-                before_the_loss=program.buckets_before_loss,
-                head=head if stage.last and trained.head else 0,
-                live_elements=program.live_elements,
-            )
-            if program.keeps_gathered and zero == 3 and layout.activation_checkpointing == "none":
-                elements = shard.parameters - (per_rank.embedding if stage.first else 0)
-                kept_weights = element * max(0, elements - (program.live_elements or 0))
-                buffers = buffers.plus(kept_weights)
-            if bf16_optimizer and program.keeps_16_bit_gradients:
-                buffers = buffers.plus(element * count)
-            if layout.offload == "none":  # an offloaded optimizer has its gradients added up on the host
-                second = second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
-        buffers = buffers.plus(between + element * dequantized)
-        if layout.offload == "none":
-            step = step_temporary_bytes(
-                count,
-                precision,
-                grad_dtype,
-                zero,
-                shards,
-                training.optimizer.name,
-                foreach=device.is_cpu or program.foreach,
-                casts=training.optimizer.master_weights,
-            )
-        else:
-            step = offload_step_bytes(spec, layout, stage, trained)
-        if has_muon(spec):
-            step += muon_temporary_bytes(model, training.optimizer.muon, layout, stage.start, stage.blocks)
-        if layout.zero_shard_size:  # the gradient of the shards, while it is averaged over their copies
-            step = max(step, -(-count // shards) * grads)
+    def fixed_bytes(stage: Stage, alike: Stage) -> _FixedBytes:
+        """Return the bytes that do not depend on the micro-batches in flight; equal stages have the same ``alike``."""
+        held = known.get(alike)
+        if held is None:
+            held = known[alike] = _state_bytes(spec, layout, device, per_rank, stage, trained, program)
+        kept_weights = element * held.gathered if layout.activation_checkpointing == "none" else 0
+        buffers = held.buffers.plus(kept_weights + element * held.dequantized)
         backward = activations.backward(stage, trained, copied=offloaded)
-        states, host = engine_states(spec, layout, stage, trained=trained)
-        states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
-        return _FixedBytes(states, host, backward, buffers, second, step, kept_weights)
+        gathered = None
+        if _replays_gathers(layout, program):
+            gathered = _gathered(spec, layout, stage_shard(per_rank, stage).parameters)
+        return _FixedBytes(held.states, held.host, backward, buffers, held.second, held.step, kept_weights, gathered)
 
     cache: dict[Stage, _FixedBytes] = {}
 
@@ -312,20 +428,33 @@ def _size_of_stage(
         alike = stage._replace(position=0) if placed else stage._replace(position=0, start=0)
         found = cache.get(alike)
         if found is None:
-            found = cache[alike] = fixed_bytes(stage)
-        states, host, backward, buffers, second, step, kept_weights = found
+            found = cache[alike] = fixed_bytes(stage, alike)
+        states, host, backward, buffers, second, step, kept_weights, gathered = found
         chunks = chunks_in_flight(layout, stage.position)
         saved = (activations.saved(stage, trained, chunks) + chunks * shared) // layout.virtual_pipeline
         kept = saved - saved // chunks  # after the backward pass of one micro-batch
         if offloaded:
             host, saved, kept = host + saved, 0, 0
+        between = pipeline_buffers(layout, stage, payload, chunks)
+        in_backward = [(stage.blocks, 0)] if gathered is None else gathered.backward
+        at_head = 0 if gathered is None else element * gathered.head
+        # A loss in chunks computes its gradients in the forward pass.
+        at_loss = element * gathered.loss if gathered is not None and in_chunks else at_head
         phases = (
-            PhaseMemory(saved, loss if stage.last else 0, buffers.loss, 0),
-            PhaseMemory(saved, forward if stage.last else 0, buffers.loss if zero == 3 else 0, 0),
-            PhaseMemory(saved, 0, buffers.head if stage.last else 0, 0),
-            PhaseMemory(saved + backward, 0, buffers.backward, 0),
-            PhaseMemory(kept + backward, 0, buffers.backward + second, 0),
-            PhaseMemory(0, 0, buffers.step, step),
+            PhaseMemory(saved, loss if stage.last else 0, buffers.loss + at_loss + between.forward, 0),
+            PhaseMemory(saved, forward if stage.last else 0, buffers.loss + at_loss if zero == 3 else 0, 0),
+            PhaseMemory(saved, head_logits, buffers.head + at_head + between.forward if stage.last else 0, 0),
+            *(
+                PhaseMemory(
+                    saved * left // max(1, stage.blocks) + backward,
+                    0,
+                    buffers.backward + between.backward + element * weights,
+                    0,
+                )
+                for left, weights in in_backward
+            ),
+            PhaseMemory(kept + backward, 0, buffers.backward + between.backward + second, 0),
+            PhaseMemory(0, 0, buffers.step + between.update, step),
         )
         worst = max(phases, key=sum)
         # Matrices from 10 MB on have segments of their own (c10/cuda/CUDACachingAllocator.cpp kMinLargeAlloc).

@@ -178,10 +178,15 @@ def trained_bytes(spec: RunSpec) -> tuple[int, int]:
     return weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
 
 
-def trained_parameters(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> tuple[int, int]:
-    """Return (elements of trained parameters on one rank, elements of the largest quantized matrix)."""
+def trained_groups(
+    spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage
+) -> tuple[tuple[tuple[int, bool], ...], int]:
+    """Return the trained parameter groups on one rank, and the elements of the largest quantized matrix.
+
+    Of each group: its elements, and whether they are experts, which fewer ranks share.
+    """
     tensors = stage_tensors(spec, layout, stage, trained)
-    return sum(group.elements for group, *_ in tensors.trained), tensors.largest_quantized
+    return tuple((group.elements, experts) for group, experts, *_ in tensors.trained), tensors.largest_quantized
 
 
 # What trains on a pipeline stage whose parameters are all frozen (engine/parallel/pipeline.py).

@@ -193,6 +193,36 @@ def stage_groups(
     return _grouped(parts)
 
 
+class BlockMatrices(NamedTuple):
+    """The matrices of one block in the order in which its forward pass uses them, attention first."""
+
+    attention: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def matrices_in_order(
+    model: ModelSpec, tensor: int, expert: int
+) -> tuple[tuple[int, ...], tuple[tuple[BlockMatrices, int], ...], tuple[int, ...]]:
+    """Return the matrices of a whole model as one rank uses them: before the blocks, of runs of blocks, and after.
+
+    The last are none if the head is the embedding. Of a block of a hybrid model all matrices count as one.
+    """
+    per_rank, layers = architecture(model, tensor, expert), model.num_hidden_layers
+    opening, closing = _ends(model, per_rank, "both")
+    runs: list[tuple[BlockMatrices, int]] = []
+    if model.block_types:
+        for block, times in per_rank.kinds(0, layers):
+            stacked = (block.routed,) if block.routed else ()
+            runs.append((BlockMatrices((), (block.shared - block.vectors, *stacked)), times))
+        return opening.matrices, tuple(runs), closing.matrices
+    attention = _attention_matrices(model, tensor)
+    for experts, times in model.block_runs(0, layers):
+        matrices, _, apart, _ = _block(model, tensor, expert, experts=experts)
+        runs.append((BlockMatrices(attention, (*matrices[len(attention) :], *apart)), times))
+    return opening.matrices, tuple(runs), closing.matrices
+
+
 def _hybrid_groups(model: ModelSpec, tensor: int, expert: int, first: int, count: int, ends: str) -> StageGroups:
     """Return the parameter groups of a hybrid model, with one matrix and one vector for each block.
 
@@ -249,13 +279,12 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
     bias = (hidden,) if model.has_output_bias else ()
     qkv_bias = [heads, keys, keys] if model.has_qkv_bias else []
+    matrices = list(_attention_matrices(model, tensor))
     if model.kv_lora_rank:
-        matrices, attention = _latent_attention(model, -(-model.num_attention_heads // tensor))
+        attention = _latent_vectors(model)
     elif model.has_fused_qkv or model.fused_projections:  # one fused matrix
-        matrices = [hidden * (heads + 2 * keys), heads * hidden]
         attention = [*([sum(qkv_bias)] if qkv_bias else []), *bias]
     else:
-        matrices = [hidden * heads, hidden * keys, hidden * keys, heads * hidden]
         attention = [*qkv_bias, *bias]
     sinks = [local_heads] if model.attention_sinks else []
     if model.qk_norm:
@@ -287,18 +316,29 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     return Tensors(tuple(matrices), tuple(vectors), offloaded, tuple(biases) if offloaded else ())
 
 
-def _latent_attention(model: ModelSpec, heads: int) -> tuple[list[int], list[int]]:
-    """Return the matrices and norms of latent attention with ``heads`` heads on this rank; latents are whole."""
-    hidden, latent, query = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
-    queries = heads * model.qk_head_dim
+@lru_cache(maxsize=1024)
+def _attention_matrices(model: ModelSpec, tensor: int) -> tuple[int, ...]:
+    """Return the matrices of attention in one block; the latents of latent attention are whole on each rank."""
+    hidden, heads = model.hidden_size, -(-model.num_attention_heads // tensor)
+    queries = heads * model.head_dim
+    keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
+    if not model.kv_lora_rank:
+        if model.has_fused_qkv or model.fused_projections:
+            return hidden * (queries + 2 * keys), queries * hidden
+        return hidden * queries, hidden * keys, hidden * keys, queries * hidden
+    latent, query, queries = model.kv_lora_rank, model.q_lora_rank, heads * model.qk_head_dim
     matrices = [hidden * query, query * queries] if query else [hidden * queries]
     matrices += [hidden * (latent + model.qk_rope_head_dim), latent * heads * (model.head_dim + model.value_head_dim)]
-    vectors = [query, latent] if query else [latent]
     if model.index_topk:
         index_heads, size = model.index_n_heads, model.index_head_dim
         matrices += [(query or hidden) * index_heads * size, hidden * size, hidden * index_heads]
-        vectors += [size, size]
-    return [*matrices, heads * model.value_head_dim * hidden], vectors
+    return *matrices, heads * model.value_head_dim * hidden
+
+
+def _latent_vectors(model: ModelSpec) -> list[int]:
+    """Return the norms of latent attention."""
+    vectors = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
+    return vectors + [model.index_head_dim] * (2 if model.index_topk else 0)
 
 
 def _norm(model: ModelSpec) -> tuple[int, ...]:

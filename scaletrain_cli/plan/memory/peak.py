@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout, StageMemory
 
@@ -28,17 +29,23 @@ def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = F
     """Return the bytes that one process takes on its device outside the caching allocator."""
     if is_cpu:
         return _CPU_PROCESS
-    axes = (
-        layout.data_parallel * layout.sequence_parallel * layout.context_parallel,
-        layout.tensor_parallel,
-        layout.pipeline_parallel,
-        layout.context_parallel,
-        2 if layout.zero_shard_size else 1,
+    axes = Axes(
+        data=layout.data_parallel,
+        tensor=layout.tensor_parallel,
+        pipeline=layout.pipeline_parallel,
+        virtual=layout.virtual_pipeline,
+        sequence=layout.sequence_parallel,
+        context=layout.context_parallel,
+        expert=layout.expert_parallel,
     )
-    communicators = sum(degree > 1 for degree in axes)
-    neighbors = layout.tensor_parallel * layout.context_parallel
-    exchanging = max(layout.expert_parallel, layout.sequence_parallel)
-    peers = max(0, min(exchanging, max(1, gpus_per_node // neighbors)) - 1)
+    return outside_bytes_of_axes(axes, gpus_per_node) + (_COMMUNICATOR if layout.zero_shard_size else 0)
+
+
+def outside_bytes_of_axes(axes: Axes, gpus_per_node: int) -> int:
+    """Return the bytes outside the allocator of a GPU rank, without those of groups that shard by themselves."""
+    communicators = sum(degree > 1 for degree in (axes.shards, axes.tensor, axes.pipeline, axes.context))
+    neighbors = axes.tensor * axes.context
+    peers = max(0, min(max(axes.expert, axes.sequence), max(1, gpus_per_node // neighbors)) - 1)
     return _CONTEXT + _COMMUNICATOR * communicators + _PEER * peers
 
 

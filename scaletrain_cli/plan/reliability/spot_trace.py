@@ -183,17 +183,17 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     return TraceOutcome(
         name=trace.name,
         trace_days=trace.seconds / _DAY,
-        repeats=_spread([run.wall / trace.seconds for run in ended]).median,
+        repeats=spread([run.wall / trace.seconds for run in ended]).median,
         nodes_needed=spec.cluster.nodes,
         nodes_assumed=_assumed(spec.cluster.nodes, most),
         starts=_STARTS,
         finished=len(ended),
-        days=_spread([run.wall / _DAY for run in ended]),
-        goodput=_spread([plan.time.to_train / run.wall for run in ended]),
-        interruptions=_spread([run.interruptions for run in ended]),
-        lost_hours=_spread([run.lost / 3600 for run in ended]),
-        waiting_hours=_spread([run.waiting / 3600 for run in ended]),
-        spot_usd=None if price is None else _spread([price * gpu_hours * (run.wall - run.waiting) for run in ended]),
+        days=spread([run.wall / _DAY for run in ended]),
+        goodput=spread([plan.time.to_train / run.wall for run in ended]),
+        interruptions=spread([run.interruptions for run in ended]),
+        lost_hours=spread([run.lost / 3600 for run in ended]),
+        waiting_hours=spread([run.waiting / 3600 for run in ended]),
+        spot_usd=None if price is None else spread([price * gpu_hours * (run.wall - run.waiting) for run in ended]),
         on_demand_days=wall / _DAY,
         on_demand_usd=on_demand.usd if on_demand else None,
         notes=_notes(spec, plan, trace, most, max(run.wall for run in ended)),
@@ -285,7 +285,7 @@ def _after(intervals: _Intervals, start: float) -> _Intervals:
     return rest
 
 
-def _spread(values: list[float]) -> Spread:
+def spread(values: list[float]) -> Spread:
     ordered = sorted(values)
     last = len(ordered) - 1
     middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2

@@ -6,7 +6,9 @@ A search over a large cluster cannot size every layout. The bounds follow from p
 * spreading experts over more ranks takes no more compute time;
 * what happens once per step does not depend on the micro-batch;
 * the first stage of a pipeline holds at least its share of states and activations; if blocks train different parts,
-  some stage holds at least the mean of both.
+  some stage holds at least the mean of both;
+* a stage of blocks that are alike holds their share of the states, and of the activations as many as are in flight;
+* a micro-batch takes no less time than the traffic that ZeRO-2 and 3 add to it, however much of it is overlapped.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from dataclasses import dataclass, replace
 from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.result import Layout, StepSeconds
+from scaletrain_cli.plan.memory.peak import outside_bytes_of_axes
+from scaletrain_cli.plan.result import Layout, Network, StepSeconds, Time
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
+from scaletrain_cli.plan.stages import chunks_of_schedule
+from scaletrain_cli.plan.workloads.base import FullStage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
@@ -59,14 +64,20 @@ class Bounds:
         """``checkpointing``: the mode of activation checkpointing that recomputes least, for the bounds on time."""
         self.spec, self.device, self.checkpointing = spec, device, checkpointing
         self._workload = workload_of(spec.model)
-        self._layers = self._workload.layers(spec)
+        self._layers, self._batch = self._workload.layers(spec), spec.training.global_batch_size
         self._stages, self._uniform = self._workload.stages_alike(spec)
+        self._alike = self._workload.blocks_alike(spec)
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
         self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
+        self._least_seconds: dict[tuple[int, ...], float] = {}
+        self._each_seconds: dict[tuple[int | str, ...], float] = {}
         self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
-        self._group_seconds: dict[tuple[Axes, int, str, tuple[int, ...]], _GroupSeconds] = {}
+        self._times_known: dict[Layout, tuple[Time, Network]] = {}
+        self._group_seconds: dict[tuple[Axes, int, str, str, tuple[int, ...]], _GroupSeconds] = {}
         self._states: dict[tuple[int, int, int, str], _States] = {}
         self._activations: dict[tuple[int | str, ...], int] = {}
+        self._activations_of_blocks: dict[tuple[int | str, ...], float] = {}
+        self._full_stages: dict[tuple[int, int, int], FullStage | None] = {}
 
     def on_cluster(self, spec: RunSpec) -> Bounds:
         """Return the bounds of the same run on another number of nodes. Both share the layouts that they have sized.
@@ -76,8 +87,14 @@ class Bounds:
         """
         found = copy.copy(self)
         found.spec = spec
-        found._group_seconds = {}  # these have the real number of ranks
+        found._group_seconds, found._times_known = {}, {}  # these have the real number of ranks
         return found
+
+    def time(self, layout: Layout) -> tuple[Time, Network]:
+        """Return the exact time and traffic of a layout, which several searches on one cluster share."""
+        if layout not in self._times_known:
+            self._times_known[layout] = self._workload.time(self.spec, layout, self.device)
+        return self._times_known[layout]
 
     def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
         """Return a lower bound on the step seconds of layouts with these degrees, for each micro-batch size.
@@ -86,21 +103,31 @@ class Bounds:
         average stage (arXiv:2104.04473, section 2.2). One micro-batch takes no less time than one of the smallest size,
         and no less time per sequence than one of the largest size.
         """
-        small, wide = self._sizes[0], self._sizes[-1]
-        mode = checkpointing or self.checkpointing
-        least = sum(self._micro_batch(axes, small, self.checkpointing))
-        each = sum(self._micro_batch(axes, wide, mode)) / wide
-        sequences, filling = self.spec.training.global_batch_size / axes.data, (axes.pipeline - 1) / axes.virtual
+        least, each = self._least(axes), self._each(axes, checkpointing or self.checkpointing)
+        sequences, filling = self._batch / axes.data, (axes.pipeline - 1) / axes.virtual
         scale = _SLACK / axes.pipeline
         return [scale * (sequences / size + filling) * max(least, size * each) for size in micro_batches]
 
     def least_step_seconds(self, axes: Axes) -> float:
         """Return the least that ``step_seconds`` can be for these degrees with any micro-batch size."""
-        small, wide = self._sizes[0], self._sizes[-1]
-        least = sum(self._micro_batch(axes, small, self.checkpointing))
-        each = sum(self._micro_batch(axes, wide, self.checkpointing)) / wide
-        sequences, filling = self.spec.training.global_batch_size / axes.data, (axes.pipeline - 1) / axes.virtual
-        return _ROUNDING * _SLACK / axes.pipeline * (sequences * each + filling * max(least, small * each))
+        each, filling = self._each(axes, self.checkpointing), (axes.pipeline - 1) / axes.virtual
+        filled = filling * max(self._least(axes), self._sizes[0] * each) if filling else 0.0
+        return _ROUNDING * _SLACK / axes.pipeline * (self._batch / axes.data * each + filled)
+
+    def _least(self, axes: Axes) -> float:
+        """Return a lower bound on the seconds per micro-batch of a rank that holds all stages."""
+        key = (axes.tensor, axes.sequence, axes.context, axes.expert)
+        if key not in self._least_seconds:
+            self._least_seconds[key] = sum(self._micro_batch(axes, self._sizes[0], self.checkpointing))
+        return self._least_seconds[key]
+
+    def _each(self, axes: Axes, checkpointing: str) -> float:
+        """Return a lower bound on the seconds per sequence of a rank that holds all stages."""
+        key = (axes.tensor, axes.sequence, axes.context, axes.expert, checkpointing)
+        if key not in self._each_seconds:
+            wide = self._sizes[-1]
+            self._each_seconds[key] = sum(self._micro_batch(axes, wide, checkpointing)) / wide
+        return self._each_seconds[key]
 
     def group_seconds(
         self,
@@ -110,32 +137,52 @@ class Bounds:
         micro_batches: Sequence[int],
         floors: Sequence[float],
         enough: float = math.inf,
+        checkpointing: str | None = None,
     ) -> list[float]:
         """Return a tighter bound for layouts of one ZeRO stage; ``floors`` are the bounds of ``step_seconds``.
 
-        Bounds above ``enough`` are not tightened further.
+        Bounds above ``enough`` are not tightened further. ``checkpointing``: the mode that recomputes least of those to
+        bound (default: of all).
 
         It times the largest micro-batch on the real number of ranks, with one and with two micro-batches per step,
         which separates the seconds per step (optimizer, exposed gradient reduction) from the seconds per micro-batch.
         As many micro-batches of the smallest size take no longer, which counts with ZeRO-3: each gathers all weights.
         """
-        key = (axes, zero_stage, offload, tuple(micro_batches))
+        mode = checkpointing or self.checkpointing
+        key = (axes, zero_stage, offload, mode, tuple(micro_batches))
         if key not in self._group_seconds:
-            self._group_seconds[key] = self._widest_seconds(axes, zero_stage, offload, micro_batches, floors)
+            self._group_seconds[key] = self._widest_seconds(axes, zero_stage, offload, mode, micro_batches, floors)
         known = self._group_seconds[key]
         if len(micro_batches) == 1 or zero_stage < 3 or min(known.widest) > enough:
             return known.widest
         if known.both is None:
-            narrow = self._narrowest_seconds(axes, zero_stage, offload, micro_batches)
+            narrow = self._narrowest_seconds(axes, zero_stage, offload, mode, micro_batches)
             known.both = [max(pair) for pair in zip(known.widest, narrow, strict=True)]
         return known.both
 
+    def traffic_seconds(self, axes: Axes, zero_stage: int, micro_batches: Sequence[int]) -> list[float]:
+        """Return a lower bound on the step seconds, for each micro-batch size, from the traffic of ZeRO-2 and 3.
+
+        In each micro-batch these reduce gradients, and ZeRO-3 gathers all weights, whatever else happens meanwhile.
+        """
+        if axes.pipeline > 1 or zero_stage < 2 or axes.shards == 1:
+            return [0.0] * len(micro_batches)
+        layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, micro_batches[0], "none")
+        each = _SLACK * self._workload.data_seconds(self.spec, layout, self.device)
+        return [each * self._batch / (axes.data * size) for size in micro_batches]
+
     def _widest_seconds(
-        self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
+        self,
+        axes: Axes,
+        zero_stage: int,
+        offload: str,
+        checkpointing: str,
+        micro_batches: Sequence[int],
+        floors: Sequence[float],
     ) -> _GroupSeconds:
         """Return the bound of ``group_seconds`` from the largest micro-batch."""
         widest = micro_batches[-1]
-        layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, widest, offload)
+        layout = build_layout(self.spec, axes, zero_stage, checkpointing, widest, offload)
         one, two = self._times(layout, (1, 2))
         once = max(0.0, one.optimizer + 2 * one.exposed_communication - two.exposed_communication)
         further = max(0.0, two.step - one.step) / widest
@@ -145,10 +192,10 @@ class Bounds:
         return _GroupSeconds([_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)])
 
     def _narrowest_seconds(
-        self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int]
+        self, axes: Axes, zero_stage: int, offload: str, checkpointing: str, micro_batches: Sequence[int]
     ) -> list[float]:
         """Return the bound of ``group_seconds`` from the smallest micro-batch."""
-        layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, micro_batches[0], offload)
+        layout = build_layout(self.spec, axes, zero_stage, checkpointing, micro_batches[0], offload)
         one, two = self._times(layout, (1, 2))
         sequences, further = self.spec.training.global_batch_size / axes.data, max(0.0, two.step - one.step)
         return [_SLACK * (one.step + (sequences / size - 1) * further) for size in micro_batches]
@@ -163,11 +210,9 @@ class Bounds:
         enough: float = math.inf,
     ) -> int:
         """Return a lower bound on the bytes of the fullest rank; that of its states alone if it exceeds ``enough``."""
-        states = self._states_of(axes, zero_stage, offload)
-        shared = states.shards / axes.shards
-        held = states.parameters * (shared if zero_stage == 3 else 1)
-        held += states.gradients * (shared if zero_stage >= 2 else 1)
-        held += states.optimizer * (shared if zero_stage >= 1 else 1)
+        if axes.pipeline > 1 and not self._alike:
+            return int(_SLACK * self._mean_bytes(axes, zero_stage, micro_batch, checkpointing, offload))
+        held = self._held_bytes(axes, zero_stage, offload)
         # The first stage has at least this share of the blocks.
         blocks = max(1, self._layers // axes.pipeline)
         share = blocks / self._layers
@@ -184,6 +229,63 @@ class Bounds:
         if self._stages > 1:  # the largest states and the largest activations may be at different steps
             return int(_SLACK * max(held * share, activations))
         return int(_SLACK * (held * share + activations))
+
+    def stage_bytes(
+        self,
+        axes: Axes,
+        zero_stage: int,
+        micro_batch: int,
+        checkpointing: str,
+        offload: str,
+        enough: float = math.inf,
+    ) -> int:
+        """Return a closer lower bound than ``peak_bytes`` for the ranks of a pipeline: that of one of its full stages.
+
+        It has the blocks and the micro-batches in flight of that stage, and what is outside the allocator on all ranks.
+        """
+        outside = 0 if self.device.is_cpu else outside_bytes_of_axes(axes, self.spec.cluster.gpus_per_node)
+        found = None if self._stages > 1 or not self._uniform else self._full_stage(axes)
+        if found is None and axes.pipeline > 1 and not self._alike:
+            return int(_SLACK * (outside + self._mean_bytes(axes, zero_stage, micro_batch, checkpointing, offload)))
+        if found is None:
+            peak = self.peak_bytes(axes, zero_stage, micro_batch, checkpointing, offload, enough - _SLACK * outside)
+            return int(_SLACK * outside) + peak
+        stage, share, blocks = found
+        held = share * self._held_bytes(axes, zero_stage, offload) + outside
+        if _SLACK * held > enough:
+            return int(_SLACK * held)
+        micro_batches = self._batch // (axes.data * micro_batch)
+        in_flight = chunks_of_schedule(micro_batches, axes.pipeline, axes.virtual, stage.position) / axes.virtual
+        kept = min(1.0, in_flight * stage.blocks / blocks)  # with what only one block's backward pass needs, not more
+        if checkpointing == "selective":
+            kept *= self._selective_share(stage.blocks)
+        return int(_SLACK * (held + kept * micro_batch * self._block_bytes(axes, checkpointing)))
+
+    def _mean_bytes(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> float:
+        """Return a lower bound on the mean bytes of states and activations of a pipeline's stages.
+
+        Each has a micro-batch in flight. Of blocks that are recomputed in turn, each stage counts anew, so that all of
+        its blocks may be among them.
+        """
+        held = self._held_bytes(axes, zero_stage, offload) / axes.pipeline
+        activations = 0 if checkpointing == "selective" else self._activation_bytes(axes, micro_batch, checkpointing)
+        if self._stages > 1:  # the largest states and the largest activations may be at different steps
+            return max(held, activations / axes.pipeline)
+        return held + activations / axes.pipeline
+
+    def _full_stage(self, axes: Axes) -> FullStage | None:
+        key = (axes.tensor, axes.expert, axes.pipeline)
+        if key not in self._full_stages:
+            self._full_stages[key] = self._workload.full_stage(self.spec, axes)
+        return self._full_stages[key]
+
+    def _held_bytes(self, axes: Axes, zero_stage: int, offload: str) -> float:
+        """Return the bytes of states on a rank that holds all pipeline stages."""
+        states = self._states_of(axes, zero_stage, offload)
+        shared = states.shards / axes.shards
+        held = states.parameters * (shared if zero_stage == 3 else 1)
+        held += states.gradients * (shared if zero_stage >= 2 else 1)
+        return held + states.optimizer * (shared if zero_stage >= 1 else 1)
 
     def _selective_share(self, blocks: int) -> float:
         """Return a lower bound on the activations of ``blocks`` consecutive blocks, as a share of the average."""
@@ -245,8 +347,21 @@ class Bounds:
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._activations:
             layout = self._single_micro_batch(axes, 3, micro_batch, checkpointing, "none")
-            self._activations[key] = self._workload.memory(self.spec, layout, self.device).activations
+            self._activations[key] = self._workload.activation_bytes(self.spec, layout, self.device)
         return self._activations[key]
+
+    def _block_bytes(self, axes: Axes, checkpointing: str) -> float:
+        """Return the bytes of activations per sequence, on a stage with all blocks of the kind of ``_full_stage``.
+
+        They are those of many sequences, because what all of these share is then negligible; and without ZeRO, whose
+        stage 3 would look for the moment at which gathered weights and activations of a whole model take most.
+        """
+        key = (axes.tensor, axes.sequence, axes.context, checkpointing)
+        if key not in self._activations_of_blocks:
+            layout = self._single_micro_batch(axes._replace(expert=1), 0, _MANY, checkpointing, "none")
+            found = self._workload.block_bytes(self.spec, layout, self.device) / _MANY
+            self._activations_of_blocks[key] = found * (1 + framework_of(self.spec).fragmentation)
+        return self._activations_of_blocks[key]
 
     def _single_micro_batch(
         self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes
-from scaletrain_cli.plan.search.search_space import axes_to_try, groups, least_of_axes
+from scaletrain_cli.plan.search.search_space import groups, least_of_axes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES, EfficiencySpec
@@ -169,7 +169,7 @@ class Clusters:
         row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
         try:
             most_step = most_seconds * self.most_goodput(nodes, gpu) / spec.total_steps
-            plan = plan_within(spec, most_step, bounds=self.bounds(spec, gpu), all_axes=axes_to_try(spec))
+            plan = plan_within(spec, most_step, bounds=self.bounds(spec, gpu), counted=False)
         except PlanInfeasibleError as error:
             return Tried(spec, gpu, replace(row, why=why_no_plan(error)), None)
         if plan is None:

@@ -149,7 +149,7 @@ def _counted(found: Reason) -> Reason:
 # Minimum number of layouts to size, for comparison, even if their bounds exclude them.
 _FEWEST_SIZED = 100
 # Maximum number of layouts to size on extreme clusters and models; the best of these is chosen.
-_MOST_SIZED = 3000
+MOST_SIZED = 3000
 # If nothing fits: how many layouts with the lowest memory bound are sized to find the smallest.
 _MOST_TOO_LARGE = 50
 # If only tight layouts fit within a limit of time: how many of the smallest are sized to find one with a margin.
@@ -163,7 +163,7 @@ class _Bounded(NamedTuple):
     floors: list[float]
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
     """One layout of a group, as indices into the group's lists; ``checkpointing``: index into the modes of the search.
 
     ``timing`` and ``memory`` are None until the layout is timed and sized.
@@ -175,6 +175,31 @@ class _Point(NamedTuple):
     offload: int
     timing: tuple[Time, Network] | None = None
     memory: Memory | None = None
+
+    def layout(self, spec: RunSpec, modes: Sequence[str]) -> Layout:
+        """Return the layout; ``modes``: those of activation checkpointing that the search tries."""
+        group = self.group
+        size, offload = group.micro_batches[self.micro_batch], group.offload[self.offload]
+        return build_layout(spec, group.axes, group.zero_stage, modes[self.checkpointing], size, offload)
+
+    def needs_no_more(self, other: Point) -> bool:
+        """Return whether it needs no more memory than another layout of the same group."""
+        return (
+            self.micro_batch <= other.micro_batch
+            and self.checkpointing >= other.checkpointing
+            and self.offload >= other.offload
+        )
+
+    def recomputing(self, bounds: Bounds, modes: Sequence[str], floor: float) -> tuple[float, Point] | None:
+        """Return the same layout with more recomputation, and a lower bound on its step; None if there is none.
+
+        It is no faster, so ``floor``, the bound of this one, holds for it too.
+        """
+        if self.offload or self.checkpointing + 1 == len(modes):
+            return None
+        size, mode = self.group.micro_batches[self.micro_batch], modes[self.checkpointing + 1]
+        bound = bounds.step_seconds(self.group.axes, [size], mode)[0]
+        return max(floor, bound), self._replace(checkpointing=self.checkpointing + 1)
 
 
 @dataclass(frozen=True)
@@ -220,7 +245,7 @@ def search(
 ) -> Found:
     """Size the layouts with these degrees that may be the fastest, and count the others in ``counts``.
 
-    The result is exact unless more than _MOST_SIZED layouts have bounds below the best step time; a test compares it
+    The result is exact unless more than MOST_SIZED layouts have bounds below the best step time; a test compares it
     with sizing every layout. ``compared``: size at least a hundred layouts, as alternatives to the chosen one.
     ``bounds``: those of this spec, computed if None. ``most_seconds``: if the layout to choose has a longer
     step, the search may end without a choice.
@@ -260,16 +285,16 @@ class _Search:
         self.fitting: list[Candidate] = []
         self.too_large: list[Sized] = []
         self.considered = self.timed = 0
-        self._queue: list[tuple[float, int, _Bounded | _Point]] = []
+        self._queue: list[tuple[float, int, _Bounded | Point]] = []
         self._pushed = 0
         self._ruled_out = 0  # layouts among ``considered`` that are known not to fit
         self._best = float("inf")
         self._has_comfortable = False  # among ``fitting``
         self._groups: list[Group] = []
-        self._marks: dict[tuple[Axes, int], list[_Point]] = {}  # layouts that do not fit, by group
+        self._marks: dict[tuple[Axes, int], list[Point]] = {}  # layouts that do not fit, by group
         self._most_bytes = device.memory_bytes  # layouts with a larger bound are not sized
         self._needs_margin = False  # layouts that fit without a margin cannot be chosen
-        self._bounded_out: list[tuple[int, _Point]] = []  # the smallest layouts of groups that a bound rules out
+        self._bounded_out: list[tuple[int, Point]] = []  # the smallest layouts of groups that a bound rules out
 
     def go(self, all_axes: Sequence[Axes]) -> None:
         for group in groups(self.spec, all_axes):
@@ -286,7 +311,7 @@ class _Search:
             if floor > self.most_seconds and self._choice_is_left():
                 self.too_slow = True
                 return
-            enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
+            enough = self.timed >= MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
             if enough:
                 self._count_the_rest(item)
             elif isinstance(item, _Bounded):
@@ -315,7 +340,7 @@ class _Search:
     @cached_property
     def _small_is_comfortable(self) -> bool:
         """Return whether a layout fits with a margin: the smallest of the groups with the lowest bounds are sized."""
-        points = [_Point(group, 0, len(self.modes) - 1, len(group.offload) - 1) for group in self._groups]
+        points = [Point(group, 0, len(self.modes) - 1, len(group.offload) - 1) for group in self._groups]
         most = self._most_bytes  # what needs more does not fit, however much more
         smallest = heapq.nsmallest(_MOST_SMALL, points, key=lambda point: self._least_bytes(point, most))
         return any(self._memory(point).verdict == "fits" for point in smallest)
@@ -323,7 +348,7 @@ class _Search:
     def _count(self, group: Group) -> int:
         return len(group.offload) * len(group.micro_batches) * len(self.modes)
 
-    def _push(self, floor: float, item: _Bounded | _Point) -> None:
+    def _push(self, floor: float, item: _Bounded | Point) -> None:
         self._pushed += 1
         heapq.heappush(self._queue, (floor, self._pushed, item))
 
@@ -332,14 +357,14 @@ class _Search:
         axes, stage, sizes = group.axes, group.zero_stage, group.micro_batches
         least = self.bounds.peak_bytes(axes, stage, sizes[0], self.modes[-1], group.offload[-1])
         if least > self._most_bytes:
-            self._bounded_out.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
+            self._bounded_out.append((least, Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
             self._rule_out_group(group, *self._bounded_out[-1])
             return
         closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors, self._last_seconds())
         for index, floor in enumerate(closer):
-            self._push(floor, _Point(group, index, 0, 0))
+            self._push(floor, Point(group, index, 0, 0))
 
-    def _time(self, point: _Point, floor: float) -> None:
+    def _time(self, point: Point, floor: float) -> None:
         """Compute the exact time of a layout and queue it again; its memory first if only a margin may be chosen."""
         memory = None
         excluded = self._is_too_large(point)
@@ -353,11 +378,11 @@ class _Search:
             self._queue_recomputing(point, floor)
             self._queue_offloading(point, floor)
             return
-        timing = self.workload.time(self.spec, self._layout(point), self.device)
+        timing = self.bounds.time(self._layout(point))
         self.timed += 1
         self._push(timing[0].step - timing[0].data_wait, point._replace(timing=timing, memory=memory))
 
-    def _size_next(self, point: _Point, step_seconds: float) -> None:
+    def _size_next(self, point: Point, step_seconds: float) -> None:
         """Size the layout with the lowest time, keep it if it fits, and queue its variants."""
         bare = point._replace(timing=None, memory=None)
         self._queue_recomputing(bare, step_seconds)
@@ -379,39 +404,32 @@ class _Search:
                 self.too_large.append(Sized(self._layout(point), memory))
         self._queue_offloading(bare, step_seconds)
 
-    def _queue_recomputing(self, point: _Point, floor: float) -> None:
+    def _queue_recomputing(self, point: Point, floor: float) -> None:
         """Queue the same layout with more recomputation, which is no faster."""
-        group = point.group
-        if point.offload == 0 and point.checkpointing + 1 < len(self.modes):
-            size, mode = group.micro_batches[point.micro_batch], self.modes[point.checkpointing + 1]
-            bound = self.bounds.step_seconds(group.axes, [size], mode)[0]
-            self._push(max(floor, bound), point._replace(checkpointing=point.checkpointing + 1))
+        if found := point.recomputing(self.bounds, self.modes, floor):
+            self._push(*found)
 
-    def _queue_offloading(self, point: _Point, floor: float) -> None:
+    def _queue_offloading(self, point: Point, floor: float) -> None:
         """Queue the same layout with more offload, which is no faster."""
         if point.offload + 1 < len(point.group.offload):
             self._push(floor, point._replace(offload=point.offload + 1))
 
-    def _rule_out(self, point: _Point) -> None:
+    def _rule_out(self, point: Point) -> None:
         self._ruled_out += 1
         self.counts.add(Reason("plan.does-not-fit"), lambda: describe(self._layout(point)))
 
-    def _mark(self, point: _Point) -> None:
+    def _mark(self, point: Point) -> None:
         self._marks.setdefault((point.group.axes, point.group.zero_stage), []).append(point)
 
-    def _is_marked(self, point: _Point) -> bool:
+    def _is_marked(self, point: Point) -> bool:
         """Return whether a layout of the same group that needs no more memory is known not to fit."""
-        return any(
-            mark.micro_batch <= point.micro_batch
-            and mark.checkpointing >= point.checkpointing
-            and mark.offload >= point.offload
-            for mark in self._marks.get((point.group.axes, point.group.zero_stage), ())
-        )
+        marks = self._marks.get((point.group.axes, point.group.zero_stage), ())
+        return any(mark.needs_no_more(point) for mark in marks)
 
-    def _is_too_large(self, point: _Point) -> bool:
+    def _is_too_large(self, point: Point) -> bool:
         return self._is_marked(point) or self._most_bytes < self._least_bytes(point, self._most_bytes)
 
-    def _least_bytes(self, point: _Point, enough: float = math.inf) -> int:
+    def _least_bytes(self, point: Point, enough: float = math.inf) -> int:
         group = point.group
         return self.bounds.peak_bytes(
             group.axes,
@@ -422,31 +440,23 @@ class _Search:
             enough,
         )
 
-    def _rule_out_group(self, group: Group, needed: int, point: _Point) -> None:
+    def _rule_out_group(self, group: Group, needed: int, point: Point) -> None:
         have, count = self.device.memory_bytes, self._count(group)
         self._ruled_out += count
         example = f"{describe(self._layout(point))}: needs {bytes_text(needed)} of {bytes_text(have)}"
         self.counts.add(Reason("plan.never-fits"), example, count)
 
-    def _count_the_rest(self, first: _Bounded | _Point) -> None:
+    def _count_the_rest(self, first: _Bounded | Point) -> None:
         """Count the layouts that are left in the queue when the search ends; ``first`` has the lowest bound of them."""
-        point = first if isinstance(first, _Point) else _Point(first.group, 0, 0, 0)
+        point = first if isinstance(first, Point) else Point(first.group, 0, 0, 0)
         rest = self.considered - self._ruled_out - len(self.fitting)
         why = Reason("plan.cannot-be-faster")
-        if self.timed >= _MOST_SIZED:
-            why = Reason("plan.search-ended", {"layouts": _MOST_SIZED})
+        if self.timed >= MOST_SIZED:
+            why = Reason("plan.search-ended", {"layouts": MOST_SIZED})
         self.counts.add(why, describe(self._layout(point)), rest)
 
-    def _layout(self, point: _Point) -> Layout:
-        group = point.group
-        return build_layout(
-            self.spec,
-            group.axes,
-            group.zero_stage,
-            self.modes[point.checkpointing],
-            group.micro_batches[point.micro_batch],
-            group.offload[point.offload],
-        )
+    def _layout(self, point: Point) -> Layout:
+        return point.layout(self.spec, self.modes)
 
-    def _memory(self, point: _Point) -> Memory:
+    def _memory(self, point: Point) -> Memory:
         return self.workload.fullest_memory(self.spec, self._layout(point), self.device)

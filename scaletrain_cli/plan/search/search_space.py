@@ -69,18 +69,30 @@ class Group(NamedTuple):
     micro_batches: tuple[int, ...]
 
 
-def axes_to_try(spec: RunSpec, counts: RejectionCounts | None = None) -> list[Axes]:
-    """Return all combinations of degrees that break no rule, simplest first; count the others in ``counts``."""
+def axes_to_try(
+    spec: RunSpec, counts: RejectionCounts | None = None, worthwhile: Callable[[Axes], bool] | None = None
+) -> list[Axes]:
+    """Return all combinations of degrees that break no rule, simplest first; count the others in ``counts``.
+
+    ``worthwhile``: leave out combinations that it refuses, uncounted. It must also refuse those whose data parallelism
+    is divided into pipeline stages.
+    """
     spec, counted, counts = opened(spec), counts is not None, counts or RejectionCounts()
     degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
+    by_engine = searches_engine(spec)  # which tries all combinations if it can run none
+    early = None if counted or by_engine else worthwhile
     found = []
-    for axes in _combinations(spec, degrees, counts, every=counted):
+    for axes in _combinations(spec, degrees, counts, every=counted, worthwhile=early):
+        if early is not None and not early(axes):
+            continue
         rule = next(broken_rules(spec, axes), None)
         if rule is None:
             found.append(axes)
         elif counted:
             counts.add(rule.rejection, partial(_spelled, axes))
-    found = _runnable(spec, found, counts) if searches_engine(spec) else found
+    found = _runnable(spec, found, counts) if by_engine else found
+    if worthwhile is not None and early is None:
+        found = list(filter(worthwhile, found))
     _count_zero_stages(spec, found, counts)
     return found
 

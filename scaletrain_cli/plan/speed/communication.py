@@ -14,6 +14,7 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.buffers import PERSISTENT_ELEMENTS, zero_buffers
 from scaletrain_cli.plan.memory.engine_memory import recomputation
+from scaletrain_cli.plan.memory.gathered_weights import gathered_weights
 from scaletrain_cli.plan.memory.parameter_groups import elements_in_small_tensors
 from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
@@ -132,37 +133,34 @@ def data_traffic(
     pieces = blocks + 1
     gather = pieces * link.gather(weights / pieces, ranks, stride, profile.zero_3_most)
     reduce = pieces * link.gather(gradients / pieces, ranks, stride, profile.zero_3_most)
-    passes, once = _gathers(spec, layout, parameters, blocks) if framework.is_engine else (2 * m, 0.0)
+    passes, once = _gathers(spec, layout, parameters) if framework.is_engine else (2 * m, 0.0)
     if (size := layout.zero_secondary_shard_size) > 1:
         # The first pass of a step gathers over all ranks, the others from the second copy (hpZ, arXiv:2306.10209).
         inside = pieces * link.gather(weights / pieces, size, stride, profile.zero_3_most)
-        sent = weights * ((1 + once) * part + (passes - 1) * (size - 1) / size) + m * reduced * part
-        return DataTraffic((gather + (m - 1) * inside) / m, inside + reduce, 0.0, 0.0, int(sent))
+        sent = weights * (part + (passes - (1 - once)) * (size - 1) / size) + m * reduced * part
+        return DataTraffic((gather + (m - 1) * inside) / m, inside + reduce, 0.0, 0.0, round(sent))
     sent = (weights * (passes + once) + m * reduced) * part + crossing
     return DataTraffic(gather, gather + reduce, 0.0, across, round(sent))
 
 
-def _gathers(spec: RunSpec, layout: Layout, parameters: int, blocks: int) -> tuple[float, float]:
-    """Return how many times a step gathers the weights in passes, and once after the update, on average of all weights.
+def _gathers(spec: RunSpec, layout: Layout, parameters: int) -> tuple[float, float]:
+    """Return how many times a step gathers large weights in passes, and small ones after the update, in all weights.
 
-    A pass forward and a pass backward of each micro-batch gather all, but two kinds (DeepSpeed 0.19.8,
-    partitioned_param_coordinator.py): what is used last in the forward pass is used first in the backward pass, so that
-    the prefetch finds the head, and of the last blocks as many as fit into stage3_max_live_parameters beside it, still
-    there; and small parameters are gathered once, after the update. Of a dense block that fits in part the last matrix
-    stays, if it fits (found by benchmarks/large_runs.py); of a block with experts nothing is counted.
+    Small parameters (stage3_param_persistence_threshold) stay gathered from one update to the next.
     """
-    model, m = spec.transformer, layout.gradient_accumulation_steps
-    table = -(-model.vocab_size // layout.tensor_parallel) * model.hidden_size
-    small = min(parameters, elements_in_small_tensors(model, layout.tensor_parallel, PERSISTENT_ELEMENTS))
-    block = max(1, (parameters - small - table * (1 if model.tie_word_embeddings else 2)) // max(1, blocks))
-    live = zero_buffers(parameters, 3, pipeline=False).max_live_parameters
-    whole = min(blocks, max(0, live - table) // block)
-    last = 0 if model.num_experts else model.intermediate_size * model.hidden_size // layout.tensor_parallel
-    kept = table + whole * block
-    if whole < blocks and kept + last <= live:
-        kept += last
-    kept = min(parameters - small, kept)
-    return m * (2 * (parameters - small) - kept) / parameters, small / parameters
+    model, tensor = spec.transformer, layout.tensor_parallel
+    small = min(parameters, elements_in_small_tensors(model, tensor, PERSISTENT_ELEMENTS))
+    sizes = zero_buffers(parameters, 3, pipeline=False)
+    found = gathered_weights(
+        model,
+        tensor,
+        layout.expert_parallel,
+        recomputation(spec, layout),
+        sizes.max_live_parameters,
+        sizes.prefetch_bucket_size,
+    )
+    large = (parameters - small) * found.gathered / max(1, found.elements)
+    return layout.gradient_accumulation_steps * large / parameters, small / parameters
 
 
 def outer_traffic(spec: RunSpec, layout: Layout, link: Link, trained: int) -> tuple[float, int]:
@@ -196,6 +194,25 @@ def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
     return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
 
 
+def boundary_gathers(spec: RunSpec, layout: Layout, stage: Stage) -> int:
+    """Return how often the tensor ranks of a stage gather whole activations per micro-batch, of which each has a share.
+
+    DeepSpeed's pipeline sends shares (``pipe/engine.py``, PartitionedTensor): a stage gathers what arrives in the
+    forward pass, and in the backward pass its own output and the gradient of that.
+    """
+    if not framework_of(spec).is_engine or layout.pipeline_parallel == 1 or layout.tensor_parallel == 1:
+        return 0
+    return (not stage.first) + 2 * (not stage.last)
+
+
+def boundary_gather_seconds(spec: RunSpec, layout: Layout, link: Link, stage: Stage) -> float:
+    """Return the seconds of ``boundary_gathers`` per micro-batch."""
+    if not (times := boundary_gathers(spec, layout, stage)):
+        return 0.0
+    payload = local_tokens(spec, layout) * spec.transformer.hidden_size * weight_bytes(spec.training.precision)
+    return times * link.gather(payload, layout.tensor_parallel)
+
+
 def stall_seconds(layout: Layout, link: Link) -> float:
     """Return the seconds per step that stalled sends between nodes add to a pipeline's slowest stage; 0 without one.
 
@@ -225,6 +242,7 @@ def sent_bytes(spec: RunSpec, layout: Layout, stage: Stage, data: int) -> PerSte
         whole = not recomputation(spec, layout).attention_only
         reductions = int((4 + again * whole) * blocks * m) + (stage.first + stage.last) * m
         loss = stage.last * m * _part(16 * tokens, t)
+    gathers = boundary_gathers(spec, layout, stage) * m
     exchanged = int((2 + _recomputed_attention(spec, layout)) * blocks * m * _part(int(payload * _width(spec, t)), sp))
     there, back = ring_bytes(spec, layout)
     gathered = int(blocks * m * (there * (1 + _recomputed_attention(spec, layout)) + back))
@@ -234,7 +252,7 @@ def sent_bytes(spec: RunSpec, layout: Layout, stage: Stage, data: int) -> PerSte
         ends = 2 if layout.virtual_pipeline > 1 else (not stage.first) + (not stage.last)
         pipeline = ends * m * _boundary_bytes(spec, layout) * layout.virtual_pipeline
     return PerStepBytes(
-        tensor=2 * (reductions * _part(payload, t) + loss),
+        tensor=2 * (reductions * _part(payload, t) + loss) + gathers * _part(payload, t),
         pipeline=pipeline,
         data=data,
         sequence=exchanged + gathered,

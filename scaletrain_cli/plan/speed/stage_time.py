@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
@@ -21,6 +21,7 @@ from scaletrain_cli.plan.speed.block_time import PartTime, RankWork, block_time,
 from scaletrain_cli.plan.speed.communication import (
     BlockTraffic,
     block_traffic,
+    boundary_gather_seconds,
     boundary_seconds,
     data_traffic,
     exposed,
@@ -28,7 +29,7 @@ from scaletrain_cli.plan.speed.communication import (
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
 from scaletrain_cli.plan.speed.offload import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
-from scaletrain_cli.plan.stages import Stage, local_tokens
+from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens
 from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
 
@@ -117,7 +118,7 @@ def stage_times(
     profile: FrameworkProfile,
     per_rank: Architecture,
     blocks: tuple[int, ...],
-    stages: Sequence[Stage],
+    stages: tuple[Stage, ...],
     trained: TrainedStage,
 ) -> list[MicroBatchTime]:
     """Return the time of one micro-batch on each of the pipeline ``stages``; equal ones have the same object.
@@ -126,11 +127,11 @@ def stage_times(
     number of blocks on each stage; ``trained``: what trains.
     """
     parts = _parts(spec, layout, device, rate, link, profile, trained)
-    known: dict[tuple[object, ...], MicroBatchTime] = {}
+    known: dict[object, MicroBatchTime] = {}
     found = []
     places_differ = bool(trained.runs) or spec.transformer.has_pattern
-    for stage in stages:
-        key: tuple[object, ...] = stage._replace(position=0, start=0)
+    for stage, first in zip(stages, first_alike(stages), strict=True):
+        key: object = first
         if places_differ:
             runs = trained.blocks_of(spec.transformer, stage)
             key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
@@ -142,7 +143,8 @@ def stage_times(
     return found
 
 
-def time_stages(per_rank: Architecture, blocks: tuple[int, ...]) -> list[Stage]:
+@lru_cache(maxsize=1024)
+def time_stages(per_rank: Architecture, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
     """Return the pipeline stages with these numbers of blocks."""
     found, first = [], 0
     for index, count in enumerate(blocks):
@@ -150,7 +152,7 @@ def time_stages(per_rank: Architecture, blocks: tuple[int, ...]) -> list[Stage]:
             Stage(index, count, per_rank.dense_blocks(first, count), index == 0, index == len(blocks) - 1, first)
         )
         first += count
-    return found
+    return tuple(found)
 
 
 class StageSizes(NamedTuple):
@@ -269,6 +271,7 @@ def _stage(
         forward, backward = forward + count * parts.offload_copy, backward + count * parts.offload_copy
     # A stage receives and sends in the forward and in the backward pass; first and last stage do half of it.
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
+    communication += boundary_gather_seconds(spec, layout, link, stage)
     if layout.zero_stage >= 2:
         data = data_traffic(spec, layout, link, profile, sizes.parameters, count, sizes.trained)
         overlap = framework_of(spec).reduce_overlap(layout, profile)

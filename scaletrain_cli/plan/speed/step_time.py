@@ -140,7 +140,7 @@ class _MicroBatch(NamedTuple):
     profile: FrameworkProfile
     per_rank: Architecture
     blocks: tuple[int, ...]
-    held: list[Stage]
+    held: tuple[Stage, ...]
     stages: list[MicroBatchTime]
 
 

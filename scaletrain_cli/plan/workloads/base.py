@@ -11,6 +11,7 @@ from scaletrain_cli.plan.axes import Axes, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
+from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.run import AnyModel
@@ -22,6 +23,18 @@ class Degrees(NamedTuple):
     dividing: list[int]
     largest: int
     reason: Reason
+
+
+class FullStage(NamedTuple):
+    """A pipeline stage that needs about as much memory as the fullest one, for lower bounds; its blocks are alike.
+
+    ``share``: at least this share of a rank's states with all stages is on it; ``alike``: number of blocks of the model
+    that are like its own.
+    """
+
+    stage: Stage
+    share: float
+    alike: int
 
 
 class Workload(ABC):
@@ -65,6 +78,10 @@ class Workload(ABC):
         """Return the same as ``memory`` for a search, perhaps without pipeline stages that cannot be the fullest."""
         return self.memory(spec, layout, device)
 
+    def activation_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+        """Return ``activations`` of the memory of a layout without a pipeline."""
+        return self.memory(spec, layout, device).activations
+
     @abstractmethod
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the seconds per optimizer step by cause, and the bytes that a rank of the slowest stage sends."""
@@ -77,9 +94,25 @@ class Workload(ABC):
         """Return ``least_time`` of layouts that differ only in the number of micro-batches per step."""
         return [StepSeconds.of(self.least_time(spec, layout, device)) for layout in layouts]
 
+    def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:
+        """Return the least that ZeRO's traffic adds up to in one micro-batch without a pipeline, overlapped or not."""
+        return 0.0
+
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
         return 1, True
+
+    def blocks_alike(self, spec: RunSpec) -> bool:
+        """Return whether all blocks have as many parameters."""
+        return True
+
+    def full_stage(self, spec: RunSpec, axes: Axes) -> FullStage | None:
+        """Return a pipeline stage for bounds on the memory of layouts with these degrees; None if none is known."""
+        return None
+
+    def block_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+        """Return the bytes of activations of one micro-batch, of all blocks like those of ``full_stage``."""
+        return 0
 
     def layers(self, spec: RunSpec) -> int:
         """Return the number of blocks that a pipeline can divide into stages."""

@@ -10,23 +10,27 @@ from typing import Any, NamedTuple
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import has_documents
-from scaletrain_cli.plan.memory.device_memory import plan_memory
+from scaletrain_cli.plan.memory.device_memory import has_equal_blocks, plan_memory
 from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
+from scaletrain_cli.plan.speed.communication import data_traffic
+from scaletrain_cli.plan.speed.stage_time import stage_parameters
 from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
-from scaletrain_cli.plan.stages import sequence_multiple
+from scaletrain_cli.plan.stages import Stage, sequence_multiple
+from scaletrain_cli.plan.trained_parameters import names_what_trains
 from scaletrain_cli.plan.trained_stages import (
     stage_flops_per_token,
     stored_parameters,
     trained_count,
     trained_stages,
 )
-from scaletrain_cli.plan.workloads.base import Degrees, Workload
+from scaletrain_cli.plan.workloads.base import Degrees, FullStage, Workload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
@@ -44,6 +48,8 @@ _MOST_NAMED = 8
 _PADDED = 128
 # Rows of grouped matrix products must be multiples of this many bytes (torch, ``nn.functional.grouped_mm``).
 _ROW_BYTES = 16
+# Optimizers whose states have as many bytes for each parameter, except for rounding.
+_EVEN_OPTIMIZERS = ("adamw", "adam", "lion", "momentum", "sgd")
 # Largest head size of FlashAttention.
 _LARGEST_FUSED_HEAD = 256
 
@@ -137,6 +143,12 @@ class TextWorkload(Workload):
         """Return the memory of the fullest rank, and of the first of equal pipeline stages."""
         return plan_memory(spec, layout, device, every_stage=False)
 
+    def activation_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+        """Return the activations of the only stage, which takes less time than its memory against the device."""
+        per_rank = architecture.architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+        (stage,) = framework_of(spec).pipeline_stages(spec, 1)
+        return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
+
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the time by the model in ``plan.speed``."""
         return plan_time(spec, layout, device)
@@ -145,10 +157,62 @@ class TextWorkload(Workload):
         """Return the seconds of layouts that differ only in the number of micro-batches; all share a micro-batch's."""
         return step_seconds(spec, layouts, device)
 
+    def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:
+        """Return the seconds of gathering weights and reducing gradients; a micro-batch takes no less.
+
+        0 if some weights are frozen, or gathered from a second copy.
+        """
+        if names_what_trains(spec) or layout.zero_secondary_shard_size > 1:
+            return 0.0
+        framework, link = framework_of(spec), cluster_link(spec.cluster, device)
+        per_rank = architecture.architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+        blocks = spec.transformer.num_hidden_layers
+        traffic = data_traffic(spec, layout, link, framework.profile_on(device), per_rank.parameters, blocks)
+        return traffic.forward + traffic.backward
+
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
         stages = trained_stages(spec)
         return len(stages), all(stage.is_uniform for stage in stages)
+
+    def blocks_alike(self, spec: RunSpec) -> bool:
+        """Return whether all blocks have experts, or none has; of a hybrid model False."""
+        model = spec.transformer
+        return not model.block_types and model.moe_layers in (0, model.num_hidden_layers)
+
+    def full_stage(self, spec: RunSpec, axes: Axes) -> FullStage | None:
+        """Return the first stage with most blocks; of a model with experts, of those without other blocks or ends.
+
+        Blocks with experts have more of a rank's experts than the whole model has on average, and ZeRO shards experts
+        over fewer ranks. None if states or activations differ between blocks of a kind.
+        """
+        model, training = spec.transformer, spec.training
+        even = training.optimizer.name in _EVEN_OPTIMIZERS and training.weight_dtype == "auto"
+        if not even or not has_equal_blocks(spec):
+            return None
+        alike = model.moe_layers or model.num_hidden_layers
+        if axes.pipeline == 1:
+            return FullStage(Stage(0, alike, 0, True, True), 1.0, alike)
+        framework, per_rank = framework_of(spec), architecture.architecture(model, axes.tensor, axes.expert)
+        stages = framework.pipeline_stages(spec, axes.pipeline)
+        found = [
+            stage for stage in stages if not stage.last and not (model.num_experts and (stage.first or stage.dense))
+        ]
+        if not found:
+            return None
+        stage = max(found, key=lambda stage: stage.blocks)
+        split = framework.pipeline_split(spec, axes.pipeline)
+        held = stage_parameters(per_rank, split, stage.position, stage.start)
+        return FullStage(stage, held / per_rank.parameters, alike)
+
+    def block_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+        """Return the activations of a stage without embedding and head."""
+        model = spec.transformer
+        per_rank = architecture.architecture(model, layout.tensor_parallel, layout.expert_parallel)
+        blocks = model.moe_layers or model.num_hidden_layers
+        dense, start = 0 if model.num_experts else blocks, model.num_hidden_layers - blocks
+        stage = Stage(0, blocks, dense, first=False, last=False, start=start)
+        return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
 
     def layers(self, spec: RunSpec) -> int:
         """Return the number of transformer blocks."""

@@ -179,5 +179,33 @@ _TRACE = {
     ),
 }
 
+# The sizes of a run with a range of nodes.
+_SIZES = {
+    "size-not-faster": Text("a step takes {seconds:seconds}, no less than the {fastest:seconds} on {fewer:of node}"),
+    "range-min-unusable": Text(
+        "the run cannot train on so few nodes: {why}", ("Set cluster.nodes.min to {least} or more.",)
+    ),
+    "range-unusable": Text("the run cannot train on any number of nodes of the range; on the fewest: {why}"),
+    "range-break-even": Text(
+        "on {fewest:of node} the run trains at {rate:percent} of the rate of {most}: to start on fewer pays if all "
+        "{most} would not be free within {seconds:seconds}"
+    ),
+    "range-pays": Text(
+        "on {trace} the run takes {days:seconds} on what is available, and {waiting:seconds} if it waits for "
+        "{nodes:of node}: the range is {factor:.2f} times as fast"
+    ),
+    "range-does-not-pay": Text(
+        "on {trace} the run takes {days:seconds} on what is available, and {waiting:seconds} if it waits for "
+        "{nodes:of node}: the range does not pay"
+    ),
+    "range-needed": Text(
+        "on {trace} the run takes {days:seconds} on what is available, and never finishes if it waits for "
+        "{nodes:of node}"
+    ),
+    "range-never-finishes": Text("on {trace} the run never finishes, with the range or on {nodes:of node}"),
+}
 
-TEXTS: dict[str, Text] = _SEARCH_SPACE | _CHOICE | _INFEASIBLE | _CLUSTERS | _SIZING | _CATALOGUE | _PRICES | _TRACE
+
+TEXTS: dict[str, Text] = (
+    _SEARCH_SPACE | _CHOICE | _INFEASIBLE | _CLUSTERS | _SIZING | _CATALOGUE | _PRICES | _TRACE | _SIZES
+)

@@ -15,12 +15,14 @@ from scaletrain_cli.ui.diagnosis import finding_headline
 from scaletrain_cli.ui.events import event_line
 from scaletrain_cli.ui.hardware import gpu_text, planned_parts_text, rank_memory_text, step_parts_text
 from scaletrain_cli.ui.status import (
+    NOT_SEEN,
     cost_text,
     goodput_text,
     left_text,
     lost_text,
     measures_text,
     memory_text,
+    progress_text,
     sources_text,
     step_text,
 )
@@ -47,6 +49,8 @@ def overview(view: RunView, choices: Choices, width: int, height: int, *, more: 
     ``more``: where to see the findings that are not shown.
     """
     bar = progress_bar(view.status.step, view.status.total_steps, width, choices.unicode)
+    if not view.status.step_seen:
+        bar = Text(progress_text(view.status))
     lines = 2 if height >= _TALL else 1
     figures = [line for label, text in _figures(view, height) if text for line in rows_of(label, text, width, lines)]
     findings = [cut(finding_headline(finding), width) for finding in view.diagnosis.findings]
@@ -108,6 +112,7 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
         ("measured", parts),
         ("planned", planned_parts_text(plan) if is_beside else ""),
         ("slow", str(status.straggler or "")),
+        ("idle", str(status.idle or "")),
         ("memory", memory),
         ("GPU", gpu_text(hardware) if hardware is not None else ""),
         ("goodput", goodput_text(status.goodput) if status.goodput is not None else ""),
@@ -117,6 +122,8 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
 
 
 def _saved(view: RunView) -> str:
+    if not view.status.files_seen:
+        return NOT_SEEN
     step, seconds = view.status.last_checkpoint_step, view.figures.measured_step_seconds
     parts, took = [], ""
     if step is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rich.text import Text
 
@@ -22,8 +23,8 @@ _FRAME_ROWS = 3  # headline, names of the pages, keys
 _KEYS = "q quit  1-7 Tab page  ↑↓ scroll  s steps/time  +- part  ? help"
 
 
-def watch_screen(reading: Reading) -> None:
-    """Show what is read until the user quits. Raises what the first reading raised."""
+def watch_screen(reading: Reading, on_view: Callable[[RunView], None] = lambda view: None) -> None:
+    """Show what is read until the user quits. Raises what the first reading and ``on_view`` raise."""
     choices = Choices()
     with Terminal() as terminal:
         choices.unicode = terminal.unicode
@@ -34,6 +35,8 @@ def watch_screen(reading: Reading) -> None:
             reading.changed.clear()
             if reading.shown is None and reading.failure is not None:
                 raise reading.failure
+            if reading.shown is not None:
+                on_view(reading.shown.view)
             if terminal.size != size:
                 terminal.forget()
             size = terminal.size

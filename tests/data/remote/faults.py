@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import struct
@@ -32,7 +33,7 @@ class FaultyProxy:
     """``fault``: returns the name of a fault for a request, or None.
 
     Faults: slow-down (503), denied (403), reset (of the connection, within the body), short (body ends early),
-    delay (0.3 s), changed (one byte of the body differs).
+    delay (0.3 s), changed (one byte of the body differs), changed-upload (one byte that the server gets).
     """
 
     server: str
@@ -57,6 +58,10 @@ class FaultyProxy:
                         proxy.broken.append(fault)
                 proxy._answer(self, fault)
 
+            def handle(self) -> None:
+                with contextlib.suppress(ConnectionError):  # of a client that was killed
+                    super().handle()
+
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
             def log_message(self, *_: Any) -> None:
@@ -79,6 +84,8 @@ class FaultyProxy:
         body = handler.rfile.read(length)
         if fault == "delay":
             time.sleep(0.3)
+        if fault == "changed-upload" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
         if fault in ("slow-down", "denied"):
             status, content = (503, SLOW_DOWN) if fault == "slow-down" else (403, DENIED)
             self._send(handler, status, [("Content-Type", "application/xml")], content)

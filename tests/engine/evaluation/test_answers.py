@@ -29,9 +29,8 @@ def test_answers_are_those_that_transformers_generates(tmp_path: Path, count: in
     ours = loaded(spec, tmp_path)
     pixels = images(count)
     prompt = [1, *[IMAGE_TOKEN] * (spec.tokens_per_image * count), 7, 9, 11]
-    expected = theirs.generate(
-        input_ids=torch.tensor([prompt]), pixel_values=pixels, max_new_tokens=8, do_sample=False, pad_token_id=0
-    )
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [IMAGE_TOKEN]}
+    expected = theirs.generate(input_ids=torch.tensor([prompt]), pixel_values=pixels, **settings)
     found = answer(ours, prompt, pixels, max_new_tokens=8, end_tokens=[2])
     assert [token for token in expected[0, len(prompt) :].tolist() if token != 2] == found
     assert 0 < len(found) <= 8

@@ -38,7 +38,7 @@ from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
 
 STEPS = 12
-SLOW_SECONDS = 0.04  # of rank 1 in each forward pass
+SLOW_SECONDS = 0.1  # of rank 1 in each forward pass
 EVERY, FEWEST = 2, 3  # of the noise scale, in place of a run of hundreds of steps
 OFF = "telemetry.enabled=false"
 ON = "telemetry.layers_every=3"

@@ -183,7 +183,7 @@ def test_the_kernel_for_cuda_gets_what_its_documentation_asks_for(
         calls.append((arguments[5:7], options["enable_gqa"]))
         return by_definition(*arguments, **options)
 
-    monkeypatch.setattr(module, "_CUDA_KERNEL", kernel)
+    monkeypatch.setattr(module, "_cuda_kernel", lambda: kernel)
     query, key, value = inputs(torch.float64, 2)
     segments = segments_of(DOCUMENTS)
     limit = None if window is None or window >= segments.longest else window

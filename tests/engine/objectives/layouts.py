@@ -165,6 +165,13 @@ def fine_tuning_rows() -> list[FineTuningRow]:
     return [row for row in rows if not ("packed" in row.kind and "cp" in row.layout)]
 
 
+def third_of_the_rows(kind: str) -> list[FineTuningRow]:
+    """Return a third of the rows of a kind, so that three neighboring kinds have every layout; the page has all."""
+    first, layouts = list(KINDS).index(kind), list(LAYOUTS)
+    chosen = [layout for place, layout in enumerate(layouts) if (first + place) % 3 == 0]
+    return [row for row in fine_tuning_rows() if row.kind == kind and row.layout in chosen]
+
+
 def measured(rows: list[FineTuningRow]) -> Iterator[tuple[str, bool]]:
     """Yield the line of each row as text, and whether it is within the limits."""
     for row in rows:

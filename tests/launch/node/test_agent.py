@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
 from scaletrain_cli.launch.node.options import parse_options
 from scaletrain_cli.launch.node.record import RankRecord, read_node_records
 from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.record import add_revision
 from scaletrain_cli.telemetry.run import node_file, read_telemetry, telemetry_folder
 from scaletrain_cli.worker.failures import read_failures
-from tests.launch.conftest import ENGINE, MakeRun, StartAgent, is_running
+from tests.launch import conftest
+from tests.launch.conftest import ENGINE, MakeRun, StartAgent, is_running, make_plan, make_spec
 from tests.waiting import wait_until
 
 
@@ -38,6 +41,18 @@ def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record_and
     assert found.gpus == {}
     file = node_file(made.run, 1, agent.node.node)
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o640, 0o750)
+
+
+def test_the_agent_trains_the_revision_that_its_attempt_names_and_not_the_last_one_of_the_folder(
+    make_run: MakeRun, start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    smaller = make_spec("cluster.gpus_per_node=1", "training.global_batch_size=2")
+    add_revision(made.run, made.record, smaller, make_plan(smaller), [])
+    monkeypatch.setattr(conftest, "begin_attempt", partial(begin_attempt, revision=0))
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    assert [rank.rank for rank in agent.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

@@ -16,6 +16,7 @@ from scaletrain_cli.plan.memory.buffers import (
     SUB_GROUP_ELEMENTS,
     BufferBytes,
     communication_buffer_bytes,
+    flat_reduction_bytes,
     step_temporary_bytes,
 )
 from scaletrain_cli.plan.memory.states import (
@@ -232,6 +233,17 @@ def test_stage_3_updates_one_sub_group_at_a_time() -> None:
     assert (sum(states) + update) / 2**30 == pytest.approx(31.38, rel=0.02)
 
 
+def test_gradients_that_bf16_optimizer_flattens_for_their_reduction_take_fp32_and_16_bits() -> None:
+    # 1.2e6 and 8e3 elements have one bucket, which copies them; beyond 5e8 elements a group has one alone.
+    assert flat_reduction_bytes([1_200_000, 8_000]) == (4 + 2) * 1_208_000
+    assert flat_reduction_bytes([1_200_000]) == 2 * 1_200_000
+    assert flat_reduction_bytes([600_000_000, 8_000]) == 2 * 600_000_000
+    assert flat_reduction_bytes([8_000, 600_000_000]) == (4 + 2) * 600_008_000
+    assert step_temporary_bytes(1_000_000, "bf16", "fp32", zero_stage=1, data_parallel=8) == 6 * 1_000_000
+    assert step_temporary_bytes(10**9, "bf16", "fp32", zero_stage=1, data_parallel=8) == 2 * 10**9
+    assert step_temporary_bytes(10**9, "bf16", "fp32", zero_stage=1, data_parallel=1) == 0
+
+
 def test_foreach_adamw_needs_the_root_of_the_second_moment() -> None:
     assert [step_temporary_bytes(100, "fp32", "fp32", 0, 1, foreach=each) for each in (False, True)] == [0, 400]
     assert [step_temporary_bytes(100, "bf16", "fp32", 2, 1, name, foreach=True) for name in ("adamw", "sgd")] == [
@@ -252,7 +264,9 @@ def test_buffers_follow_the_phases_of_a_step() -> None:
     assert buffers(2, head=10**7).head == 2 * bucket + 2 * 10**7
     assert buffers(2, head=4 * 10**8).head == 2 * bucket + 2 * 4 * 10**8 + 2 * 125 * 10**6
     gathered = 2 * 10**9  # what is gathered ahead counts among the live parameters
-    assert buffers(3) == (bucket + gathered, 2 * bucket + gathered, bucket, 0)
+    assert buffers(3) == (bucket + gathered, 2 * bucket + gathered, bucket, bucket + gathered)
+    # Without weights: the bucket is always there, and the gradient of a head is reduced in place.
+    assert buffers(3, gathers=False, head=4 * 10**8) == (bucket, 2 * bucket, bucket, bucket + 2 * 4 * 10**8)
     assert buffers(3, live_elements=5 * 10**8).loss == bucket + gathered // 2
     assert buffers(1, bf16_optimizer=True) == (0, 0, 0, 0)
     assert communication_buffer_bytes(10**9, 10**8, 0, 2, 2, 1, pipeline=False) == (0, 0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,8 @@ from scaletrain_cli.plan.planning import plan_or_raise, plan_within
 from scaletrain_cli.plan.result import Layout, StepSeconds
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_search import Clusters, on_cluster
-from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate
+from scaletrain_cli.plan.search.fastest_layout import fastest
+from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate, search
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe, zero_stages
 from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, axes_to_try, groups
 from scaletrain_cli.plan.speed.step_time import plan_time, plan_times, step_seconds
@@ -103,12 +105,45 @@ def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(n
         assert at_least <= candidate.time.step, describe(candidate.layout)
         held = bounds.peak_bytes(group.axes, group.zero_stage, size, mode, offload)
         assert held <= candidate.memory.peak, describe(candidate.layout)
+        of_stage = bounds.stage_bytes(group.axes, group.zero_stage, size, mode, offload)
+        assert of_stage <= candidate.memory.peak, describe(candidate.layout)
+        (sent,) = bounds.traffic_seconds(group.axes, group.zero_stage, [size])
+        assert sent <= candidate.time.step, describe(candidate.layout)
+
+
+@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+def test_the_bound_of_the_layouts_of_a_group_that_may_fit_holds(name: str) -> None:
+    """For the smallest micro-batches only, and from each mode of recomputation on."""
+    spec = everything(name)
+    bounds, modes = Bounds(spec, find_accelerator(spec.cluster), "none"), checkpointing_modes(spec)
+    for group, mode, _, size, candidate in every_layout(spec)[::7]:
+        axes, sizes, at = group.axes, group.micro_batches, group.micro_batches.index(size)
+        floors = bounds.step_seconds(axes, sizes)
+        for count in {at + 1, len(sizes)}:
+            for least in modes[: modes.index(mode) + 1]:
+                some = sizes[:count], floors[:count]
+                closer = bounds.group_seconds(axes, group.zero_stage, group.offload[0], *some, checkpointing=least)
+                assert closer[at] <= candidate.time.step, (describe(candidate.layout), count, least)
 
 
 @pytest.mark.parametrize("name", SMALL_CLUSTERS)
 def test_degrees_are_the_same_whether_the_others_are_counted_or_not(name: str) -> None:
     spec = everything(name)
     assert axes_to_try(spec) == axes_to_try(spec, RejectionCounts())
+
+
+@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+def test_degrees_that_are_not_worthwhile_are_left_out(name: str) -> None:
+    """With a bound on the step that is no less for data parallelism divided into stages."""
+    for wanted in ("everything", "engine"):
+        spec = spec_of(**{**EVERY_AXIS, **SMALL_CLUSTERS[name], "planner__search": wanted})
+        bounds, every = Bounds(spec, find_accelerator(spec.cluster), "none"), axes_to_try(spec)
+        bound = sorted(map(bounds.least_step_seconds, every))[len(every) // 2]
+
+        def worthwhile(axes: Axes, bounds: Bounds = bounds, bound: float = bound) -> bool:
+            return bounds.least_step_seconds(axes) <= bound
+
+        assert axes_to_try(spec, worthwhile=worthwhile) == list(filter(worthwhile, every))
 
 
 @pytest.mark.parametrize("name", SMALL_CLUSTERS)
@@ -266,6 +301,46 @@ EXPERTS_256 = {
 }
 
 
+LARGE_RUNS: dict[str, dict[str, Any]] = {
+    "405B on 512 nodes": {**LLAMA_405B, "cluster__nodes": 512},
+    "405B as megatron": {**LLAMA_405B, "cluster__nodes": 64, "planner__framework": "megatron"},
+    "405B as nanotron": {**LLAMA_405B, "cluster__nodes": 32, "planner__framework": "nanotron"},
+    "405B with Muon": {**LLAMA_405B, "cluster__nodes": 128, "training__optimizer": {"name": "muon"}},
+    "256 experts on 64 nodes": {**EXPERTS_256, "cluster__nodes": 64},
+    "256 experts on 2048 nodes": {**EXPERTS_256, "cluster__nodes": 2048, "training__optimizer": {"name": "lion"}},
+    "256 experts as megatron": {**EXPERTS_256, "cluster__nodes": 256, "planner__framework": "megatron"},
+    "experts in every second block": {**EXPERTS_256, "decoder_sparse_step": 2, "cluster__nodes": 64},
+    "small experts behind wide blocks": {
+        **EXPERTS_256,
+        "first_k_dense_replace": 40,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 0,
+        "cluster__nodes": 64,
+    },
+    "405B with windows": {**LLAMA_405B, "sliding_window": 1024, "cluster__nodes": 64},
+}
+
+
+@pytest.mark.parametrize("name", LARGE_RUNS)
+def test_no_bound_on_memory_or_traffic_exceeds_what_a_layout_of_a_large_run_needs(name: str) -> None:
+    """For some hundred of its layouts at random, most of them pipelines of unequal stages."""
+    raw = {key if "__" in key else f"model__{key}": value for key, value in LARGE_RUNS[name].items()}
+    spec = spec_of("llama-7b", **{**EVERYTHING, "training__global_batch_size": 2048, **raw})
+    device, draw, modes = find_accelerator(spec.cluster), random.Random(name), checkpointing_modes(spec)
+    bounds, every = Bounds(spec, device, modes[0]), list(groups(spec, axes_to_try(spec)))
+    closest = 0.0
+    for group in draw.sample(every, 200):
+        size, mode, offload = draw.choice(group.micro_batches), draw.choice(modes), draw.choice(group.offload)
+        candidate = evaluate(spec, build_layout(spec, group.axes, group.zero_stage, mode, size, offload), device)
+        wanted = group.axes, group.zero_stage, size, mode, offload
+        held = bounds.stage_bytes(*wanted)
+        (sent,) = bounds.traffic_seconds(group.axes, group.zero_stage, [size])
+        assert max(held, bounds.peak_bytes(*wanted)) <= candidate.memory.peak, describe(candidate.layout)
+        assert sent <= candidate.time.step, describe(candidate.layout)
+        closest = max(closest, held / candidate.memory.peak)
+    assert closest > 0.6
+
+
 @pytest.mark.parametrize(
     ("model", "batch"), [(LLAMA_405B, 2048), (EXPERTS_256, 16384)], ids=["405B dense", "256 experts"]
 )
@@ -324,6 +399,23 @@ def test_a_search_with_a_limit_of_time_finds_the_same_layout_or_none() -> None:
     assert within is not None
     assert (within.layout, within.time) == (plan.layout, plan.time)
     assert plan_within(spec, 0.9 * plan.time.step) is None
+
+
+def test_the_fastest_layout_with_a_margin_is_the_one_that_the_complete_search_chooses() -> None:
+    for name in SMALL_CLUSTERS:
+        spec = everything(name)
+        device = find_accelerator(spec.cluster)
+        whole = search(spec, device, axes_to_try(spec), RejectionCounts()).chosen
+        assert whole is not None
+        if not whole.comfortable:
+            continue
+        seconds = whole.time.step
+        for most in (math.inf, seconds):
+            found = fastest(spec, device, None, most)
+            assert found is not None
+            assert found.chosen == whole
+        late = fastest(spec, device, None, 0.9 * seconds)
+        assert late is None or late.too_slow
 
 
 def test_bounds_of_another_number_of_nodes_give_the_same_plan() -> None:

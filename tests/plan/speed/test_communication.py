@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def test_the_bytes_of_a_stage_follow_the_split_of_the_spec() -> None:
     degrees = {"layout__tensor_parallel": 2, "layout__pipeline_parallel": 4}
     spec, layout = run(layout__pipeline_split=[5, 9, 9, 9], **degrees)
     first, second = (stage_bytes(spec, layout, find_accelerator(spec.cluster), at).tensor for at in (0, 1))
-    assert first * (4 * 9) == second * (4 * 5 + 1)  # all-reduces of the blocks, and one of the embedding
+    # Two parts per all-reduce: four per block, and one of the embedding. One part per gathered activation.
+    assert first * (2 * 4 * 9 + 3) == second * (2 * (4 * 5 + 1) + 2)
 
 
 def test_a_pipeline_sends_one_activation_each_way() -> None:
@@ -68,6 +70,21 @@ def test_a_pipeline_sends_one_activation_each_way() -> None:
     inner, first = Stage(1, 4, 4, False, False, 4), Stage(0, 4, 4, True, False)
     assert sent_bytes(spec, layout, inner, 0).pipeline == 2 * 64 * 4096 * 4096 * 2
     assert sent_bytes(spec, layout, first, 0).pipeline == 64 * 4096 * 4096 * 2
+
+
+@pytest.mark.parametrize(("position", "gathers"), [(0, 2), (1, 3), (2, 1)])
+def test_tensor_ranks_of_a_pipeline_gather_the_activations_of_which_each_has_a_share(
+    position: int, gathers: int
+) -> None:
+    degrees = {"layout__tensor_parallel": 4, "layout__pipeline_parallel": 3}
+    stage = Stage(position, 4, 4, position == 0, position == 2, 4 * position)
+    spec, layout = run(**degrees, cluster__nodes=3, training__global_batch_size=48)
+    m = layout.gradient_accumulation_steps
+    alone = sent_bytes(spec, replace(layout, pipeline_parallel=1), stage, 0)
+    there = sent_bytes(spec, layout, stage, 0)
+    payload = 4096 * 4096 * 2
+    assert there.tensor - alone.tensor == gathers * m * payload * 3 // 4
+    assert there.pipeline == ((position > 0) + (position < 2)) * m * payload // 4
 
 
 # Seven of eight parts of 8 million parameters; 8 micro-batches. ZeRO, arXiv:1910.02054, section 7.
@@ -136,10 +153,12 @@ def test_small_tensors_are_those_of_the_files(tensor: int, model: dict[str, Any]
 
 
 def test_the_second_copy_of_weights_is_gathered_from_after_the_first_pass() -> None:
-    norms, kept = 65 * 4096, 8_000_000 - 65 * 4096  # all of a small model stays from the forward to the backward pass
-    sent = data_bytes("deepspeed", 3, layout__zero_stage=3, layout__zero_secondary_shard_size=4)
-    first, others = (8_000_000 + norms) * 2 * 7 // 8, (8 * kept - 8_000_000) * 2 * 3 // 4
-    assert sent == first + others + 8 * 2 * 7_000_000
+    norms, one = 3 * 4096, 2 * 32_000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11_008
+    every = norms + one  # all of a model of one block stays from the forward to the backward pass
+    second = {"layout__zero_stage": 3, "layout__zero_secondary_shard_size": 4}
+    sent = data_bytes("deepspeed", 3, every, **second, model__num_hidden_layers=1)
+    first, others = (one + norms) * 2 * 7 // 8, 7 * one * 2 * 3 // 4
+    assert sent == first + others + 8 * 2 * every * 7 // 8
 
 
 def test_fp32_adapters_are_reduced_and_gathered_in_fp32() -> None:

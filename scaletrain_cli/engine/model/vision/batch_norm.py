@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from scaletrain_cli.engine.eager import never_compiled
 from scaletrain_cli.engine.parallel.mesh import Axis
 
 _PIXELS = (0, 2, 3)  # the dimensions that statistics are of
@@ -76,7 +77,7 @@ class BatchNorm2d(nn.Module):
         self.latest = Statistics(mean.detach(), variance)
         return y
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def _over_ranks(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Statistics]:
         mean, variance, values = _joint_statistics(x.detach(), self.axis)
         unbiased = variance * (values / (values - 1).clamp(min=1))
@@ -169,7 +170,7 @@ def batch_norms(model: nn.Module) -> Iterator[BatchNorm2d]:
 
 
 @torch.no_grad()
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def update_statistics(model: nn.Module) -> None:
     """Move the running statistics of the batch norms that train towards those of the latest batch.
 

@@ -6,23 +6,24 @@ Requests name paths, so no API discovery is needed and nothing is converted into
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import EVENT, POD, Kind, Object, as_newest, kind_of
+from scaletrain_cli.launch.backends.kubernetes.api_versions import ServedVersions
 from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied, missing_right, reason
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.kubernetes import DEFAULT_NAMESPACE
 
 FIELD_MANAGER = "scaletrain"
 logger = logging.getLogger(__name__)
@@ -55,11 +56,14 @@ class RefusedError(SchedulerError):
 
 
 class NotServedError(RefusedError):
-    """The cluster has no such resource: its CRD is missing or has another version."""
+    """The cluster has no such resource: its CRD is missing or has other versions, ``served``."""
 
-    def __init__(self, where: str, kind: Kind) -> None:
+    def __init__(self, where: str, kind: Kind, served: Sequence[str] = ()) -> None:
         what = {"where": where, "kind": kind.name, "api_version": kind.api_version}
         why = reason("not-installed", **what, install=kind.install) if kind.install else reason("not-served", **what)
+        if kind.install and served and not {kind.version, *kind.older} & set(served):
+            known = [kind.version, *kind.older]
+            why = reason("served-in-other-versions", **what, group=kind.group, served=list(served), known=known)
         super().__init__(why, 404, str(why))
         self.kind = kind
 
@@ -74,7 +78,7 @@ def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -
         return RefusedError(reason("not-authenticated", where=where), 401, said)
     if (missing := missing_right(said)) is not None:
         resource = f"{missing.resource}.{missing.group}" if missing.group else missing.resource
-        roles = str(project_file("k8s/rbac.yaml"))
+        roles = str(project_file("k8s/base/rbac.yaml"))
         why = reason("forbidden", where=where, said=said, verb=missing.verb, resource=resource, roles=roles)
         return RefusedError(why, error.status, said)
     if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
@@ -108,7 +112,7 @@ class Cluster:
 
         self.where = where
         self._silent_since: float | None = None
-        self._versions: dict[Kind, Kind] = {}  # the served version of kinds with older versions
+        self._versions = ServedVersions(self._group)
         # Sends any path with the client's credentials; without this discoverer it would first read all API groups.
         self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
 
@@ -147,22 +151,27 @@ class Cluster:
 
         Raises NotServedError if the cluster serves none.
         """
-        older = (dataclasses.replace(kind, version=version) for version in kind.older)
-        refused: NotServedError | None = None
-        for served in sorted((kind, *older), key=lambda one: one != self._versions.get(kind, kind)):
+        for served in self._versions.candidates(kind):
             try:
                 answer = send(served)
-            except NotServedError as error:
-                refused = error if served is kind or refused is None else refused
+            except NotServedError:
                 continue
             except RefusedError as error:
                 if error.status == 404:  # the object is missing, so the kind exists
-                    self._versions[kind] = served
+                    self._versions.found(kind, served)
                 raise
-            self._versions[kind] = served
+            self._versions.found(kind, served)
             return answer
-        assert refused is not None
-        raise refused
+        if kind.older and self._versions.forget(kind.group):  # upgraded since it was asked for
+            return self._in_served_version(kind, send)
+        raise NotServedError(self.where, kind, (self._versions.of_group(kind.group) if kind.group else None) or ())
+
+    def _group(self, group: str) -> Object | None:
+        """Return the APIGroup object; None if the group is not served, ``{}`` if the user may not read it."""
+        try:
+            return self._parsed(self._send("get", None, f"/apis/{group}").data)
+        except RefusedError as error:
+            return None if error.status == 404 else {}
 
     def events(self, namespace: str, name: str) -> list[Object]:
         """Return the events of the objects of this name, oldest first. The server keeps events for about an hour."""
@@ -170,16 +179,22 @@ class Cluster:
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def apply(self, body: Object, *, dry_run: bool = False) -> Object:
-        """Create or update the object, or with ``dry_run`` only validate it. Return the server's version of it."""
-        kind, metadata = kind_of(body), body["metadata"]
-        return self._json(
-            "patch",
-            kind,
-            kind.path(metadata.get("namespace", ""), metadata["name"]),
-            body=body,
-            content_type="application/apply-patch+yaml",
-            field_manager=FIELD_MANAGER,
-            dry_run="All" if dry_run else None,
+        """Create or update the object, or with ``dry_run`` only validate it. Return the server's version of it.
+
+        It is written in the version of its kind that the cluster serves.
+        """
+        metadata = body["metadata"]
+        return self._in_served_version(
+            kind_of(body),
+            lambda served: self._json(
+                "patch",
+                served,
+                served.path(metadata.get("namespace", ""), metadata["name"]),
+                body={**body, "apiVersion": served.api_version},
+                content_type="application/apply-patch+yaml",
+                field_manager=FIELD_MANAGER,
+                dry_run="All" if dry_run else None,
+            ),
         )
 
     def annotate(self, kind: Kind, namespace: str, name: str, annotations: Mapping[str, str | None]) -> None:
@@ -224,7 +239,9 @@ class Cluster:
         if dry_run:
             body["dryRun"] = ["All"]
         try:
-            self._json("delete", kind, kind.path(namespace, name), body=body)
+            self._in_served_version(
+                kind, lambda served: self._json("delete", served, served.path(namespace, name), body=body)
+            )
         except RefusedError as error:
             if error.status == 404 or (error.status == 409 and uid):
                 return False
@@ -261,7 +278,12 @@ class Cluster:
 
     def serves(self, kind: Kind) -> bool:
         """Return whether the cluster has this kind, in its version or one of its ``older`` ones."""
-        return any(self._serves(dataclasses.replace(kind, version=each)) for each in (kind.version, *kind.older))
+        return any(map(self._serves, self._versions.candidates(kind)))
+
+    def missing(self, kind: Kind) -> NotServedError | None:
+        """Return the error of a kind that is not served, with the versions that are; None if it is served."""
+        served = self._versions.of_group(kind.group) if kind.group else None
+        return None if self.serves(kind) else NotServedError(self.where, kind, served or ())
 
     def _serves(self, kind: Kind) -> bool:
         try:
@@ -310,17 +332,21 @@ class Cluster:
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
             raise SchedulerError(reason("no-answer-before", where=self.where))  # else each run of a list would wait
         logger.debug("%s %s %s", self.where, method, path)
+        changes = method != "get" and not options.get("dry_run") and "dryRun" not in (options.get("body") or {})
         try:
             return self._request(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
-            if method != "get" and (error.status in _MAY_BE_APPLIED or may_be_applied(str(error.body))):
+            if not changes and error.status in _MAY_BE_APPLIED and method != "get":  # nothing was applied
+                said = f"{error.status} {error.reason}"
+                raise SchedulerError(reason("no-answer", where=self.where, said=said)) from error
+            if changes and (error.status in _MAY_BE_APPLIED or may_be_applied(str(error.body))):
                 why = reason("server-error", where=self.where, status=error.status, said=error.reason)
                 raise SchedulerSilentError(why) from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
             if by_node_of and _is_late(error):  # only the node does not answer
                 raise self._silent_node(by_node_of, error) from error
-            if method == "get":
+            if not changes:
                 self._silent_since = time.monotonic()
                 raise SchedulerError(reason("no-answer", where=self.where, said=_short(error))) from error
             raise SchedulerSilentError(reason("answer-lost", where=self.where, said=_short(error))) from error
@@ -389,6 +415,11 @@ def configured_namespace(context: str | None) -> str | None:
     chosen = current if context is None else next((one for one in known if one["name"] == context), None)
     named = (chosen or {}).get("context", {}).get("namespace")
     return str(named) if named else None
+
+
+def default_namespace(context: str | None) -> str:
+    """Return the namespace of a spec that names none: that of the context, or of this pod, else ``default``."""
+    return (configured_namespace(context) if is_configured() else None) or DEFAULT_NAMESPACE
 
 
 def is_configured() -> bool:

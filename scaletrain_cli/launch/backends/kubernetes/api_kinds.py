@@ -13,7 +13,8 @@ Object = dict[str, Any]  # as the API server writes it
 class Kind:
     """A resource type. ``install`` is how to install it on a cluster.
 
-    ``older``: versions that a cluster may serve instead, the newest first; they are only read.
+    ``older``: versions that a cluster may serve instead, the newest first. What the launcher writes is valid in each of
+    them, and as_newest() converts what it reads.
     """
 
     name: str
@@ -71,7 +72,8 @@ VOLCANO_JOB = Kind("Job", "batch.volcano.sh", "v1alpha1", "jobs", install=_VOLCA
 POD_GROUP = Kind("PodGroup", "scheduling.volcano.sh", "v1beta1", "podgroups", install=_VOLCANO)
 VOLCANO_QUEUE = Kind("Queue", "scheduling.volcano.sh", "v1beta1", "queues", namespaced=False, install=_VOLCANO)
 TRAIN_JOB = Kind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", install=_TRAINER)
-NATIVE_POD_GROUP = Kind("PodGroup", "scheduling.k8s.io", "v1alpha2", "podgroups")
+# Kubernetes 1.36 serves v1alpha2, 1.37 v1alpha3 and v1beta1; the gang of a PodGroup is the same in all of them.
+NATIVE_POD_GROUP = Kind("PodGroup", "scheduling.k8s.io", "v1beta1", "podgroups", older=("v1alpha3", "v1alpha2"))
 RUNTIME = Kind("TrainingRuntime", "trainer.kubeflow.org", "v1alpha1", "trainingruntimes", install=_TRAINER)
 
 # Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; Cohort and Topology were v1alpha1 at first.
@@ -102,6 +104,8 @@ def as_newest(kind: Kind, item: Object) -> Object:
 
 def kind_of(body: Object) -> Kind:
     """Return the kind of an object that the back end creates."""
-    found = [kind for kind in _APPLIED if (kind.api_version, kind.name) == (body["apiVersion"], body["kind"])]
+    group, _, version = str(body["apiVersion"]).rpartition("/")
+    given = (group, body["kind"])
+    found = [kind for kind in _APPLIED if (kind.group, kind.name) == given and version in (kind.version, *kind.older)]
     assert found, f"{body['apiVersion']} {body['kind']} is not a kind that this launcher creates"
     return found[0]

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult
+from scaletrain_cli.launch.backends.base import (
+    Backend,
+    Check,
+    Job,
+    JobNode,
+    NodeCommand,
+    PreflightResult,
+    ViewWaitsError,
+)
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect, is_configured
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect, default_namespace, is_configured
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     BACKENDS,
     TRAIN_JOB,
@@ -23,7 +31,14 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     kind_of,
 )
 from scaletrain_cli.launch.backends.kubernetes.capacity import exclusion_for
-from scaletrain_cli.launch.backends.kubernetes.conditions import Explanation, StuckJob, job_of, stuck_jobs
+from scaletrain_cli.launch.backends.kubernetes.code_store import upload_code
+from scaletrain_cli.launch.backends.kubernetes.conditions import (
+    Explanation,
+    StuckJob,
+    job_of,
+    steps_reported,
+    stuck_jobs,
+)
 from scaletrain_cli.launch.backends.kubernetes.job_ref import (
     JobRef,
     confirmed,
@@ -37,7 +52,7 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import (
     update,
     withdraw_intent,
 )
-from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, manifest, to_yaml
+from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, has_archive, manifest, to_yaml
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     parse_id,
@@ -61,6 +76,7 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
     queue_for_spec,
     submit_for_run,
 )
+from scaletrain_cli.launch.backends.kubernetes.session import require_kubectl, session_command
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.submit import make_record
@@ -69,7 +85,7 @@ from scaletrain_cli.reasons import reason_from, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, read_job
+from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, read_failure, read_job
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
@@ -95,6 +111,14 @@ class KubernetesBackend(Backend):
 
     connect: Callable[[str | None, str], Cluster] = connect
 
+    def with_local_defaults(self, spec: RunSpec) -> RunSpec:
+        """Return the spec with the namespace of the kubeconfig's context, if it names none."""
+        kubernetes = spec.cluster.kubernetes
+        if kubernetes.namespace is not None:
+            return spec
+        named = kubernetes.model_copy(update={"namespace": default_namespace(kubernetes.context)})
+        return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"kubernetes": named})})
+
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
@@ -106,6 +130,7 @@ class KubernetesBackend(Backend):
 
         # An unused name, so that the server validates the objects as new ones.
         name = f"preflight-{secrets.token_hex(4)}"
+        spec = self.with_local_defaults(spec)
         if run is None:
             record = make_record(spec, plan, name, take_snapshot(spec))
             documents = documents_for(RunDir(runs_root() / name), record)
@@ -115,6 +140,10 @@ class KubernetesBackend(Backend):
         rendered = manifest(record, documents)
         seen = run if run is not None and shares_volume(run) else None
         return check(self._cluster(spec), spec, rendered, seen)
+
+    def prepares_itself(self, cluster: ClusterSpec) -> bool:
+        """Return whether the pod of a run has its own volume, on which only it can prepare the data."""
+        return cluster.kubernetes.runs.per_pod
 
     def preparation_cores(self, cluster: ClusterSpec) -> int:
         """Return the worker processes of one pod."""
@@ -134,10 +163,13 @@ class KubernetesBackend(Backend):
 
     def queue_preparation(self, spec: RunSpec, name: str, folder: Path, tasks: int) -> PreparationJob:
         """Create the Job; ``folder`` is not used, since its files would be on another volume."""
+        spec = self.with_local_defaults(spec)
         return queue_for_spec(self._cluster(spec), spec, name, tasks)
 
     def render_preparation(self, run: RunDir, record: RunRecord) -> str:
-        """Return the objects of the preparation as YAML."""
+        """Return the objects of the preparation as YAML; none for a run whose pod prepares its data itself."""
+        if record.spec.cluster.kubernetes.runs.per_pod:
+            return ""
         return to_yaml(objects_of_run(run, record))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
@@ -149,11 +181,13 @@ class KubernetesBackend(Backend):
         cluster = self._cluster(record.spec)
         rendered, excluded = self._manifest(run, record, lambda: cluster)
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
-        found = cluster.get(kind_of(rendered.workload_object), spec.namespace, workload.name)
+        found = cluster.get(kind_of(rendered.workload_object), spec.used_namespace, workload.name)
         if found is not None:
             refuse_foreign(cluster, found, rendered, record)
+        if not has_archive(rendered.objects[0].get("binaryData", {})):
+            upload_code(run, record)
         try:
-            with submission_recorded(run, JobRef(workload.id, spec.namespace, spec.context)):
+            with submission_recorded(run, JobRef(workload.id, spec.used_namespace, spec.context)):
                 apply_objects(cluster, rendered, found)
         except SchedulerSilentError as error:
             failure = error.reason or recorded(error.message)
@@ -199,7 +233,7 @@ class KubernetesBackend(Backend):
         if job.state == "ended" and (earlier := self._active_earlier(cluster, ref, record, seen, now)) is not None:
             return earlier
         if not shares_volume(run) and seen.workload is not None and job.state in ("running", "ending", "ended"):
-            progress = newest_progress(cluster, ref, seen)
+            progress = newest_progress(cluster, ref, seen) or steps_reported(seen.pods)
             job = dataclasses.replace(job, progress={**ref.progress, **progress})
             if job.is_active:
                 with contextlib.suppress(OSError):
@@ -302,6 +336,34 @@ class KubernetesBackend(Backend):
             return None  # the pods of a job that has ended may still exist
         return self._logs(run, record, ref, self.connect(ref.context, ref.namespace))
 
+    def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
+        """Return kubectl for a process in the container of the node's pod."""
+        ref = job_ref_of(run, record)
+        assert ref is not None  # the job runs
+        cluster, seen = self._observe(ref, record)
+        return NodeCommand(session_command(ref, seen.pods, record, node, cluster.where))
+
+    @contextlib.contextmanager
+    def view_command(self, run: RunDir, record: RunRecord, say: Callable[[str], None]) -> Iterator[NodeCommand]:
+        """Yield kubectl for a process in a running pod of the run; once the run is over, in a pod made for the view."""
+        from scaletrain_cli.launch.backends.kubernetes.view_pod import pod_for_view, serving_pod, view_in_pod
+
+        ref = job_ref_of(run, record)
+        if ref is None or pending_job(run, record) is not None:
+            why = reason("view-never-ran", run=run.run_id)
+            is_final = run.is_cancelled or read_failure(preparation_folder(run)) is not None  # until a resume
+            raise SchedulerError(why) if is_final else ViewWaitsError(why)
+        require_kubectl()
+        cluster, seen = self._observe(ref, record)
+        if (serving := serving_pod(seen.pods)) is not None:
+            yield NodeCommand(view_in_pod(ref, str(serving["metadata"]["name"]), record))
+            return
+        job = job_of(seen, ref.job_id, time.time(), cancelled=run.is_cancelled)
+        if job.state in ("queued", "running", "suspended") or (job.state == "unknown" and not ref.ended):
+            raise ViewWaitsError(reason("view-waits", run=run.run_id, state=job.state))
+        with pod_for_view(cluster, ref, record, seen.pods, say) as name:
+            yield NodeCommand(view_in_pod(ref, name, record))
+
     def findings(self, run: RunDir, record: RunRecord) -> list[StuckJob]:
         """Return why the job never ends by itself; empty if nothing keeps it from ending."""
         ref = job_ref_of(run, record)
@@ -393,7 +455,7 @@ class KubernetesBackend(Backend):
             yield Check(name, "none", "no kubeconfig", "required for cluster.scheduler: kubernetes; set $KUBECONFIG")
             return
         try:
-            cluster = self.connect(None, "default")
+            cluster = self.connect(None, default_namespace(None))
             yield Check(name, "ok", f"{cluster.version(_CHECK_SECONDS)}, {cluster.where}")
         except UsageError as error:
             yield Check(name, "none", "kubeconfig found, but no client", str(error))
@@ -401,7 +463,7 @@ class KubernetesBackend(Backend):
             yield Check(name, "warn", "the cluster of the current context does not answer", str(error))
 
     def _cluster(self, spec: RunSpec) -> Cluster:
-        return self.connect(spec.cluster.kubernetes.context, spec.cluster.kubernetes.namespace)
+        return self.connect(spec.cluster.kubernetes.context, spec.cluster.kubernetes.used_namespace)
 
     def _observe(self, ref: JobRef, record: RunRecord) -> tuple[Cluster, Observation]:
         cluster = self.connect(ref.context, ref.namespace)

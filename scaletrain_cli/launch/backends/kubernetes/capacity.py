@@ -88,10 +88,10 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         else:
             yield from _capability(spec, queue, pod)
         return
-    local = cluster.get(LOCAL_QUEUE, kubernetes.namespace, kubernetes.queue)
+    local = cluster.get(LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
     if local is None:
-        there = cluster.find(LOCAL_QUEUE, kubernetes.namespace)
-        yield missing(spec, "queue", kubernetes.queue, f"LocalQueue in namespace {kubernetes.namespace}", there)
+        there = cluster.find(LOCAL_QUEUE, kubernetes.used_namespace)
+        yield missing(spec, "queue", kubernetes.queue, f"LocalQueue in namespace {kubernetes.used_namespace}", there)
         return
     name = local["spec"]["clusterQueue"]
     try:
@@ -105,9 +105,9 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         yield problem(spec, "queue", reason("cluster-queue-missing", queue=name), kubernetes.queue)
         return
     yield from _activity(spec, whole, kubernetes.queue)
-    namespace = cluster.get(NAMESPACE, "", kubernetes.namespace) or {"metadata": {}}
+    namespace = cluster.get(NAMESPACE, "", kubernetes.used_namespace) or {"metadata": {}}
     if not accepts_namespace(whole, namespace["metadata"].get("labels", {})):
-        refused = reason("namespace-not-admitted", queue=name, namespace=kubernetes.namespace)
+        refused = reason("namespace-not-admitted", queue=name, namespace=kubernetes.used_namespace)
         yield problem(spec, "queue", refused, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
 
@@ -202,7 +202,7 @@ def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
 def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     """Yield the ResourceQuotas of the namespace that are too small: they would refuse single pods of the gang."""
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
-    for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.namespace):
+    for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.used_namespace):
         status = quota.get("status", {})
         if quota.get("spec", {}).get("scopes") or quota.get("spec", {}).get("scopeSelector"):
             continue  # its scope may not include these pods
@@ -273,7 +273,7 @@ def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Pla
     kubernetes = spec.cluster.kubernetes
     if not kubernetes.kueue or kubernetes.queue is None:
         return [_Placement(selector, tolerations)], False
-    local = cluster.get(LOCAL_QUEUE, kubernetes.namespace, kubernetes.queue)
+    local = cluster.get(LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
     queue = cluster.get(CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
     if queue is None:
         return [], False  # reported by the check of the queue

@@ -217,16 +217,15 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
 
     Default namespace: that of this user's newest run that has not ended; else the kubeconfig's.
     """
-    from scaletrain_cli.launch.backends.kubernetes.api import configured_namespace, connect
+    from scaletrain_cli.launch.backends.kubernetes.api import connect, default_namespace
 
     elsewhere: list[str] = []
-    if "namespace" not in settings.model_fields_set:
+    namespace = settings.namespace
+    if namespace is None:
         used = _namespaces_of_runs(settings.context)
-        chosen, *elsewhere = used or [configured_namespace(settings.context) or settings.namespace]
-        settings = settings.model_copy(update={"namespace": chosen})
-    view = make_view(
-        fetch_objects(connect(settings.context, settings.namespace), settings.namespace), settings, time.time()
-    )
+        namespace, *elsewhere = used or [default_namespace(settings.context)]
+        settings = settings.model_copy(update={"namespace": namespace})
+    view = make_view(fetch_objects(connect(settings.context, namespace), namespace), settings, time.time())
     if not elsewhere:
         return view
     return dataclasses.replace(view, warnings=(*view.warnings, reason("view-runs-elsewhere", namespaces=elsewhere)))
@@ -289,9 +288,10 @@ def make_view(seen: ClusterObjects, settings: KubernetesSpec, now: float) -> Clu
     queues = {queue["metadata"]["name"]: queue["spec"]["clusterQueue"] for queue in seen.local_queues}
     reachable = [queue for queue in seen.cluster_queues if queue["metadata"]["name"] in queues.values()]
     running, waiting = count_other_jobs(seen.runs, seen.pods or (), reachable, settings.gpu_resource)
+    context = f"context {settings.context}" if settings.context else "current context"
     return ClusterView(
         scheduler="kubernetes",
-        cluster=f"{f'context {settings.context}' if settings.context else 'current context'}, {settings.namespace}",
+        cluster=f"{context}, {settings.used_namespace}",
         gpus=_gpu_rows(nodes, seen.pods, settings.gpu_resource) if seen.pods is not None else (),
         nodes=tuple(NodesRow(state, count) for state, count in Counter(map(_state, nodes)).items()),
         quotas=tuple(row for queue in reachable for row in _quotas(queue, queues, settings.gpu_resource)),
@@ -373,4 +373,4 @@ def _warnings(seen: ClusterObjects, reachable: Iterable[Object], settings: Kuber
                 yield reason("view-queue-not-active", **name, said=said)
     waiting = sum(int(queue.get("status", {}).get("pendingWorkloads", 0)) for queue in reachable)
     if waiting and seen.runs.queue_known and waiting > seen.runs.waiting:
-        yield reason("view-ahead-in-namespace", namespace=settings.namespace, waiting=waiting)
+        yield reason("view-ahead-in-namespace", namespace=settings.used_namespace, waiting=waiting)

@@ -32,6 +32,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     reports,
     unix_time,
 )
+from scaletrain_cli.launch.backends.kubernetes.termination_message import read_termination_message
 from scaletrain_cli.reasons import Reason
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
@@ -49,6 +50,7 @@ _MOST_MESSAGE_CHARACTERS = 400
 _BETTER_IN_PODS = ("kubernetes.image-event", "kubernetes.pod-unschedulable")  # a pod's status has the details
 # Events about a child that JobSet or Trainer could not create. Both retry indefinitely.
 CHILD_REFUSED = {"JobCreationFailed": "Job", "TrainJobResourcesCreationFailed": "JobSet"}
+_CAUSES_OF_PODS = ("kubernetes.pod-ended", "kubernetes.pod-ended-at")
 _OVERDUE_SECONDS = 30.0  # after the pod's deadline: a kubelet needs time to remove the container and its volumes
 
 
@@ -170,7 +172,7 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
         if phase in ("Failed", "Aborting", "Aborted", "Terminating", "Terminated"):
             code = "phase-said" if said else "phase"
             ended = reason(code, phase=phase.lower(), said=said)
-            return _exit_code(seen.pods, said), Explanation(ended, failed_pod(seen.pods))
+            return _exit_code(seen.pods, said), _with_pods((ended,), seen.pods)
         return None
     if _condition(workload, "Completed") or _condition(workload, "Complete"):
         return 0, Explanation(reason("completed"))
@@ -181,10 +183,19 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
     children = [_reason_words(condition) for item in below for condition in _conditions(item, "Failed")]
     own = _reason_words(failed)
     more = [words for words in dict.fromkeys(children) if words and words not in own]
-    after = (*(reason("child-failed", said=words) for words in more), *failed_pod(seen.pods))
-    return _exit_code(seen.pods, " ".join((_message(failed), *children))), Explanation(
-        reason("failed-said", said=own) if own else reason("failed"), after
+    reported = (
+        reason("failed-said", said=own) if own else reason("failed"),
+        *(reason("child-failed", said=words) for words in more),
     )
+    return _exit_code(seen.pods, " ".join((_message(failed), *children))), _with_pods(reported, seen.pods)
+
+
+def _with_pods(said: tuple[Reason, ...], pods: Sequence[Object]) -> Explanation:
+    """Return what the workload says of its end, and how a pod ended, which is the cause if the pod itself says why."""
+    pod = failed_pod(pods)
+    if pod and pod[0].code in _CAUSES_OF_PODS:
+        return Explanation(pod[0], pod[1:], before=said)
+    return Explanation(said[0], (*said[1:], *pod))
 
 
 def _exit_code(pods: Sequence[Object], said: str) -> int | None:
@@ -203,9 +214,14 @@ def exit_code_of_pod(pod: Object) -> int | None:
 
 
 def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
-    """Return how the first pod that failed ended: its exit code, and the last line that it printed."""
+    """Return how the first pod that failed ended: its exit code, and its own reason or the last line of its log."""
     for pod in pods:
         name, ended = pod["metadata"]["name"], own_container(pod).get("state", {}).get("terminated") or {}
+        if ended.get("exitCode") and (message := read_termination_message(str(ended.get("message", "")))) is not None:
+            params = {"pod": name, "node": message.node, "exit_code": int(ended["exitCode"])}
+            params |= {"cause": message.end.reason, "cause_code": message.code}
+            step = message.end.step
+            return (reason("pod-ended", **params) if step is None else reason("pod-ended-at", **params, step=step),)
         if ended.get("exitCode"):
             why, said = ended.get("reason", ""), _last_line(str(ended.get("message", "")))
             summary = str(ended["exitCode"]) + (f", {why}" if why not in ("", "Error") else "")
@@ -217,6 +233,18 @@ def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
             said = str(status.get("message", ""))
             return (reason("pod-removed", pod=name, event=status["reason"], said=said),)
     return ()
+
+
+def steps_reported(pods: Sequence[Object]) -> dict[str, float]:
+    """Return ``{"step": N}`` of the newest attempt that a pod reported at its end; empty if none did."""
+    found = [
+        (message.end.attempt or 0, message.end.step)
+        for pod in pods
+        if (ended := own_container(pod).get("state", {}).get("terminated")) is not None
+        and (message := read_termination_message(str(ended.get("message", "")))) is not None
+        and message.end.step is not None
+    ]
+    return {"step": max(found)[1]} if found else {}
 
 
 def _last_line(message: str) -> str:

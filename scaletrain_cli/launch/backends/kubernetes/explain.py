@@ -125,6 +125,6 @@ def _ended_code(status: RunStatus) -> str:
 def _names(run: RunDir, record: RunRecord) -> dict[str, str]:
     """Return the parameters of remedies: the run, its namespace, and its workload as a kubectl argument."""
     ref = job_ref_of(run, record)
-    namespace = ref.namespace if ref else record.spec.cluster.kubernetes.namespace
+    namespace = ref.namespace if ref else record.spec.cluster.kubernetes.used_namespace
     workload = ref.job_id.replace("volcano/", "jobs.batch.volcano.sh/") if ref else "pods"
     return {"run": run.run_id, "namespace": namespace, "workload": workload}

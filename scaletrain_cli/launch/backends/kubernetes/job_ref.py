@@ -20,6 +20,7 @@ from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.names import parse_id, submission_number
 from scaletrain_cli.launch.submit import read_submission
 from scaletrain_cli.rundir.documents import from_document, read_document, reporting_damage, write_document
+from scaletrain_cli.rundir.mirror_state import begun_here
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import locked
@@ -68,7 +69,7 @@ def job_ref_of(run: RunDir, record: RunRecord) -> JobRef | None:
     if submission is None:
         return None
     cluster = record.spec.cluster.kubernetes
-    return JobRef(submission.job_id, cluster.namespace, cluster.context)
+    return JobRef(submission.job_id, cluster.used_namespace, cluster.context)
 
 
 def read_job_ref(run: RunDir) -> JobRef | None:
@@ -181,14 +182,18 @@ def record_progress(run: RunDir, ref: JobRef, progress: Mapping[str, float]) -> 
 
 
 def shares_volume(run: RunDir) -> bool:
-    """Return whether the pods write to this run directory: True if it has attempts, which only pods begin."""
-    return any(attempt.scheduler == "kubernetes" for attempt in read_attempts(run))
+    """Return whether the pods write to this run directory: True if it has attempts of theirs.
+
+    Those that were received from a mirror show nothing: other pods began them.
+    """
+    here = begun_here(run)
+    return any(attempt.scheduler == "kubernetes" and attempt.number in here for attempt in read_attempts(run))
 
 
 def next_submission_number(run: RunDir) -> int:
     """Return the number of the next submission; that of an unanswered request is reused."""
     submission, ref = read_submission(run), read_job_ref(run)
-    recorded = 0 if submission is None else submission_number(submission.job_id)
+    recorded = max(_newest_received(run), 0 if submission is None else submission_number(submission.job_id))
     if ref is None:
         return recorded + 1
     if not ref.confirmed:
@@ -198,3 +203,10 @@ def next_submission_number(run: RunDir) -> int:
     if known > recorded and not ref.ended:  # found after its answer was lost
         return known
     return max(recorded, known) + 1
+
+
+def _newest_received(run: RunDir) -> int:
+    """Return the newest submission among the attempts that were received from a mirror: its objects may still exist."""
+    here = begun_here(run)
+    received = [attempt for attempt in read_attempts(run) if attempt.number not in here]
+    return max((submission_number(one.job_id) for one in received if one.scheduler == "kubernetes"), default=0)

@@ -16,6 +16,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import NATIVE_POD_GROUP
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
@@ -26,6 +27,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
 from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES, pod_template
 from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
 from scaletrain_cli.launch.code import take_snapshot
+from scaletrain_cli.launch.hub_files import ONLY
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file
@@ -38,6 +40,7 @@ from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
 def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
     """Return the contents of the run's ConfigMap by file name: the record, and the code unless it is on the nodes.
 
+    The archive of the code is left out if it is too large and the spec has a code_store, from which pods fetch it.
     Raises UsageError if the code no longer exists.
     """
     documents: dict[str, str | bytes] = {**documents_of(run, record)}
@@ -47,13 +50,26 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
     suffixes = ("sha256", "tar.gz") if record.spec.code.on_nodes is None else ("sha256",)
     files = {suffix: code_file(run, code, suffix) for suffix in suffixes}
     if all(path.is_file() for path in files.values()):
-        return documents | {path.name: path.read_bytes() for path in files.values()}
+        return _that_fit(record, documents | {path.name: path.read_bytes() for path in files.values()})
     snapshot = take_snapshot(record.spec, record.working_folder, run.path.parent)
     if snapshot is None or snapshot.record.sha256 != code.sha256:
         folder = str(run.path / "code")
         raise UsageError(reason("code-missing", folder=folder, run=record.run_id, version=code.name))
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
-    return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}
+    return _that_fit(record, documents | {files[suffix].name: contents[suffix] for suffix in suffixes})
+
+
+def _that_fit(record: RunRecord, documents: dict[str, str | bytes]) -> dict[str, str | bytes]:
+    """Return the documents without the archive of the code, if object storage has to bring it."""
+    size = sum(len(text.encode()) if isinstance(text, str) else len(text) for text in documents.values())
+    if size <= _LARGEST_DOCUMENTS_BYTES or record.spec.cluster.kubernetes.code_store is None:
+        return documents
+    return {name: content for name, content in documents.items() if not name.endswith(_ARCHIVE)}
+
+
+def has_archive(documents: Mapping[str, str | bytes]) -> bool:
+    """Return whether the documents have the archive of the code."""
+    return any(name.endswith(_ARCHIVE) for name in documents)
 
 
 # Strings that YAML 1.1, which kubectl reads, and YAML 1.2 both read as strings without quotes. Others, such as `on`,
@@ -89,15 +105,18 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
+_FIRST_POD_GROUP = "scheduling.k8s.io/v1alpha2"
+
+
 def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     """Return the PodGroup for the pods' schedulingGroup: no pod is bound before all can be."""
     kubernetes = spec.cluster.kubernetes
     return {
-        "apiVersion": f"scheduling.k8s.io/{kubernetes.native_gang}",
-        "kind": "PodGroup",
+        "apiVersion": NATIVE_POD_GROUP.api_version if kubernetes.native_gang == "auto" else _FIRST_POD_GROUP,
+        "kind": NATIVE_POD_GROUP.name,
         "metadata": {
             "name": workload.name,
-            "namespace": kubernetes.namespace,
+            "namespace": kubernetes.used_namespace,
             "labels": workload.labels,
             "annotations": workload.annotations,
         },
@@ -170,6 +189,7 @@ def _about_preemption(spec: RunSpec) -> Iterator[Reason]:
 
 Object = dict[str, Any]
 _LONGEST_LINE = 2**31  # longer strings are never folded
+_ARCHIVE = ".tar.gz"
 _LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object is limited to 1 MiB
 
 
@@ -239,9 +259,33 @@ def _missing(spec: RunSpec) -> Iterator[Problem]:
     if kubernetes.image is None:
         key = "cluster.kubernetes.image"
         yield Problem.because(spec.where(key), key, reason("image-missing", guide=str(project_file("k8s/README.md"))))
-    if kubernetes.runs.claim is None:
+    if kubernetes.runs.per_pod:
+        yield from _lost_with_the_pod(spec)
+    elif kubernetes.runs.claim is None:
         key = "cluster.kubernetes.runs.claim"
         yield Problem.because(spec.where(key), key, reason("runs-claim-missing"))
+
+
+def _lost_with_the_pod(spec: RunSpec) -> Iterator[Problem]:
+    """Yield why a run cannot keep its directory on a volume that is deleted with its pod."""
+    key = "cluster.kubernetes.runs.per_pod"
+    if spec.cluster.nodes > 1:
+        yield Problem.because(spec.where(key), key, reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
+    if spec.env.get(ONLY) is None and not _keeps_checkpoints(spec):
+        dotted = "checkpoint.dir"
+        volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
+        lost = reason("checkpoints-lost", volumes=volumes) if volumes else reason("checkpoints-lost-no-volume")
+        yield Problem.because(spec.where(dotted), dotted, lost, spec.checkpoint.dir)
+
+
+def _keeps_checkpoints(spec: RunSpec) -> bool:
+    """Return whether the checkpoints are on a claim that the pod can write to.
+
+    A mirror is not enough: a pod that is started again does not read it.
+    """
+    folder = PurePosixPath(spec.checkpoint.dir)
+    volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
+    return folder.is_absolute() and any(folder.is_relative_to(path) for path in volumes)
 
 
 def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:
@@ -255,7 +299,7 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
         "kind": "ConfigMap",
         "metadata": {
             "name": workload.config_map,
-            "namespace": spec.cluster.kubernetes.namespace,
+            "namespace": spec.cluster.kubernetes.used_namespace,
             "labels": workload.labels,
             "annotations": workload.annotations | {DOCUMENTS_ANNOTATION: digest},
         },
@@ -266,7 +310,7 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
 
 
 def _require_size(sizes: Mapping[str, int]) -> None:
-    size, packed = sum(sizes.values()), sum(size for name, size in sizes.items() if name.endswith(".tar.gz"))
+    size, packed = sum(sizes.values()), sum(size for name, size in sizes.items() if name.endswith(_ARCHIVE))
     if size > _LARGEST_DOCUMENTS_BYTES:
         most = {"bytes": size, "most_bytes": _LARGEST_DOCUMENTS_BYTES}
         with_code = reason("code-too-large", code_bytes=packed, **most)

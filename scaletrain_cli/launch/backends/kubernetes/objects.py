@@ -24,6 +24,7 @@ from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
+    QUEUE_LABEL,
     RECORD_ANNOTATION,
     REVISION_ANNOTATION,
     RUN_ID_ANNOTATION,
@@ -128,11 +129,29 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
+            in_queue = QUEUE_LABEL in workload["metadata"].get("labels", {})
+            if in_queue and workload["kind"] == TRAIN_JOB.name:  # those of other kinds were tried in the preflight
+                _require_managed(workload, cluster.apply(workload, dry_run=True))
             return _apply_until_answered(cluster, workload, is_new=True)
         except RefusedError as error:
             if not is_runtime_missing(error.said) or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
+
+
+def is_unmanaged(body: Object, answer: Object) -> bool:
+    """Return whether a job of a queue of Kueue would start at once, outside the quota: Kueue does not manage its kind.
+
+    ``answer``: the server's version of it, in which Kueue's webhook has suspended it.
+    """
+    in_queue = QUEUE_LABEL in body["metadata"].get("labels", {})
+    return in_queue and answer.get("spec", {}).get("suspend") is not True
+
+
+def _require_managed(body: Object, answer: Object) -> None:
+    if is_unmanaged(body, answer):
+        queue = body["metadata"]["labels"][QUEUE_LABEL]
+        raise SchedulerError(reason("queue-without-kind", kind=body["kind"], queue=queue))
 
 
 def _apply_until_answered(cluster: Cluster, body: Object, *, is_new: bool = False) -> Object:

@@ -84,7 +84,7 @@ def quantity(size_bytes: int) -> str:
 
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"  # from GPU feature discovery of the GPU Operator
 # The taints of spot nodes. GKE and AKS set theirs; on EKS and with Karpenter the node pool defines it (these are the
-# ones in their documentation); `spot` is from k8s/kueue.yaml.
+# ones in their documentation); `spot` is from k8s/overlays/kueue/kueue.yaml.
 _SPOT_TAINTS = {
     "gke": "cloud.google.com/gke-spot",
     "aks": "kubernetes.azure.com/scalesetpriority",
@@ -266,6 +266,54 @@ def preparation_template(
     return {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
 
 
+_VIEW_RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}}
+_VIEW_GRACE_SECONDS = 5
+
+
+def view_template(
+    spec: RunSpec, words: Sequence[str], labels: Mapping[str, str], annotations: Mapping[str, str], nodes: Sequence[str]
+) -> dict[str, Any]:
+    """Return ``metadata`` and ``spec`` of a pod that shows a run: it can read the volumes, and change nothing.
+
+    It has no device, Secret or variable of the run. ``nodes``: those that have the image; others are possible.
+    """
+    kubernetes = spec.cluster.kubernetes
+    mounts = [mount | {"readOnly": True} for mount in _volume_mounts(spec)]
+    container = {
+        "name": NODE,
+        "image": kubernetes.image,
+        "imagePullPolicy": _pull_policy(spec),
+        "command": [escaped(word) for word in words],
+        "resources": _VIEW_RESOURCES,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _VIEW_GRACE_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": _pod_security(spec),
+        "containers": [container],
+        "volumes": [
+            {"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(spec).items()
+        ],
+        "tolerations": tolerations(spec),
+    }
+    if kubernetes.service_account is not None:
+        pod["serviceAccountName"] = kubernetes.service_account
+    if kubernetes.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    if kubernetes.node_selector:
+        pod["nodeSelector"] = dict(kubernetes.node_selector)
+    if nodes:
+        terms = [{"key": "kubernetes.io/hostname", "operator": "In", "values": list(nodes)}]
+        preferred = [{"weight": 100, "preference": {"matchExpressions": terms}}]
+        pod["affinity"] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    return {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
+
+
 def grace_seconds(spec: RunSpec) -> int:
     """Return the seconds from SIGTERM to SIGKILL: the ranks' grace period plus the agent's."""
     return math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS
@@ -347,8 +395,13 @@ def _pod_security(spec: RunSpec) -> dict[str, Any]:
 def _claims(spec: RunSpec) -> dict[str, str]:
     """Return volume names by claim: a claim that is mounted twice is one volume."""
     kubernetes = spec.cluster.kubernetes
-    claims = [kubernetes.runs.claim or "", *(volume.claim for volume in kubernetes.volumes)]
+    claims = [_runs_claim(spec), *(volume.claim for volume in kubernetes.volumes)]
     return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}
+
+
+def _runs_claim(spec: RunSpec) -> str:
+    """Return the claim of the runs; empty for a volume of the pod."""
+    return spec.cluster.kubernetes.runs.claim or ""
 
 
 def _volumes(spec: RunSpec, config_map: str, documents: Iterable[str], shm: int) -> Iterator[dict[str, Any]]:
@@ -358,15 +411,20 @@ def _volumes(spec: RunSpec, config_map: str, documents: Iterable[str], shm: int)
     if _has_hub_volume(spec):
         yield {"name": "hub", "emptyDir": {}}
     for claim, name in _claims(spec).items():
-        yield {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+        yield {"name": name, "persistentVolumeClaim": {"claimName": claim}} if claim else {"name": name, "emptyDir": {}}
 
 
 def _mounts(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    kubernetes, names = spec.cluster.kubernetes, _claims(spec)
     yield {"name": "shm", "mountPath": "/dev/shm"}
     yield {"name": "documents", "mountPath": DOCUMENTS_PATH, "readOnly": True}
     if _has_hub_volume(spec):
         yield {"name": "hub", "mountPath": HUB_PATH}
+    yield from _volume_mounts(spec)
+
+
+def _volume_mounts(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """Yield the mounts of the volume of the runs and of those that the spec names."""
+    kubernetes, names = spec.cluster.kubernetes, _claims(spec)
     yield {"name": "runs", "mountPath": kubernetes.runs.path, **_below(kubernetes.runs.sub_path)}
     for volume in kubernetes.volumes:
         mount = {"name": names[volume.claim], "mountPath": volume.path, **_below(volume.sub_path)}

@@ -2,7 +2,8 @@
 
 Writes the run directory to the volume, waits for the other pods of the gang, runs the node agent, and exits with the
 code that decides what Kubernetes does. Pod 0 begins the attempt and decides on a restart; all pods end with its
-decision. Calls no Kubernetes API: the pod's own data are in the environment.
+decision. Why a pod ended is in its termination message. Calls no Kubernetes API: the pod's own data are in the
+environment.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode, ScaletrainError, WrongNodesError
 from scaletrain_cli.full_disk import FULL_DISK_ERRORS
+from scaletrain_cli.launch.backends.kubernetes.code_store import fetch_code
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
+from scaletrain_cli.launch.backends.kubernetes.own_data import prepare_own_data
+from scaletrain_cli.launch.backends.kubernetes.termination_message import PATH, PodEnd, write_termination_message
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
+from scaletrain_cli.reasons import Reason, reason_from, recorded
+from scaletrain_cli.secret_text import secret_values
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.attempts import Decision
-    from scaletrain_cli.launch.backends.kubernetes.rendezvous import GangKey
+    from scaletrain_cli.launch.attempts import AttemptRecord, Decision
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import GangKey, RendezvousServer
     from scaletrain_cli.launch.exit_classification import ExitReason
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
@@ -64,6 +70,7 @@ class PodOptions:
     master_port: int
     rendezvous_port: int
     engine: str
+    termination_log: Path | None = None  # the file of the termination message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,10 +81,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging(f"pod {options.pod_name} on {options.node_name}")
     try:
         with _volume_in_use(options):
-            return run_pod(options)
+            end = run_pod(options)
     except ScaletrainError as error:
         logger.error("%s", error)
-        return error.exit_code
+        end = PodEnd(error.exit_code, _reason_of(error))
+    if options.termination_log is not None:
+        write_termination_message(options.termination_log, end, options.node_name, _secrets(options))
+    return end.exit_code
+
+
+def _secrets(options: PodOptions) -> list[str] | None:
+    """Return the values of the secrets in the environment; None if the spec, which names them, cannot be read."""
+    from scaletrain_cli.rundir.record import specs_of_documents
+
+    names: set[str] = set()
+    try:
+        for spec in specs_of_documents(options.documents):
+            names |= {*spec.get("secret_env", ()), *spec["cluster"].get("kubernetes", {}).get("secrets", {})}
+    except (ScaletrainError, OSError, AttributeError, KeyError, TypeError):
+        return None
+    return secret_values(os.environ, names)
 
 
 def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> PodOptions:
@@ -85,6 +108,7 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
     parser = argparse.ArgumentParser(prog="pod_agent", description="Run the ranks of one pod.")
     parser.add_argument("--documents", type=Path, required=True, help="folder with run.json")
     parser.add_argument("--runs-root", type=Path, required=True)
+    parser.add_argument("--termination-log", type=Path, default=Path(PATH), help="file of the termination message")
     parser.add_argument("--engine", default="scaletrain_cli.engine", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     try:
@@ -101,19 +125,20 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
             master_port=port,
             rendezvous_port=port + 1,
             engine=given.engine,
+            termination_log=given.termination_log,
         )
     except (KeyError, ValueError) as error:
         parser.error(f"missing or invalid in the pod's environment: {error}")
 
 
-def run_pod(options: PodOptions) -> int:
+def run_pod(options: PodOptions) -> PodEnd:
     """Run from the rendezvous to the decision. Raises ScaletrainError if no attempt could begin."""
     from scaletrain_cli.launch.backends.kubernetes.pod_output import PodOutput, attempt_start_line
     from scaletrain_cli.launch.node.attempt import run_node
     from scaletrain_cli.rundir.record import read_record
 
     started = _begin(options) if options.node_rank == 0 else _join(options)
-    if isinstance(started, int):
+    if isinstance(started, PodEnd):
         return started
     run, number = started
     # The submitter's lock is in a shared run directory; without one, the submitter reads the pods' output.
@@ -131,6 +156,7 @@ def run_pod(options: PodOptions) -> int:
         parent_pid=None,
         engine=options.engine,
     )
+    why = None
     try:
         record = read_record(run)
         first, count = options.node_rank * record.spec.cluster.gpus_per_node, record.spec.cluster.gpus_per_node
@@ -140,26 +166,34 @@ def run_pod(options: PodOptions) -> int:
     except Exception as failure:  # pod 0 must decide on every failure
         of_volume = isinstance(failure, OSError) and failure.errno in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN)
         error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
-        code = _code_of(error)
+        code, why = _code_of(error), _reason_of(error)
         logger.error("%s", error)
     if options.node_rank != 0:
-        return _await_decision(run, number, code)
+        return _await_decision(run, number, code, why)
     record = read_record(run)
-    code = _decide_on_restart(options, run, record, number, code)
-    if code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
+    end = _decide_on_restart(options, run, record, number, code)
+    if end.exit_code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
         shutil.rmtree(run.path, ignore_errors=True)  # the submitting machine does not mount this volume
-    return code
+    return end
 
 
-def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
-    """Return, in pod 0, the run and its new attempt once all pods have joined; else the exit code for all pods."""
+def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
+    """Return, in pod 0, the run and its new attempt once all pods have joined; else the end of all pods."""
     from scaletrain_cli.launch.attempts import begin_attempt
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousServer
     from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run, why_not_begin
-    from scaletrain_cli.rundir.record import place_documents
+    from scaletrain_cli.launch.resume_elsewhere import complete_from_mirror, set_older_aside
+    from scaletrain_cli.rundir.record import checkpoint_folder, place_documents
+    from scaletrain_cli.worker.checkpoint_commit import newest_attempt
 
     with _volume_in_use(options):
+        if (older := set_older_aside(options.documents, options.runs_root)) is not None:
+            logger.info("the run directory of an earlier owner is kept as %s", older)
         run, record = place_documents(options.documents, options.runs_root)
+        fetch_code(run, record)
+        if complete_from_mirror(run, record):
+            logger.info("the history and the checkpoint of the run are here from its mirror")
+    prepare_own_data(run, record)
     server = RendezvousServer(options.rendezvous_port, _gang_key(options), record.spec.cluster.nodes - 1)
     try:
         said = server.gather(RENDEZVOUS_SECONDS, _is_terminating)
@@ -169,17 +203,27 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
             if refusal is not None:
                 logger.error("%s", refusal.why)
                 conclude_run(run, refusal)
-                server.broadcast({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
-                return code
+                return _broadcast_end(server, exit_code_for(refusal), refusal.reason)
             nodes = (options.node_name, *(str(answer["node"]) for answer in said.values()))
-            number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
+            after = 0
+            if record.spec.cluster.kubernetes.runs.per_pod:  # earlier attempts were recorded on other volumes
+                after = newest_attempt(checkpoint_folder(run, record.spec))
+            number = begin_attempt(
+                run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes, after=after
+            )
         server.broadcast({"attempt": number, "run_id": run.run_id})
         return run, number
     except ScaletrainError as error:
-        server.broadcast({"exit_code": error.exit_code, "why": str(error)})
+        _broadcast_end(server, error.exit_code, _reason_of(error))
         raise
     finally:
         server.close()
+
+
+def _broadcast_end(server: RendezvousServer, code: int, why: Reason) -> PodEnd:
+    """Send all pods the end of the gang before its attempt began, and return it."""
+    server.broadcast({"exit_code": code, "why": str(why), "reason": why.to_document()})
+    return PodEnd(code, why)
 
 
 def _gang_key(options: PodOptions) -> GangKey:
@@ -189,8 +233,8 @@ def _gang_key(options: PodOptions) -> GangKey:
     return GangKey(options.gang, hashlib.sha256((options.documents / "run.json").read_bytes()).digest())
 
 
-def _join(options: PodOptions) -> tuple[RunDir, int] | int:
-    """Return, in the other pods, the run and its new attempt as pod 0 sends them, or the exit code for all pods."""
+def _join(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
+    """Return, in the other pods, the run and its new attempt as pod 0 sends them, or the end of all pods."""
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import join
     from scaletrain_cli.rundir.paths import RunDir
 
@@ -199,7 +243,7 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     answer = join(*place, said, RENDEZVOUS_SECONDS, _is_terminating)
     if "exit_code" in answer:
         logger.error("%s", answer["why"])
-        return int(answer["exit_code"])
+        return PodEnd(int(answer["exit_code"]), reason_from(answer["reason"]))
     run = RunDir(options.runs_root / str(answer["run_id"]))
     deadline = time.monotonic() + _VOLUME_SECONDS
     while not (run.attempt(answer["attempt"]) / "attempt.json").is_file():
@@ -210,8 +254,8 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     return run, int(answer["attempt"])
 
 
-def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
-    """Conclude the attempt in pod 0, once the other nodes have ended or after a timeout; return the exit code."""
+def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> PodEnd:
+    """Conclude the attempt in pod 0, once the other nodes have ended or after a timeout; return the end of the pod."""
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
@@ -225,7 +269,7 @@ def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, numb
         time.sleep(_POLL_SECONDS)
     if number < max(run.attempts(), default=number):
         logger.warning("another attempt already follows attempt %d; the run has not ended", number)
-        return code
+        return PodEnd(code, reason("pod-superseded", attempt=number), number)
     first = first_attempt_of_job(run, options.workload, number)
     decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
     ended = read_attempt(run, number)
@@ -235,13 +279,25 @@ def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, numb
     ended_for, free = (ended.reason, ended.free_of_charge) if ended is not None else (None, False)
     code = exit_code_for(decision, ended_for, free=free)
     print(attempt_end_line(number, code, requeue=decision.requeue, reason=decision.reason), flush=True)
-    return code
+    return PodEnd(code, decision.reason, number, requeue=decision.requeue) if ended is None else _end_of(ended, code)
 
 
-def _await_decision(run: RunDir, number: int, code: int) -> int:
-    """Wait for pod 0's decision on the attempt and return its exit code; this pod's own code if pod 0 makes none.
+def _end_of(attempt: AttemptRecord, code: int) -> PodEnd:
+    """Return the end of a pod whose attempt has ended."""
+    params = {"attempt": attempt.number, "exit_code": attempt.exit_code, "end": attempt.why}
+    decided = attempt.decision is not None
+    if attempt.decision is not None:
+        params["decision"] = attempt.decision.reason
+    why = Reason("launch.attempt-ended-decided" if decided else "launch.attempt-ended", params)
+    requeue = None if attempt.decision is None else attempt.decision.requeue
+    return PodEnd(code, why, attempt.number, attempt.last_step, attempt.last_checkpoint_step, requeue)
 
-    If pod 0 was lost with its node, a crash here is a consequence of that and is not charged to the run.
+
+def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = None) -> PodEnd:
+    """Wait for pod 0's decision on the attempt and return the end; with this pod's own code if pod 0 makes none.
+
+    ``why``: why this pod's agent failed, if it did. If pod 0 was lost with its node, a crash here is a consequence of
+    that and is not charged to the run.
     """
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.node.record import read_node_records
@@ -250,13 +306,14 @@ def _await_decision(run: RunDir, number: int, code: int) -> int:
     while time.monotonic() < deadline:
         attempt = read_attempt(run, number)
         if attempt is not None and attempt.decision is not None:
-            return exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge)
+            return _end_of(attempt, exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge))
         if not run.path.is_dir():  # pod 0 has deleted the directory of a preflight
-            return code
+            return PodEnd(code, why or reason("pod-measured"), number)
         time.sleep(_POLL_SECONDS)
     first = [node for node in read_node_records(run, number) if node.node_rank == 0]
     lost = not first or first[0].ended is None
-    return ExitCode.PREEMPTED if lost and code == ExitCode.CRASHED else code
+    code = ExitCode.PREEMPTED if lost and code == ExitCode.CRASHED else code
+    return PodEnd(code, why or reason("pod-without-decision", exit_code=int(code)), number)
 
 
 def exit_code_for(decision: Decision, exit_reason: ExitReason | None = None, *, free: bool = False) -> int:
@@ -324,6 +381,10 @@ def _unwritable_folder(options: PodOptions) -> Path:
 def _is_terminating() -> bool:
     """Return whether SIGTERM or SIGINT is pending. Both are blocked."""
     return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGINT})
+
+
+def _reason_of(error: Exception) -> Reason:
+    return (error.reason if isinstance(error, ScaletrainError) else None) or recorded(str(error).rstrip("."))
 
 
 def _code_of(error: Exception) -> int:

@@ -19,13 +19,13 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CSI_DRIVER,
     LOCAL_QUEUE,
     NAMESPACE,
+    NATIVE_POD_GROUP,
     PERSISTENT_VOLUME,
     PRIORITY_CLASS,
     SECRET,
     SERVICE_ACCOUNT,
     VOLCANO_QUEUE,
     WORKLOAD_PRIORITY,
-    Kind,
     Object,
     kind_of,
 )
@@ -41,6 +41,8 @@ from scaletrain_cli.launch.backends.kubernetes.capacity import (
 )
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, one_line, pod_refusal_note, reason
+from scaletrain_cli.launch.backends.kubernetes.names import QUEUE_LABEL
+from scaletrain_cli.launch.backends.kubernetes.objects import is_unmanaged
 from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -75,10 +77,10 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     if kubernetes.runs.claim is not None:
         needed = {kubernetes.runs.claim: "runs.claim", **needed}
     for name, key in needed.items():
-        claim = cluster.get(CLAIM, kubernetes.namespace, name)
+        claim = cluster.get(CLAIM, kubernetes.used_namespace, name)
         if claim is None:
-            there = cluster.find(CLAIM, kubernetes.namespace)
-            yield missing(spec, key, name, f"PersistentVolumeClaim in namespace {kubernetes.namespace}", there)
+            there = cluster.find(CLAIM, kubernetes.used_namespace)
+            yield missing(spec, key, name, f"PersistentVolumeClaim in namespace {kubernetes.used_namespace}", there)
             continue
         phase = claim.get("status", {}).get("phase")
         if phase == "Pending":
@@ -92,7 +94,7 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 
 
 def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Found:
-    events = cluster.events(spec.cluster.kubernetes.namespace, name)
+    events = cluster.events(spec.cluster.kubernetes.used_namespace, name)
     if any(event.get("reason") == "WaitForFirstConsumer" for event in events):
         return reason("claim-unbound", claim=name)
     if not events:
@@ -104,9 +106,9 @@ def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     """Yield a problem if the service account does not exist."""
     kubernetes = spec.cluster.kubernetes
     name = kubernetes.service_account
-    if name is not None and cluster.get(SERVICE_ACCOUNT, kubernetes.namespace, name) is None:
-        there = cluster.find(SERVICE_ACCOUNT, kubernetes.namespace)
-        yield missing(spec, "service_account", name, f"ServiceAccount in namespace {kubernetes.namespace}", there)
+    if name is not None and cluster.get(SERVICE_ACCOUNT, kubernetes.used_namespace, name) is None:
+        there = cluster.find(SERVICE_ACCOUNT, kubernetes.used_namespace)
+        yield missing(spec, "service_account", name, f"ServiceAccount in namespace {kubernetes.used_namespace}", there)
 
 
 def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
@@ -118,14 +120,14 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     needed += [(f"secrets.{name}", secret.secret, secret.key) for name, secret in kubernetes.secrets.items()]
     for key, name, entry in needed:
         try:
-            secret = cluster.get(SECRET, kubernetes.namespace, name)
+            secret = cluster.get(SECRET, kubernetes.used_namespace, name)
         except RefusedError as error:
             if not error.is_rights:
                 raise
             yield reason("secrets-unreadable", names=sorted({name for _, name, _ in needed}))
             return
         if secret is None:
-            yield problem(spec, key, reason("secret-missing", namespace=kubernetes.namespace), name)
+            yield problem(spec, key, reason("secret-missing", namespace=kubernetes.used_namespace), name)
         elif entry is not None and entry not in secret.get("data", {}):
             there = listed(sorted(secret.get("data", {})), NAMES_SHOWN) or "none"
             yield problem(spec, key, reason("secret-key-missing", secret=name, key=entry, keys=there), entry)
@@ -138,7 +140,7 @@ _WITHOUT_GROUPS = ("nfs", "hostPath", "glusterfs", "cephfs", "azureFile")
 def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterator[Found]:
     """Yield why the pods could not write their run directory; ``run``: one that pods have written to."""
     kubernetes = spec.cluster.kubernetes
-    claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.namespace, kubernetes.runs.claim)
+    claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.used_namespace, kubernetes.runs.claim)
     if not claim:
         return
     applied, why = _applies_group(cluster, claim) if kubernetes.fs_group is not None else (False, None)
@@ -216,11 +218,11 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     Raises SchedulerError with every problem, or with the reason why the server does not answer.
     """
     version = cluster.version()
-    namespace = spec.cluster.kubernetes.namespace
+    namespace = spec.cluster.kubernetes.used_namespace
     _require_namespace(cluster, namespace, spec)
     pod = pod_spec(rendered.objects)
     checks: list[Callable[[], Iterator[Found]]] = [
-        lambda: _kind_served(cluster, spec, kind_of(rendered.workload_object)),
+        lambda: _kinds_served(cluster, spec, rendered.objects),
         lambda: queue_capacity(cluster, spec, pod),
         lambda: priority(cluster, spec),
         lambda: pod_priority(cluster, spec),
@@ -293,15 +295,20 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
         raise SchedulerError(reason("namespace-missing-in", where=cluster.where), (absent,))
 
 
-def _kind_served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
-    if not cluster.serves(kind):
-        yield problem(spec, "backend", NotServedError(cluster.where, kind).reason)
+def _kinds_served(cluster: Cluster, spec: RunSpec, objects: Iterable[Object]) -> Iterator[Found]:
+    """Yield the kinds that no controller of the cluster defines."""
+    for kind in dict.fromkeys(map(kind_of, objects)):
+        if kind.group and (error := cluster.missing(kind)) is not None:
+            yield problem(spec, "native_gang" if kind is NATIVE_POD_GROUP else "backend", error.reason)
 
 
 def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
     """Yield the refusals of an object by the server and its admission webhooks, from a dry run."""
     try:
-        cluster.apply(body, dry_run=True)
+        answer = cluster.apply(body, dry_run=True)
+        if is_unmanaged(body, answer):
+            queue = body["metadata"]["labels"][QUEUE_LABEL]
+            yield problem(spec, "queue", reason("queue-without-kind", kind=body["kind"], queue=queue), queue)
     except NotServedError:
         return  # reported by the check of the kind
     except RefusedError as error:
@@ -310,6 +317,9 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
         if body["kind"] == "TrainJob" and is_runtime_missing(error.said):
             return  # a dry run creates none; the objects of the two are checked below
         kind = body["kind"]
+        if error.is_rights:
+            yield problem(spec, "", reason("object-forbidden", **error.reason.params, kind=kind))
+            return
         if not error.problems:
             yield problem(spec, "", reason("object-refused", kind=kind, refusal=error.reason))
         for cause in error.problems:

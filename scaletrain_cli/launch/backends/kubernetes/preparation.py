@@ -96,7 +96,7 @@ def preparation_objects(
         PREPARATION_LABEL: run_label(run_id),
     }
     marks = {RUN_ID_ANNOTATION: run_id, **annotations}
-    metadata = {"namespace": kubernetes.namespace, "labels": labels, "annotations": marks}
+    metadata = {"namespace": kubernetes.used_namespace, "labels": labels, "annotations": marks}
     document = json.dumps({"spec": spec.model_dump(mode="json", by_alias=True), "hub": dict(hub)})
     config_map = f"{name}-spec"
     ttl = kubernetes.ttl_seconds_after_finished
@@ -181,7 +181,7 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
     while True:
         texts, job = objects_of_run(run, record, number, by_index=by_index)
         name, tasks = job["metadata"]["name"], job["spec"]["completions"]
-        found = cluster.get(JOB, kubernetes.namespace, name)
+        found = cluster.get(JOB, kubernetes.used_namespace, name)
         if found is None:
             break
         if not belongs_to(found, record):
@@ -199,7 +199,7 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
         submission=submission,
         number=number,
         data=data,
-        namespace=kubernetes.namespace,
+        namespace=kubernetes.used_namespace,
         context=kubernetes.context,
     )
     record_job(folder, asked)
@@ -225,7 +225,7 @@ def queue_for_spec(cluster: Cluster, spec: RunSpec, name: str, tasks: int) -> Pr
         "",
         job["spec"]["completions"],
         data=digest_of(spec),
-        namespace=kubernetes.namespace,
+        namespace=kubernetes.used_namespace,
         context=kubernetes.context,
     )
 
@@ -239,7 +239,8 @@ def digest_of(spec: RunSpec) -> str:
     """Return a digest of everything on which the prepared data of a spec, and their place, depend."""
     kubernetes = spec.cluster.kubernetes
     prepared = [spec.data.model_dump(mode="json"), spec.model.model_dump(mode="json"), spec.training.objective]
-    parts: list[Any] = [*prepared, kubernetes.context, kubernetes.namespace, kubernetes.runs.model_dump(mode="json")]
+    place = [kubernetes.context, kubernetes.used_namespace, kubernetes.runs.model_dump(mode="json")]
+    parts: list[Any] = [*prepared, *place]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

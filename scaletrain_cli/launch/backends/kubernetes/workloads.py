@@ -33,7 +33,7 @@ def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[
         "kind": workload.kind,
         "metadata": {
             "name": workload.name,
-            "namespace": spec.cluster.kubernetes.namespace,
+            "namespace": spec.cluster.kubernetes.used_namespace,
             "labels": workload.labels | queue_labels(spec),
             "annotations": workload.annotations | exclusive_annotation(spec),
         },
@@ -177,7 +177,7 @@ def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
 def _metadata(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     return {
         "name": workload.name,
-        "namespace": spec.cluster.kubernetes.namespace,
+        "namespace": spec.cluster.kubernetes.used_namespace,
         "labels": workload.labels,
         "annotations": workload.annotations,
     }
@@ -217,7 +217,7 @@ def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
         "kind": workload.kind,
         "metadata": {
             "name": workload.name,
-            "namespace": kubernetes.namespace,
+            "namespace": kubernetes.used_namespace,
             "labels": workload.labels,
             "annotations": workload.annotations,
         },

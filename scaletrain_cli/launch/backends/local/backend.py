@@ -14,10 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
-from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start, require_engine_packages
+from scaletrain_cli.launch.backends.base import (
+    SESSION_MODULE,
+    Backend,
+    Check,
+    Job,
+    JobNode,
+    NodeCommand,
+    PreflightResult,
+    Start,
+    require_engine_packages,
+    session_arguments,
+)
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.node.inspection import problems_of_node
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
@@ -36,6 +47,10 @@ from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.attempts import AttemptRecord
+
+SUPERVISOR_STOPPED = "local.supervisor-stopped"
 SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
 _START_SECONDS = 60.0  # for Python to start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
@@ -119,6 +134,19 @@ class LocalBackend(Backend):
             _stop(agent, run)
         record_event(run, "cancelled")
         forget_secrets(run)
+
+    def was_shut_down(self, run: RunDir, last: AttemptRecord) -> bool:
+        """Return whether the supervisor was ended by SIGTERM before this machine booted."""
+        import psutil
+
+        supervisor, decision = read_supervisor(run), last.decision
+        stopped = decision is not None and decision.code == SUPERVISOR_STOPPED
+        is_here = supervisor is not None and supervisor.is_here
+        return stopped and is_here and last.ended is not None and last.ended < psutil.boot_time()
+
+    def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
+        """Return the command of a process on this machine."""
+        return NodeCommand(tuple(python_command(SESSION_MODULE, *session_arguments(run.path, node))))
 
     def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
         """Return ``requested``, by default 1. Raises UsageError if the runs would share GPUs."""

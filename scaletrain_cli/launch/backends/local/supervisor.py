@@ -21,6 +21,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.backends.local.backend import (
     SUPERVISOR_FAILED,
+    SUPERVISOR_STOPPED,
     LocalBackend,
     live_agents,
     run_to_wait_for,
@@ -93,7 +94,7 @@ class Supervision(OneNodeJob):
     """The job of a local run. It records in supervisor.json that it has begun, for the process that submitted it."""
 
     at_work: bool = field(default=False, init=False)
-    stop_reason: ClassVar[Reason] = Reason("local.supervisor-stopped")
+    stop_reason: ClassVar[Reason] = Reason(SUPERVISOR_STOPPED)
 
     def before_first_attempt(self) -> None:
         """Wait for the node agent of a supervisor that was killed, and for the run before this one in its sweep."""

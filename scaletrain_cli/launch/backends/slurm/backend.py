@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError
-from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult
+from scaletrain_cli.launch.backends.base import Backend, Check, Job, JobNode, NodeCommand, PreflightResult
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
-from scaletrain_cli.launch.backends.slurm.commands import commands_check
+from scaletrain_cli.launch.backends.slurm.array import ArrayPlan, array_script, require_one_array, submit_array
+from scaletrain_cli.launch.backends.slurm.commands import commands_check, passed_on
 from scaletrain_cli.launch.backends.slurm.preflight import check_job
 from scaletrain_cli.launch.backends.slurm.preparation import (
     cancel_preparation,
@@ -24,6 +25,7 @@ from scaletrain_cli.launch.backends.slurm.preparation import (
 )
 from scaletrain_cli.launch.backends.slurm.queue import (
     cancel_jobs,
+    cancelled_by_another,
     failed_preparation,
     job_of_run,
     jobs_of_runs,
@@ -32,6 +34,7 @@ from scaletrain_cli.launch.backends.slurm.queue import (
     submitted_job,
 )
 from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.backends.slurm.session import session_command
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
     exclude_option,
@@ -43,15 +46,21 @@ from scaletrain_cli.launch.backends.slurm.site import (
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.resource_checks.view import is_missing
+from scaletrain_cli.launch.submit import read_submission
+from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.node.probe import NodeFacts
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
@@ -68,6 +77,7 @@ class SlurmBackend(Backend):
     can_probe: ClassVar[bool] = True
     replaces_nodes: ClassVar[bool] = True
     prepares_in_jobs: ClassVar[bool] = True
+    can_submit_arrays: ClassVar[bool] = True
 
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
     _sites: dict[str, Site] = field(default_factory=dict)  # cache: each command queries the site once
@@ -101,6 +111,35 @@ class SlurmBackend(Backend):
             record_exclusion(run, excluded)
         return job_id
 
+    def require_array(self, specs: Sequence[RunSpec]) -> None:
+        require_one_array(specs)
+
+    def render_array(self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int) -> str:
+        return array_script(ArrayPlan(sweep, tuple(runs), cap))
+
+    def submit_array(
+        self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int, *, again: bool
+    ) -> Sequence[str]:
+        """Queue one job array for the runs and return the id of each task."""
+        for run, _ in runs:
+            _check_path(run.path)
+        known = [submitted_job(run, record) for run, record in runs] if again else []
+        queued = [job_id for job_id in known if job_id is not None]
+        if len(queued) == len(runs):
+            return queued
+        if queued:
+            raise SchedulerError(Reason("slurm.array-partly-queued", {"sweep": sweep}))
+        (first, record), *_ = runs
+        excluded = exclusion_for(first, record.spec)
+        for run, one in runs:
+            replace_file(run.path / "job.sh", self._script(run, one, excluded))
+        plan = ArrayPlan(sweep, tuple(runs), cap, exclude_option(record.spec, excluded))
+        job_ids = submit_array(plan)
+        if excluded.nodes or excluded.spared:
+            for run, _ in runs:
+                record_exclusion(run, excluded)
+        return job_ids
+
     def preparation_cores(self, cluster: ClusterSpec) -> int:
         return cluster.slurm.preparation.cpus_per_task
 
@@ -122,6 +161,18 @@ class SlurmBackend(Backend):
     def preparation_failure(self, run: RunDir, gang: Job) -> Reason | None:
         return failed_preparation(run, gang)
 
+    def was_taken_away(self, run: RunDir, job: Job, last: AttemptRecord | None) -> bool:
+        """Return whether Slurm ended the job: for another job, a lost node, its time limit, or by another user.
+
+        A job that Slurm has forgotten counts only if its attempt has reported no end, as when its first node is lost,
+        and not all of its nodes were signaled, as those of a job that its owner deletes are.
+        """
+        if job.cause == "cancelled":
+            return cancelled_by_another(job.id)
+        if job.cause is not None:
+            return True
+        return last is not None and last.ended is None and not (job.forgotten and _was_signaled(run, last))
+
     def cancel_preparation(self, run: RunDir) -> None:
         cancel_preparation(preparation_name(run))
 
@@ -132,7 +183,14 @@ class SlurmBackend(Backend):
             run.path,
             exclude=exclude_option(record.spec, excluded),
             preemption=self._preemption(record.spec),
+            sizes=record.sizes,
+            in_array=self._is_array_task(run),
         )
+
+    def _is_array_task(self, run: RunDir) -> bool:
+        """Return whether the next submission of the run is a task of its sweep's array: only its first one is."""
+        place = read_sweep_place(run)
+        return place is not None and place.array and read_submission(run) is None
 
     def _site(self, spec: RunSpec) -> Site:
         key = f"{spec.cluster.model_dump_json()} {sorted(spec.secret_env)}"
@@ -197,6 +255,11 @@ class SlurmBackend(Backend):
                 why = Reason("slurm.no-mount-source", {"source": source})
                 yield problem(f"cluster.slurm.container.mounts.{index}", why, mount)
 
+    def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
+        """Return srun for a step that shares the resources of the running one, its devices too (Slurm 22.05)."""
+        words = session_command(record.spec, run.path, node)
+        return NodeCommand(words, absolute_paths(passed_on(record.spec.secret_env)))
+
     def job_log(self, run: RunDir, job_id: str) -> Path | None:
         """Return the log of the batch script; None where it never started."""
         log = run.path / f"slurm-{job_id}.log"
@@ -246,6 +309,13 @@ class SlurmBackend(Backend):
     def checks(self) -> Iterator[Check]:
         """Yield the check that the commands are installed and the controller answers."""
         yield commands_check()
+
+
+def _was_signaled(run: RunDir, attempt: AttemptRecord) -> bool:
+    """Return whether a signal arrived on every node of the attempt."""
+    signals = (event for event in read_events(run) if event["event"] == "signal")
+    nodes = {event.get("node") for event in signals if event.get("attempt") == attempt.number}
+    return len(nodes) >= max(1, len(attempt.nodes))
 
 
 def _check_path(path: Path) -> None:

@@ -20,7 +20,7 @@ from scaletrain_cli.reasons import Reason, recorded
 # Slurm's reasons of pending jobs, as regular expressions over the whole reason; the first match applies. Each has a
 # cause, the code ``slurm.wait-<key>`` of its text and remedies, and whether waiting does not help.
 _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
-    (r"None|", "resources", "not-considered", False),
+    (r"None|SchedDefer|FedJobLock|", "resources", "not-considered", False),
     ("Resources", "resources", "resources", False),
     ("Priority", "priority", "priority", False),
     ("BeginTime", "begin-time", "begin-time", False),
@@ -28,13 +28,13 @@ _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
     ("Dependency|JobArrayTaskLimit", "dependency", "dependency", False),
     ("JobHeldAdmin", "held", "held-by-admin", True),
     (
-        "JobHeldUser|SystemHold|.*[Hh]eld.*|SPECIAL_EXIT|TooManyRequeues.*|.*requeue limit.*",
+        "JobHeldUser|SystemHold|.*[Hh]eld.*|SPECIAL_EXIT|TooManyRequeues.*|JobHoldMaxRequeue|.*requeue limit.*",
         *("held", "held", True),
     ),
     ("PartitionNodeLimit|PartitionTimeLimit|PartitionConfig", "never", "beyond-partition", True),
     (
         "BadConstraints|FrontEndDown|InvalidAccount|InvalidQOS|InvalidPartition.*|NodeFeature.*|AccountNotAllowed"
-        "|QOSNotAllowed|AccountingPolicy.*|Association.*Invalid.*|QOSMinGRES|.*MinCpuLimit.*",
+        "|QOSNotAllowed|AccountingPolicy.*|Association.*Invalid.*|QOSMin\\w*|.*MinCpuLimit.*|ReservationInvalid|DeadLine",
         *("never", "no-such-resources", True),
     ),
     (
@@ -42,7 +42,10 @@ _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
         r"|AssocMaxWallDuration\w*|QOSMaxWallDuration\w*",
         *("never", "beyond-limit-per-job", True),
     ),
-    (r"(Assoc|QOS)(Grp|Max)\w*|MaxJobs\w*|ReachedMax\w*|.*Limit", "quota", "quota", False),
+    (
+        r"(Assoc|QOS)(Grp|Max)\w*|QOSUsageThreshold|Max\w+Per(Account|User)|ReachedMax\w*|.*Limit",
+        *("quota", "quota", False),
+    ),
     ("Licenses", "resources", "licenses", False),
     ("PartitionDown|PartitionInactive|Partition.*", "maintenance", "partition-down", False),
     ("Reservation|ReservationDeleted", "maintenance", "reservation", False),
@@ -51,7 +54,9 @@ _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
         r"ReqNodeNotAvail.*|Nodes.required.for.job.are.DOWN.*|NodeDown.*|.*UnavailableNodes.*",
         *("node", "nodes-unavailable", False),
     ),
-    ("Prolog|Cleaning", "resources", "nodes-not-ready", False),
+    ("Prolog|Cleaning|BurstBuffer\\w+", "resources", "nodes-not-ready", False),
+    # Since Slurm 24.05, the last one since 25.11. Constraints: no usable node satisfies them at present.
+    ("Constraints|MaxPoweredUpNodes|MpiPortsBusy|NvidiaImexChannels", "resources", "shared-resources", False),
 )
 
 
@@ -75,6 +80,7 @@ def queue_reason(word: str) -> QueueReason:
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
 _NO_TIME = ("Unknown", "N/A", "")
+_TRES = ("ReqTRES", "TRES")  # the second one before Slurm 23.02
 
 
 def why_it_waits(job_id: str, run_id: str) -> Finding:
@@ -121,7 +127,7 @@ def parse_fields(text: str) -> dict[str, str]:
 def _queue_evidence(job_id: str, word: str, fields: dict[str, str]) -> Iterator[Evidence]:
     yield Evidence(f"scontrol show job {job_id}", f"Reason={word}")
     if fields:
-        requested = ("Partition", "Account", "QOS", "NumNodes", "TresPerNode", "TRES", "TimeLimit", "Dependency")
+        requested = ("Partition", "Account", "QOS", "NumNodes", "TresPerNode", *_TRES, "TimeLimit", "Dependency")
         yield Evidence("requested", _listed(fields, requested))
     partition = fields.get("Partition", "")
     if partition:
@@ -143,8 +149,8 @@ def _nodes_of(partition: str) -> Iterator[Evidence]:
 
 def _ahead_of(job_id: str, partition: str) -> Iterator[Evidence]:
     """Yield the number of pending jobs that Slurm considers first; squeue lists them in that order."""
-    command = ["squeue", "--noheader", "--states=pending", f"--partition={partition}", "--sort=-p,i", "--format=%A"]
-    waiting = call_slurm(command).stdout.split()
+    order = ["--states=pending", f"--partition={partition}", "--sort=-p,i", "--array", "--format=%i"]
+    waiting = call_slurm(["squeue", "--noheader", *order]).stdout.split()
     if job_id in waiting:
         why = Reason("slurm.jobs-ahead", {"ahead": waiting.index(job_id), "pending": len(waiting)})
         yield Evidence.because(f"squeue, partition {partition}", why)

@@ -1,8 +1,8 @@
 """Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
-Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing if the
-run must not continue; ``end`` prints ``requeue`` (and the nodes to exclude) or ``stop`` and exits with the run's code;
-``not-requeued`` withdraws a requeue that failed.
+Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, and for a run with a
+range of nodes also ``NODES NAMES``, or nothing if the run must not continue; ``end`` prints ``requeue`` (and the nodes
+to exclude) or ``stop`` and exits with the run's code; ``not-requeued`` withdraws a requeue that failed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,13 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
+from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
 from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names
 from scaletrain_cli.launch.node.ranks import free_port
+from scaletrain_cli.launch.node_sizes import take_size
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
     conclude_attempt,
@@ -39,6 +42,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import ClusterSpec
+from scaletrain_cli.text import listed
 
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
@@ -80,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
     """Claim the next attempt and print its rendezvous address; print nothing if the run must not continue."""
-    job_id = environment["SLURM_JOB_ID"]
+    job_id = own_job_id(environment)
     allocated, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
+    if record.sizes:
+        return _begin_elastic(run, record, environment)
     if allocated is not None and int(allocated) != planned:
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
@@ -95,6 +101,42 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
     print(number, _own_address(environment), free_port(""))
     return ExitCode.DONE
+
+
+def _begin_elastic(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
+    """Begin an attempt on the largest usable size; prints its number of nodes and their names, too."""
+    job_id = own_job_id(environment)
+    names = node_names(environment.get("SLURM_JOB_NODELIST", ""))
+    size = max((one for one in record.sizes if one <= len(names)), default=None)
+    if size is None:  # submitted before the range was changed
+        logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
+        return ExitCode.USAGE
+    conclude_abandoned(run, record)  # before the record changes: of an attempt of the size before
+    refusal = why_not_begin(run, record, job_id)
+    if refusal is not None:
+        logger.error("%s", refusal.why)
+        return conclude_run(run, refusal)
+    if size < len(names):
+        names = _give_back(job_id, names, size)
+    revised = take_size(run, record, size, job_id)
+    number = begin_attempt(run, revised.spec, scheduler="slurm", job_id=job_id, nodes=names, revision=revised.revision)
+    print(number, _own_address(environment), free_port(""), size, ",".join(names))
+    return ExitCode.DONE
+
+
+def _give_back(job_id: str, names: Sequence[str], size: int) -> tuple[str, ...]:
+    """Return the nodes that the job keeps: the first ones. The others are released, or idle if Slurm refuses."""
+    with tempfile.TemporaryDirectory() as folder:  # scontrol writes a script into its current folder
+        try:
+            call_slurm(["scontrol", "update", f"JobId={job_id}", f"NumNodes={size}"], folder=Path(folder))
+            logger.info("job %s has %d nodes, and the run can use %d: released the others", job_id, len(names), size)
+            kept = call_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%N"]).stdout.strip()
+            if len(found := node_names(kept)) == size:
+                return tuple(found)
+        except SchedulerError as error:
+            left = len(names) - size
+            logger.warning("job %s holds %d nodes that the run does not use: %s", job_id, left, error)
+    return tuple(names[:size])
 
 
 def end(
@@ -113,7 +155,7 @@ def end(
         print("stop")
         logger.warning("attempt %s was replaced by a later one; the run has not ended", number)
         return ExitCode.CRASHED
-    job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
+    job_id, attempt = own_job_id(environment), read_attempt(run, number)
     decision = conclude_attempt(
         run,
         record,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.gpu_types import gpus_for, type_of_accelerator, types_of
 from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, preemption_notes
 from scaletrain_cli.launch.backends.slurm.tables import (
@@ -30,7 +31,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import nearest_name
 
 
@@ -39,10 +40,11 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
 
     Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's message.
     """
-    verdict = check_site(site, spec)
+    sizes = _requested_sizes(spec)
+    verdict = check_site(site, spec if not sizes else _on_fewest(spec, sizes))
     if verdict.problems:
         raise SchedulerError(Reason("slurm.never-runs"), verdict.problems)
-    options = (f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight", exclude))
+    options = (f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight", exclude, sizes))
     script = "\n".join(["#!/bin/bash", *options, "true", ""])
     try:
         answer = call_slurm(["sbatch", "--test-only"], text=script, without=spec.secret_env)
@@ -58,9 +60,22 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     return PreflightResult(start, (*verdict.notes, *shared, *map(recorded, messages)))
 
 
-# "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
+def _requested_sizes(spec: RunSpec) -> tuple[int, ...]:
+    """Return the fewest and the most nodes of the job, the most being those of the plan; empty without a range."""
+    given = spec.cluster.node_range
+    return () if given is None or given.min == spec.cluster.nodes else (given.min, spec.cluster.nodes)
+
+
+def _on_fewest(spec: RunSpec, sizes: Sequence[int]) -> RunSpec:
+    """Return the run on the fewest nodes: a job with a range can run if it can run on these."""
+    return spec.model_copy(update={"cluster": spec.cluster.at_size(sizes[0])})
+
+
+# "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main". Since 25.05
+# the text is "a using", with "on cluster NAME" before it where Slurm names the cluster.
 _ESTIMATE = re.compile(
-    r"Job \d+ to start at (?P<at>\S+)(?:.*? on (?:nodes )?(?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
+    r"Job \d+ to start at (?P<at>\S+)"
+    r"(?:.*? processors on (?:nodes )?(?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
 )
 
 
@@ -117,7 +132,7 @@ def too_small(spec: RunSpec, node: Node) -> Iterator[str]:
     if cluster.gpu != "cpu":
         if slurm.gres_type is not None and not node.gpus.get(slurm.gres_type):
             yield "cluster.slurm.gres_type"
-        elif _gpus(cluster, node) < cluster.gpus_per_node:
+        elif gpus_for(cluster, node.gpus) < cluster.gpus_per_node:
             yield "cluster.gpus_per_node"
     if node.cpus and (cores_per_node(spec) or 0) > node.cpus:
         yield "cluster.cpus_per_gpu"
@@ -126,7 +141,12 @@ def too_small(spec: RunSpec, node: Node) -> Iterator[str]:
 
 
 def shortages(spec: RunSpec, partition: str, nodes: Sequence[Node]) -> Iterator[Problem]:
-    """Yield a problem for each resource that all of these nodes lack or, if there is none, that any of them lacks."""
+    """Yield a problem for each resource that all of these nodes lack or, if there is none, that any of them lacks.
+
+    Nodes without GPUs of the requested type do not count if others have some.
+    """
+    if (kind := spec.cluster.slurm.gres_type) is not None:
+        nodes = [node for node in nodes if node.gpus.get(kind)] or nodes
     lacking = [set(too_small(spec, node)) for node in nodes]
     for key in sorted(set.intersection(*lacking) or set.union(*lacking)):
         yield _shortage(spec, partition, nodes, key)
@@ -137,13 +157,14 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
     given: object
     where: dict[str, object] = {"partition": partition}
     if key == "cluster.slurm.gres_type":
-        kinds = sorted({kind or "GPUs without a type" for node in nodes for kind, count in node.gpus.items() if count})
+        kinds = types_of(nodes)
         code = "gpu-type-elsewhere" if kinds else "no-gpus"
-        given, reason = slurm.gres_type, Reason(f"slurm.{code}", where | {"types": kinds})
+        given, reason = slurm.gres_type, Reason(f"slurm.{code}", where | {"types": _named(kinds)})
     elif key == "cluster.gpus_per_node":
-        most = max(_gpus(cluster, node) for node in nodes)
-        code = "too-many-gpus" if most else "no-gpus"
-        given, reason = cluster.gpus_per_node, Reason(f"slurm.{code}", where | {"most": most})
+        most = max(gpus_for(cluster, node.gpus) for node in nodes)
+        code = "no-gpus" if not most else "too-many-gpus" if slurm.gres_type is None else "too-many-gpus-of-type"
+        given = cluster.gpus_per_node
+        reason = Reason(f"slurm.{code}", where | {"most": most, "type": slurm.gres_type})
     elif key == "cluster.cpus_per_gpu":
         most = max(node.cpus for node in nodes)
         enough = most // cluster.gpus_per_node
@@ -155,10 +176,8 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
     return Problem.because(spec.where(key), key, reason, given)
 
 
-def _gpus(cluster: ClusterSpec, node: Node) -> int:
-    """Return the number of GPUs of the node that the job may use."""
-    kind = cluster.slurm.gres_type
-    return node.gpus.get(kind, 0) if kind is not None else sum(node.gpus.values())
+def _named(kinds: Sequence[str]) -> list[str]:
+    return [kind or "GPUs without a type" for kind in kinds]
 
 
 _WHEN = "%Y-%m-%d %H:%M"
@@ -196,6 +215,8 @@ class _SiteCheck:
         by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
         if all(by_partition):  # Slurm uses the first partition of the list that can run the job
             problems += [one for found in by_partition for one in found]
+        accepting = [one for one, found in zip(partitions, by_partition, strict=True) if not found]
+        problems += self._several_types(accepting, notes)
         problems += self._quotas(notes)
         problems += self._reservation(notes)
         notes += preemption_notes(self.site, self.spec.cluster)
@@ -297,6 +318,28 @@ class _SiteCheck:
             yield self._problem("cluster.nodes", code, cluster.nodes, **params)
             return
         yield from shortages(self.spec, partition.name, offered)
+
+    def _several_types(self, partitions: Sequence[Partition], notes: list[Reason]) -> Iterator[Problem]:
+        """Yield a problem if Slurm may give the job GPUs of several types. A constraint may keep it to one of them."""
+        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
+        if cluster.gpu == "cpu" or slurm.gres_type is not None or slurm.constraint is not None:
+            return
+        names = {partition.name for partition in partitions}
+        excluded, pinned = set(node_names(slurm.exclude or "")), set(node_names(slurm.nodelist or ""))
+        offered = [node for node in self.site.nodes if names & node.partitions and node.name not in excluded]
+        if len(pinned) >= cluster.nodes:  # Slurm gives all nodes of the list
+            offered = [node for node in offered if node.name in pinned]
+        kinds = types_of(node for node in offered if not any(too_small(self.spec, node)))
+        if len(kinds) < 2:
+            return
+        name = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
+        own = type_of_accelerator(name, kinds)
+        params = {"types": _named(kinds), "gpu": name, "type": own}
+        if self.site.may_rewrite_jobs:
+            notes.append(Reason("slurm.note-several-gpu-types", params))
+            return
+        code = "several-gpu-types" if own is None else "several-gpu-types-with-own"
+        yield self._problem("cluster.slurm.gres_type", code, "null", **params)
 
     def _quotas(self, notes: list[Reason]) -> Iterator[Problem]:
         """Check the limits of account and QOS: yield those that the job alone exceeds, and note those in use."""

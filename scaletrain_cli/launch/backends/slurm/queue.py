@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Job, JobCause, JobState
+from scaletrain_cli.launch.backends.slurm.array import is_of_array, job_order, tasks_of
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation, dependency_of
 from scaletrain_cli.launch.backends.slurm.site import user_name
@@ -35,12 +37,22 @@ _QUERY_SECONDS = 15.0  # squeue retries for a minute if the controller is down
 _SETTLED_SECONDS = 300.0
 _SEARCHES_FOR_LOST, _SEARCH_PAUSE_SECONDS = 3, 1.0
 _NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job whose dependency has failed
-_COLUMNS = "%A|%T|%r|%N|%u|%k"  # the comment is last: it may contain any character
+_COLUMNS = "%i|%T|%r|%N|%u|%k"  # %i: ARRAY_TASK for a task; the comment is last: it may contain any character
+# RESV_DEL_HOLD: held since its reservation was deleted; EXPEDITING: requeued with priority, since Slurm 25.11.
+_QUEUED = (
+    *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+    "EXPEDITING",
+)
+_ENDED = (
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
+    *("OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+)
 _STATES: dict[str, JobState] = {
-    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
+    **dict.fromkeys(_QUEUED, "queued"),
     **dict.fromkeys(("RUNNING", "RESIZING", "SIGNALING"), "running"),
     **dict.fromkeys(("SUSPENDED", "STOPPED"), "suspended"),
     **dict.fromkeys(("COMPLETING", "STAGE_OUT"), "ending"),
+    **dict.fromkeys(_ENDED, "ended"),
 }
 _CAUSES: dict[str, JobCause] = {
     "CANCELLED": "cancelled",
@@ -77,8 +89,11 @@ class JobRow:
 
 
 def job_state(slurm_state: str) -> JobState:
-    """Return the job state, common to all schedulers, for Slurm's state."""
-    return _STATES.get(slurm_state, "ended")
+    """Return the job state, common to all schedulers, for Slurm's state; ``unknown`` for one of a later version.
+
+    A job in an unknown state is not taken to be over: no second job of its run is submitted.
+    """
+    return _STATES.get(slurm_state, "unknown")
 
 
 def job_cause(slurm_state: str) -> JobCause | None:
@@ -180,6 +195,12 @@ def _job_of_lost_request(request: Request) -> Job:
     return Job.because("", "ended", Reason("slurm.request-not-accepted", params))
 
 
+def cancelled_by_another(job_id: str) -> bool:
+    """Return whether the accounting names another user than this one as the one who canceled the job."""
+    state, _, user = _accounted_states([job_id]).get(job_id, "").partition(" by ")
+    return state == "CANCELLED" and user.strip().isdigit() and int(user) != os.geteuid()
+
+
 # ---- submit ----------------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +216,8 @@ def submitted_job(run: RunDir, record: RunRecord) -> str | None:
     for row in rows:
         if row.state == "ended":
             continue
-        if row.comment == _comment(run, record):
+        of_array = record.revision == 0 and is_of_array(run, read_sweep_place(run), row.job_id, row.comment)
+        if of_array or row.comment == _comment(run, record):
             return row.job_id
         raise SchedulerError(Reason("slurm.older-job", {"job": row.job_id, "run": record.run_id}))
     request = open_request(run)
@@ -258,7 +280,7 @@ def cancel_jobs(run: RunDir) -> None:
     active = [row for row in _rows_to_cancel(run) if row.state != "ended"]
     if read_job(preparation_folder(run)) is not None:
         cancel_preparation(preparation_name(run))
-    running = [row for row in active if row.state in ("running", "suspended")]
+    running = [row for row in active if row.state in ("running", "suspended", "unknown")]
     for row in running:
         if row.user != user_name():
             _require_permission(row, run)
@@ -342,13 +364,18 @@ def _rows_by_id(job_ids: Iterable[str]) -> dict[str, JobRow]:
 
 def _rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:
     """Return the rows of all jobs that were submitted for this run directory, ended ones included, oldest first."""
-    mark = f"{_mark_of(run)}-"
-    found = [row for row in _squeue(f"--name={run.run_id}", without) if row.comment.startswith(mark)]
-    return sorted(found, key=lambda row: int(row.job_id))
+    mark, place = f"{_mark_of(run)}-", read_sweep_place(run)
+    names = run.run_id if place is None or not place.array else f"{run.run_id},{place.sweep}"
+    found = [
+        row
+        for row in _squeue(f"--name={names}", without)
+        if row.comment.startswith(mark) or is_of_array(run, place, row.job_id, row.comment)
+    ]
+    return sorted(found, key=lambda row: job_order(row.job_id))
 
 
 def _squeue(which: str, without: Sequence[str] = ()) -> list[JobRow]:
-    command = ["squeue", "--noheader", "--states=all", which, f"--format={_COLUMNS}"]
+    command = ["squeue", "--noheader", "--states=all", "--array", which, f"--format={_COLUMNS}"]
     answer = call_slurm(command, accept=("Invalid job id",), without=without, seconds=_QUERY_SECONDS)
     fields = (line.strip().split("|", 5) for line in answer.stdout.splitlines())
     return [JobRow(*row) for row in fields if len(row) == 6]
@@ -356,12 +383,13 @@ def _squeue(which: str, without: Sequence[str] = ()) -> list[JobRow]:
 
 def _accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
     """Return the last state of jobs that squeue no longer lists; empty without accounting."""
-    ids = sorted(set(job_ids))
+    ids = sorted({job_id.partition("_")[0] for job_id in job_ids})  # of arrays: by a task, others are not listed
     if not ids:
         return {}
-    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", "JobIDRaw,State"]
+    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", "JobID,State"]
     try:
         text = call_slurm(command, seconds=_QUERY_SECONDS).stdout
     except SchedulerError:
         return {}
-    return {job_id: state for job_id, _, state in (line.partition("|") for line in text.splitlines()) if state}
+    rows = (line.partition("|") for line in text.splitlines())
+    return {job_id: state for listed, _, state in rows if state for job_id in tasks_of(listed)}

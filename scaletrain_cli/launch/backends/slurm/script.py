@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
@@ -85,6 +85,22 @@ def srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
     yield shlex.quote(f"--container-image={container.image}")
     yield shlex.quote(f"--container-mounts={','.join(_mounts(cluster, run_folder))}")
     yield f"--container-env={_FROM_THE_JOB}"
+    for name, value in sorted(container.options.items()):
+        if value is not False:
+            yield f"--{name}" if value is True else shlex.quote(f"--{name}={value}")
+
+
+def session_srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
+    """Yield the options of srun for a step beside that of the agents: in its container if that has a name.
+
+    Without a name Pyxis creates the container once more, from the same image.
+    """
+    container = cluster.slurm.container
+    name = None if container is None or container.runtime != "pyxis" else container.options.get("container-name")
+    if name is None or isinstance(name, bool):
+        yield from srun_words(cluster, run_folder)
+    else:
+        yield shlex.quote(f"--container-name={str(name).partition(':')[0]}:exec")
 
 
 def agent_words(cluster: ClusterSpec, run_folder: Path, *, gpus: bool = True) -> Iterator[str]:
@@ -113,6 +129,24 @@ def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
     return [f"{root}:{root}", *cluster.slurm.container.mounts]
 
 
+def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python: str = sys.executable) -> str:
+    """Return a script that runs the interpreter of the run on a node, with ``words``, as the batch script does.
+
+    Its standard output is that of the interpreter only: modules may print to it.
+    """
+    interpreter = " ".join(agent_words(spec.cluster, run_folder))
+    lines = [
+        "exec 3>&1 1>&2",
+        *keep_absolute_lines(),
+        *module_lines(spec),
+        "keep_absolute PATH PYTHONPATH",
+        python_line(spec, python),
+        "exec 1>&3 3>&-",
+        f"exec {interpreter} {shlex.join(words)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 # After one agent has ended, the others have this time to end by themselves (srun --wait).
 _AGENTS_END_WITHIN_SECONDS = 30
 _LEAST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
@@ -129,14 +163,26 @@ def job_script(
     *,
     exclude: str | None = None,
     preemption: str = "",
+    sizes: Sequence[int] = (),
+    in_array: bool = False,
 ) -> str:
     """Return the batch script. Slurm runs it on the first node, and from the start again after each requeue.
 
-    ``exclude``: a hostlist that replaces the spec's; ``preemption``: a comment about the site's preemption rule.
+    ``exclude``: a hostlist that replaces the spec's; ``preemption``: a comment about the site's preemption rule;
+    ``sizes``: the numbers of nodes on which an attempt may start, fewest first, if there are several.
+    ``in_array``: a task of a job array runs it, or a job of its own if the array was never queued.
     """
+    # The plain number of a task may be that of the whole array, all of whose tasks would be requeued.
+    job = (
+        "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+        if in_array
+        else "$SLURM_JOB_ID"
+    )
+    elastic = len(sizes) > 1
+    grows = elastic and spec.cluster.node_range is not None and spec.cluster.node_range.grow
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude)),
+        *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude, sizes)),
         "",
         *(f"# {line}" for line in textwrap.wrap(preemption, 116)),
         *([""] if preemption else []),
@@ -156,22 +202,25 @@ def job_script(
         "trap 'ended_by_slurm=--ended-by-slurm' TERM",
         "trap : USR1",
         "",
-        "# Begin an attempt: prints its number and the address of the rendezvous.",
+        "# Begin an attempt: prints its number and the address of the rendezvous"
+        f"{', and its nodes if Slurm may give more' if elastic else ''}.",
         'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit',
         '[ -n "$began" ] || exit 0 # the run has already finished',
-        'read -r attempt address port <<<"$began"',
+        f'read -r attempt address port{" nodes names" if elastic else ""} <<<"$began"',
         "",
         "# env instead of export: no variable of the spec can change this shell or its own commands.",
         'env "${dropped[@]}" \\',
         *(f"    {name}={shlex.quote(value)} \\" for name, value in spec_environment(spec).items()),
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
-        f"    {_srun(spec, run_folder)} \\",
+        f"    {_srun(spec, run_folder, elastic=elastic)} \\",
         f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
         '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &',
         "step=$!",
+        *(_growth_lines(sizes[-1]) if grows else ()),
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait',
         'wait "$step"',
         "code=$?",
+        *(['[ -z "$growth" ] || kill "$growth" 2>/dev/null'] if grows else []),
         "",
         "# Record the end of the attempt: prints `requeue` and the nodes to exclude, or `stop`.",
         'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\',
@@ -182,8 +231,8 @@ def job_script(
         "",
         "# Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.",
         "requeue() {",
-        '    scontrol requeue "$SLURM_JOB_ID" || return',
-        '    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"',
+        f'    scontrol requeue "{job}" || return',
+        f'    [ -z "$exclude" ] || scontrol update "JobId={job}" "ExcNodeList=${{exclude#=}}"',
         '    exit "$code"',
         "}",
         "",
@@ -198,6 +247,16 @@ def job_script(
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _growth_lines(largest: int) -> Iterator[str]:
+    """Yield lines that start the process that looks for more idle nodes; the attempt does not depend on it."""
+    yield "# While the run has fewer nodes than it could use: look for idle ones, and stop the ranks if a restart pays."
+    yield "growth="
+    yield f'if [ "$nodes" -lt {largest} ]; then'
+    yield '    "$python" -c "$start" scaletrain_cli.launch.backends.slurm.growth "$run" --attempt "$attempt" &'
+    yield "    growth=$!"
+    yield "fi"
 
 
 def keep_absolute_lines() -> Iterator[str]:
@@ -221,12 +280,19 @@ def python_line(spec: RunSpec, python: str = sys.executable) -> str:
     return f"python={'$(type -P python3)' if spec.cluster.slurm.activate is not None else shlex.quote(python)}"
 
 
-def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
-    """Yield the long options of sbatch without their dashes. ``exclude``: a hostlist that replaces the spec's."""
+def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None, sizes: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the long options of sbatch without their dashes. ``exclude``: a hostlist that replaces the spec's.
+
+    ``sizes``: the numbers of nodes on which an attempt may start, fewest first, if there are several.
+    """
     cluster, slurm = spec.cluster, spec.cluster.slurm
     yield f"job-name={run_id}"
-    yield f"nodes={cluster.nodes}"
-    yield "ntasks-per-node=1"
+    if len(sizes) > 1:
+        # Without ntasks-per-node, with which Slurm gives no more than the fewest nodes (seen in 22.05.8).
+        yield f"nodes={sizes[0]}-{sizes[-1]}"
+    else:
+        yield f"nodes={cluster.nodes}"
+        yield "ntasks-per-node=1"
     if cluster.gpu != "cpu":
         kind = f"{slurm.gres_type}:" if slurm.gres_type else ""
         yield f"gpus-per-node={kind}{cluster.gpus_per_node}"
@@ -272,13 +338,15 @@ def spec_environment(spec: RunSpec) -> dict[str, str]:
     return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
 
 
-def _srun(spec: RunSpec, run_folder: Path) -> str:
+def _srun(spec: RunSpec, run_folder: Path, *, elastic: bool = False) -> str:
     # --wait instead of --kill-on-bad-exit: an agent that exits with 75 must not kill the others, which are still
     # saving. Since 22.05 srun does not inherit --cpus-per-task from the job.
     cores = cores_per_node(spec)
     options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_AGENTS_END_WITHIN_SECONDS}"]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
+    if elastic:  # the first node, where this script runs, is the first of the names
+        options += ['--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--nodelist="$names"']
     options += srun_words(spec.cluster, run_folder)
     return " ".join(['"$(type -P srun)"', *options])  # resolved before PATH is set from the spec
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.gpu_types import has_gpus
 from scaletrain_cli.launch.backends.slurm.tables import (
     NODES,
     QOS_COLUMNS,
@@ -24,6 +25,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     Partition,
     QosRule,
     Reservation,
+    gpus,
     is_usable,
     limits_of,
     node_names,
@@ -280,18 +282,22 @@ def _kill_wait_seconds(site: Site) -> float:
 
 
 def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
-    """Return the bad nodes that the next attempt excludes; none, with the reason, if Slurm does not answer."""
+    """Return the bad nodes that the next attempt excludes; none, with the reason, if Slurm does not answer.
+
+    With a range of nodes, at least its smallest size remains.
+    """
     bad = read_bad_nodes(run.path.parent, time.time())
     if not bad:
         return Exclusion()
-    slurm = spec.cluster.slurm
+    slurm, given = spec.cluster.slurm, spec.cluster.node_range
+    needed = spec.cluster.nodes if given is None else given.min
     try:
         usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
         pinned = set(node_names(slurm.nodelist or ""))
     except SchedulerError as error:
         spared = tuple(sorted(node.node for node in bad))
         return Exclusion(spared=spared, reason=error.reason or recorded(error.message))
-    return exclusion(bad, usable=usable, needed=spec.cluster.nodes, pinned=pinned)
+    return exclusion(bad, usable=usable, needed=needed, pinned=pinned)
 
 
 def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
@@ -311,9 +317,13 @@ def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
 
 
 def usable_nodes(cluster: ClusterSpec) -> set[str]:
-    """Return the usable nodes of the job's partition, or of the default one, busy or not."""
+    """Return the usable nodes of the job's partition, or of the default one, that have its GPUs, busy or not."""
     partition = cluster.slurm.partition
     chosen = [f"--partition={partition}"] if partition else []
-    answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P", *chosen])
-    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
-    return {name for name, state, of in rows if is_usable(state) and (partition or of.strip().endswith("*"))}
+    answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P|%G", *chosen])
+    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 3]
+    return {
+        name
+        for name, state, of, gres in rows
+        if is_usable(state) and (partition or of.endswith("*")) and has_gpus(cluster, gpus(gres))
+    }

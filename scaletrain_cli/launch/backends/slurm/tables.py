@@ -14,10 +14,11 @@ from dataclasses import dataclass
 # Columns of `sinfo --Format`, separated by bars, which keeps sinfo from truncating them.
 NODES = "NodeList:|,StateCompact:|,Gres:|,GresUsed:|,PartitionName:|,CPUs:|,Memory:|"
 QOS_COLUMNS = "name,preempt,preemptmode,gracetime,flags,limitfactor"  # of `sacctmgr show qos`
-_UNUSABLE = ("down", "drain", "drng", "err", "fail", "futr", "inval", "maint", "reboot", "unk")
+# ext: a node outside of this cluster, since Slurm 25.05.
+_UNUSABLE = ("down", "drain", "drng", "err", "ext", "fail", "futr", "inval", "maint", "reboot", "unk")
 _PAIR = re.compile(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)")
 _HOSTLIST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")  # a comma separates numbers inside brackets, names outside
-_GRES = re.compile(r"gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d+)(?:\(|,|$)")
+_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d+)(?=\(|,|$)")
 _AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
 _SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
 _NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}

@@ -37,14 +37,14 @@ IMAGE_TOKEN = 49
 
 def vit(folder: Path, **changes: Any) -> nn.Module:
     config = transformers.ViTConfig(**{**TOWER, "num_labels": 5, **changes})
-    return _saved(transformers.ViTForImageClassification(config), folder)
+    return _saved(transformers.ViTForImageClassification, config, folder)
 
 
 def clip(folder: Path, vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None) -> nn.Module:
     config = transformers.CLIPConfig(
         vision_config=TOWER | (vision or {}), text_config=CAPTIONS | (text or {}), projection_dim=20
     )
-    return _saved(transformers.CLIPModel(config), folder)
+    return _saved(transformers.CLIPModel, config, folder)
 
 
 def llava(folder: Path, kind: str, text: dict[str, Any] | None = None, **changes: Any) -> nn.Module:
@@ -54,11 +54,14 @@ def llava(folder: Path, kind: str, text: dict[str, Any] | None = None, **changes
         image_token_index=IMAGE_TOKEN,
         **changes,
     )
-    return _saved(transformers.LlavaForConditionalGeneration(config), folder)
+    return _saved(transformers.LlavaForConditionalGeneration, config, folder)
 
 
-def _saved(model: nn.Module, folder: Path) -> nn.Module:
-    """Make the weights larger than at the start, so that every setting shows, and save the model in fp32."""
+def _saved(model_class: Any, config: Any, folder: Path) -> nn.Module:
+    """Save a model in fp32 whose weights are the same in each test, and so large that every setting shows."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: nn.Module = model_class(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

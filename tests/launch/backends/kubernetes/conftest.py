@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,28 @@ SETTINGS = (
 )
 
 
+# The server is not one that kubectl could use.
+_NO_KUBECTL = """#!/bin/sh
+echo 'error: unable to upgrade connection: this is a stand-in' >&2
+exit 1
+"""
+
+
+def put_kubectl(folder: Path, script: str) -> None:
+    """Put a stand-in for kubectl into a folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "kubectl").write_text(script)
+    (folder / "kubectl").chmod(0o755)
+
+
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
     """Yield a fake API server, the current context of the kubeconfig. Unanswered requests are repeated at once."""
     fake = FakeApi()
+    put_kubectl(tmp_path / "programs", _NO_KUBECTL)
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"), prepend=os.pathsep)
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._LOST_ANSWER_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.view_pod._START_SECONDS", 0.0)  # no pod ever runs
     with serve(fake) as url:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", url)))
         yield fake

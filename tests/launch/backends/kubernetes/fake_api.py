@@ -23,7 +23,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Object = dict[str, Any]
+_QUEUE = "kueue.x-k8s.io/queue-name"
 _PATH = re.compile(r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)(?P<rest>/.*)?")
+_GROUP = re.compile(r"/apis/([^/]+)")
 _INSTALLED = {
     "jobset.x-k8s.io/v1alpha2": ("jobsets",),
     "kueue.x-k8s.io/v1beta2": ("workloads", "localqueues", "clusterqueues", "topologies"),
@@ -53,6 +55,7 @@ class FakeApi:
             tuple[str, str], int
         ] = {}  # (verb, resource) -> number of answers that are lost after the request is applied
         self.after_lost: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals after the next lost answer
+        self.in_queues = {"jobsets", "trainjobs", "jobs"}  # kinds that Kueue's webhook suspends in a dry run
         self.strict = False  # whether each kind must be installed, and not only the version of its group
         self.later: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals that replace one after it was given
         self.page: int | None = None
@@ -129,6 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/version":
             self._answer(200, {"gitVersion": "v1.36.2"})
             return
+        if match := _GROUP.fullmatch(urlsplit(self.path).path):
+            self.api.asked.append(f"GET {self.path}")
+            self._group(match[1])
+            return
         group, plural, namespace, name, part, query = self._where()
         if plural == "":
             version = urlsplit(self.path).path.removeprefix("/apis/").removeprefix("/api/")
@@ -149,6 +156,19 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._list(group, plural, namespace, query)
 
+    def _group(self, name: str) -> None:
+        """Answer with the versions of a group, in the order in which they are installed."""
+        refusal = self.api.refusals.get(("get", f"/apis/{name}"))
+        versions = [each.partition("/")[2] for each in self.api.installed if each.partition("/")[0] == name]
+        if refusal is not None:
+            self._answer(*refusal)
+        elif not versions:
+            self._not_served()
+        else:
+            found = [{"groupVersion": f"{name}/{version}", "version": version} for version in versions]
+            body = {"kind": "APIGroup", "apiVersion": "v1", "name": name, "versions": found}
+            self._answer(200, {**body, "preferredVersion": found[0]})
+
     def do_PATCH(self) -> None:
         group, plural, namespace, name, _, query = self._where()
         body, key = self._body(), (group, plural, namespace, name)
@@ -166,6 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         merged = _merged(there or {}, body)
         if query.get("dryRun") == "All":
+            if _QUEUE in merged["metadata"].get("labels", {}) and plural in self.api.in_queues:
+                merged = {**merged, "spec": {**merged["spec"], "suspend": True}}
             self._answer(200, merged)
             return
         made = self.api.put(plural, merged, group, namespace)

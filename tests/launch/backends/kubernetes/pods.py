@@ -40,6 +40,7 @@ class Gang:
         command = [sys.executable, "-m", "scaletrain_cli.launch.backends.kubernetes.pod_agent", "--engine", ENGINE]
         command += ["--documents", str(documents), "--runs-root", str(self.volume)]
         for number in numbers or range(self.made.record.spec.cluster.nodes):
+            self.termination_log(number).touch()
             environment = {
                 "SCALETRAIN_WORKLOAD": self.workload,
                 "SCALETRAIN_GANG": str(self.incarnation),
@@ -50,7 +51,7 @@ class Gang:
                 "MASTER_PORT": str(self.port),
             }
             self.pods[number] = subprocess.Popen(
-                command,
+                [*command, "--termination-log", str(self.termination_log(number))],
                 env={**os.environ, **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -58,6 +59,10 @@ class Gang:
                 start_new_session=True,
             )
         return self
+
+    def termination_log(self, number: int) -> Path:
+        """The file that the kubelet copies into the status of a pod."""
+        return self.volume / f".termination-{number}"
 
     @property
     def run(self) -> RunDir:

@@ -28,6 +28,21 @@ def test_an_applied_object_exists_and_a_dry_run_creates_none(cluster: Cluster, a
     assert any("fieldManager=scaletrain" in asked for asked in api.asked)
 
 
+def test_an_unanswered_dry_run_is_not_said_to_be_applied(cluster: Cluster, api: FakeApi) -> None:
+    api.put("configmaps", {"metadata": {"name": "c"}})
+    for verb in ("create", "patch", "delete"):
+        api.refusals[(verb, "configmaps")] = (503, status(503, "ServiceUnavailable", "the server is overloaded"))
+    for send in (
+        lambda: cluster.apply(config_map("new"), dry_run=True),
+        lambda: cluster.delete(CONFIG_MAP, "ml", "c", dry_run=True),
+    ):
+        with pytest.raises(SchedulerError) as refused:
+            send()
+        assert not isinstance(refused.value, SchedulerSilentError)
+        assert "503" in str(refused.value)
+        assert "may have been applied" not in str(refused.value)
+
+
 def test_a_list_of_several_pages_is_complete_and_can_be_selected_by_label(cluster: Cluster, api: FakeApi) -> None:
     api.page = 2
     for number in range(5):
@@ -77,7 +92,7 @@ def test_a_missing_right_is_named_with_the_file_that_grants_it(cluster: Cluster,
     assert error.is_rights
     assert error.exit_code == 4
     assert "the right to list workloads.kueue.x-k8s.io: " in str(error)
-    assert "k8s/rbac.yaml has all" in str(error)
+    assert "k8s/base/rbac.yaml has all" in str(error)
     assert "context test" in str(error)
     assert "namespace ml" in str(error)
 

@@ -121,6 +121,20 @@ def test_a_trainjob_is_created_again_until_the_webhooks_have_its_runtime(
     assert runtime["metadata"]["ownerReferences"][0]["uid"] == whole["metadata"]["uid"]
 
 
+def test_a_trainjob_that_kueue_would_not_hold_back_is_not_created_and_leaves_nothing(
+    make_run: Callable[..., MadeRun], api: FakeApi
+) -> None:
+    """Before its TrainingRuntime exists, a TrainJob cannot be tried."""
+    settings = ("cluster.kubernetes.backend=trainjob", "cluster.kubernetes.queue=q")
+    api.in_queues = {"jobsets"}
+    with pytest.raises(SchedulerError, match="Kueue does not manage TrainJobs here"):
+        submit(make_run(*SETTINGS, *settings))
+    assert not [body for plural in ("trainjobs", "trainingruntimes", "configmaps") for body in api.all(plural)]
+    api.in_queues = {"jobsets", "trainjobs"}
+    submit(make_run(*SETTINGS, *settings))
+    assert api.all("trainjobs")
+
+
 def test_after_a_trainjob_whose_runtime_is_never_found_no_object_remains(
     make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,10 +179,10 @@ def test_the_progress_of_a_finished_run_is_kept_after_its_pods_are_deleted(made:
     assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
 
 
-def test_a_finished_run_whose_output_was_not_read_has_all_its_steps(made: MadeRun, api: FakeApi) -> None:
+def test_the_step_of_a_finished_run_whose_output_was_not_read_is_not_seen(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     finish(api, name, "Completed")
-    assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
+    assert (run_status(made.run).state, run_status(made.run).step_seen) == ("finished", False)
 
 
 def test_the_log_of_a_pod_on_a_dead_node_is_not_requested(made: MadeRun, api: FakeApi) -> None:

@@ -389,7 +389,7 @@ def test_all_settings_that_a_submission_lacks_are_named_with_their_place() -> No
 
 
 def test_the_example_of_the_documentation_renders_valid_objects() -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "kubernetes.md").read_text(), flags=re.DOTALL)
+    example = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "kubernetes.md").read_text(), flags=re.DOTALL)[0]
     head, _, _ = (PROJECT / "recipes" / f"{SPOT}.yaml").read_text(encoding="utf-8").partition("cluster:\n")
     spec = parse_spec(head + example, file="example.yaml", base_dir=PROJECT)
     assert problems(rendered(spec).objects) == ()

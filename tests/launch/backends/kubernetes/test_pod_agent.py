@@ -67,6 +67,15 @@ def test_evicted_pods_exit_with_75_and_the_next_gang_continues(make_run: MakeRun
     assert [attempt.reason for attempt in gang.attempts] == ["preempted", "done"]
 
 
+def test_an_idle_gang_saves_and_ends_with_93_so_that_no_other_follows(make_run: MakeRun, start_gang: StartGang) -> None:
+    made = make_run(*TWO_NODES, "cluster.idle_timeout=10s", steps=20, stay={"1:*": 3}, silence=600)
+    gang = start_gang(made)
+    assert gang.wait() == [93, 93]
+    (attempt,) = gang.attempts
+    assert (attempt.reason, attempt.exit_code, attempt.last_checkpoint_step) == ("idle", 75, 3)
+    assert "launch.stop-idle" in gang.termination_log(1).read_text()
+
+
 def test_after_a_crash_all_pods_exit_with_1_while_the_budget_lasts_then_with_93(
     make_run: MakeRun, start_gang: StartGang
 ) -> None:

@@ -170,8 +170,11 @@ def test_a_lost_node_is_never_charged(make_run: MakeRun) -> None:
     for _ in range(4):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        assert pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1) == 75
-        assert pod_agent._await_decision(made.run, number, 1) == 75
+        assert (
+            pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1).exit_code
+            == 75
+        )
+        assert pod_agent._await_decision(made.run, number, 1).exit_code == 75
     last = read_attempts(made.run)[-1]
     assert (last.reason, last.free_of_charge) == ("node", True)
     assert last.decision is not None
@@ -184,7 +187,9 @@ def test_repeated_losses_of_nodes_before_any_saved_step_end_the_run(make_run: Ma
     for _ in range(10):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        codes.append(pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1))
+        codes.append(
+            pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1).exit_code
+        )
     assert codes == [75] * 9 + [93]
 
 
@@ -195,7 +200,7 @@ def test_on_volcano_a_lost_node_is_charged(make_run: MakeRun) -> None:
         number = begin(made, workload)
         lose_a_node(made, number, lost=1)
         place_of = options(made.run.path.parent, workload=workload)
-        assert pod_agent._decide_on_restart(place_of, made.run, made.record, number, 1) == code
+        assert pod_agent._decide_on_restart(place_of, made.run, made.record, number, 1).exit_code == code
 
 
 @pytest.mark.usefixtures("at_once")
@@ -203,11 +208,11 @@ def test_pods_exit_with_75_if_pod_0_is_lost_unless_they_know_their_own_cause(mak
     made = make_run(*TWO_NODES)
     number = begin(made, "jobset/fake-s1")
     lose_a_node(made, number, lost=0)
-    assert [pod_agent._await_decision(made.run, number, code) for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
+    assert [pod_agent._await_decision(made.run, number, code).exit_code for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
     restart.conclude_abandoned(made.run, made.record)  # by the next gang's pod 0
     ended = read_attempt(made.run, number)
     assert ended is not None
     assert ended.free_of_charge
     other = begin(made, "jobset/fake-s1")
     lose_a_node(made, other, lost=2)
-    assert pod_agent._await_decision(made.run, other, 1) == 1, "pod 0 has ended, so no node was lost"
+    assert pod_agent._await_decision(made.run, other, 1).exit_code == 1, "pod 0 has ended, so no node was lost"

@@ -296,8 +296,18 @@ def test_without_the_right_to_create_jobs_a_note_says_that_the_child_was_not_che
     api.forbid("create", "jobs", "batch")
     assert any("not checked whether the Job" in note for note in preflight(*GPU))
     api.forbid("create", "jobsets", "jobset.x-k8s.io")
-    with pytest.raises(SchedulerError, match="JobSet as it would be created"):
-        preflight(*GPU)
+    text = problems(preflight, *GPU)
+    assert "JobSet: you need the right to create jobsets.jobset.x-k8s.io" in text
+    assert "rbac.yaml has all that is needed" in text
+
+
+def test_a_job_that_kueue_would_not_hold_back_is_refused(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    """Kueue's webhook suspends the jobs of its queues; without it, a job would start outside the quota."""
+    put_queue(api)
+    preflight(*GPU, *QUEUE)
+    api.in_queues = set()
+    assert "Kueue does not manage JobSets here" in problems(preflight, *GPU, *QUEUE)
+    preflight(*GPU)  # without a queue it starts at once anyway
 
 
 @pytest.mark.parametrize("backend", ["volcano", "trainjob"])

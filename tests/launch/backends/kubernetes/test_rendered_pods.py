@@ -61,7 +61,9 @@ def environment(made: Manifest, known: dict[str, str], secrets: dict[tuple[str, 
     return found
 
 
-def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int) -> subprocess.Popen[str]:
+def start_pod(
+    made: Manifest, backend: str, number: int, folder: Path, port: int, engine: str = ENGINE
+) -> subprocess.Popen[str]:
     container = container_of(made)
     assert container["command"][0] == "python"
     mounts = {"/volume": str(folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
@@ -70,7 +72,7 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     arguments = [mounts.get(word, word) for word in container["args"]]
     return subprocess.Popen(
-        [sys.executable, *container["command"][1:], *arguments, "--engine", ENGINE],
+        [sys.executable, *container["command"][1:], *arguments, "--engine", engine],
         env={**os.environ, **pod_environment, **here},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -78,14 +80,19 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
     )
 
 
-def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
-    """Run both pods, require exit code 0, and return the output of each."""
+def mount_documents(made: Manifest, folder: Path) -> None:
+    """Write the files of the ConfigMap to where start_pod() mounts them."""
     (folder / "documents").mkdir()
     config: dict[str, Any] = made.objects[0]
     for name, text in config["data"].items():
         (folder / "documents" / name).write_text(text)
     for name, text in config.get("binaryData", {}).items():
         (folder / "documents" / name).write_bytes(base64.b64decode(text))
+
+
+def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
+    """Run both pods, require exit code 0, and return the output of each."""
+    mount_documents(made, folder)
     port = free_port("127.0.0.1")
     pods = [start_pod(made, backend, number, folder, port) for number in (0, 1)]
     output = [pod.communicate(timeout=60)[0] for pod in pods]

@@ -25,6 +25,7 @@ from tests.launch.backends.kubernetes.rules.objects import problems
 
 CRDS = os.environ.get("SCALETRAIN_CRDS")  # read before the tests clear the environment
 SERVER = "1.36"
+NEWEST, IN_NEWEST = "1.37", "scheduling.k8s.io/v1beta1"
 MODELS = {
     "JobSet": models.JobsetV1alpha2JobSet,
     "TrainJob": models.TrainerV1alpha1TrainJob,
@@ -34,6 +35,7 @@ CASES = [
     *((name, f"cluster.kubernetes.backend={backend}") for name in RECIPES for backend in BACKENDS),
     *(("llama-7b-h100", *EVERY_OPTION, f"cluster.kubernetes.backend={backend}") for backend in BACKENDS),
     ("llama-7b-h100", "cluster.kubernetes.native_gang=v1alpha2"),
+    ("llama-7b-h100", "cluster.kubernetes.native_gang=auto"),
     (
         "llama-7b-h100",
         "cluster.kubernetes.topology={kind: exclusive, key: rack}",
@@ -75,7 +77,7 @@ def test_core_objects_and_those_that_controllers_create_are_valid(case: tuple[st
     kinds = []
     for one in objects(case):
         if as_core(one):
-            kubernetes_validate.validate(one, SERVER, strict=True)
+            kubernetes_validate.validate(one, NEWEST if one["apiVersion"] == IN_NEWEST else SERVER, strict=True)
             kinds.append(one["kind"])
     assert {"ConfigMap"} < set(kinds)
     assert {"Job", "Pod"} & set(kinds)

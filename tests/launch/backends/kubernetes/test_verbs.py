@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from scaletrain_cli.worker.progress import progress_line
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import PROJECT, MadeRun
 from tests.launch.working_tree import WorkingTree
 
 GROUP = "jobset.x-k8s.io"
@@ -276,11 +278,49 @@ def test_json_has_the_code_of_every_note_and_of_the_start(ready: FakeApi) -> Non
     assert answer["start"]["reason"]["code"] == "kubernetes.start-no-queue"
 
 
-@pytest.mark.parametrize("verb", ["status", "explain"])
+@pytest.mark.parametrize(
+    ("verb", "code"),
+    [("status", "kubernetes.no-answer-before"), ("explain", "kubernetes.no-answer")],  # status asks for the files first
+)
 def test_json_has_the_code_of_an_unreachable_server(
-    ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+    ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str, code: str
 ) -> None:
     submit("--yes")
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "away", "http://127.0.0.1:9", "test")))
     text = json.dumps(scaletrain(verb, "r1", "--json").data)
-    assert '"code": "kubernetes.no-answer"' in text
+    assert f'"code": "{code}"' in text
+
+
+_KUBECTL = """#!/bin/sh
+# Stands in for kubectl: it notes its words, and runs the rest of them here.
+echo "$@" > kubectl.words
+while [ "$1" != -- ]; do shift; done
+shift 2
+exec "$PYTHON" "$@"
+"""
+
+
+def test_a_session_is_started_by_kubectl_in_the_newest_running_pod_of_the_node(
+    ready: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubectl and the pod are stand-ins: this shows the words, and that the refusal of the pod's end arrives."""
+    submit("--yes")
+    put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
+    program = tmp_path / "bin" / "kubectl"
+    program.parent.mkdir()
+    program.write_text(_KUBECTL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    refused = scaletrain("exec", "r1", "--node", "1", "--", "true")
+    assert (refused.code, "no attempt of r1 runs on node 1 now" in refused.err) == (ExitCode.USAGE, True), refused.err
+    words = (tmp_path / "kubectl.words").read_text().split()
+    assert words[:4] == ["--namespace=ml", "exec", "--stdin", "--quiet"]
+    assert words[4].startswith("r1-s1-node-0-1")
+    assert words[5:8] == ["--container=node", "--", "python"]
+    assert words[-4:] == ["scaletrain_cli.launch.node.command", "/runs/r1", "--node-rank", "1"]
+    ready.objects = {key: body for key, body in ready.objects.items() if key[1] != "pods"}
+    gone = scaletrain("exec", "r1", "--", "true")
+    assert gone.code == ExitCode.USAGE
+    assert "does not run" in gone.err

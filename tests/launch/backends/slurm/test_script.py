@@ -136,6 +136,24 @@ def test_the_script_of_a_cpu_run_is_as_accepted(golden: Callable[[str, str], Non
     golden("slurm_job_cpu.sh", job_script(spec, "a-1", Path("/home/ada/my runs/a-1"), "/opt/st/bin/python"))
 
 
+def test_the_script_of_a_run_with_a_range_of_nodes_is_as_accepted(golden: Callable[[str, str], None]) -> None:
+    nodes = "cluster.nodes={min: 2, max: 8}"
+    spec = load_spec(CPU_RECIPE, ("cluster.scheduler=slurm", nodes, "cluster.gpus_per_node=1"))
+    script = job_script(spec, "a-1", Path("/home/ada/my runs/a-1"), "/opt/st/bin/python", sizes=(2, 4, 8))
+    golden("slurm_job_elastic.sh", script)
+
+
+def test_a_job_that_does_not_grow_or_has_one_usable_size_looks_for_no_nodes() -> None:
+    sets = ("cluster.scheduler=slurm", "cluster.nodes={min: 2, max: 8, grow: false}", "cluster.gpus_per_node=1")
+    spec = load_spec(CPU_RECIPE, sets)
+    fixed = job_script(spec, "a-1", Path("/runs/a-1"), "/opt/st/bin/python", sizes=(2, 4))
+    assert "slurm.growth" not in fixed
+    assert "#SBATCH --nodes=2-4\n" in fixed
+    single = job_script(spec, "a-1", Path("/runs/a-1"), "/opt/st/bin/python")
+    assert "#SBATCH --nodes=8\n#SBATCH --ntasks-per-node=1\n" in single
+    assert '--nodelist="$names"' not in single
+
+
 @pytest.mark.parametrize("launcher", [False, True], ids=["program", "launcher"])
 def test_the_script_of_a_program_of_the_user_is_as_accepted(
     golden: Callable[[str, str], None], *, launcher: bool
@@ -292,7 +310,7 @@ def test_image_mounts_and_activation_script_of_any_name_reach_srun_unchanged(
 
 
 def test_a_runs_root_with_a_comma_cannot_be_mounted_and_is_refused() -> None:
-    spec = make_spec("cluster.slurm.container={image: a.sqsh}")
+    spec = make_spec("cluster.slurm.container={image: /a.sqsh}")
     with pytest.raises(SchedulerError, match="SCALETRAIN_RUNS"):
         job_script(spec, "r", Path("/data/a,b/r"))
 

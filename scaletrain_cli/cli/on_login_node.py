@@ -1,0 +1,323 @@
+"""Send a command line to the login node of its cluster: verbs with a spec for such a cluster, and verbs for its runs.
+
+What the verb prints, asks and returns is what it prints, asks and returns there. A run of this machine comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scaletrain_cli import __version__
+from scaletrain_cli.cli.command_words import CommandLine, parsed
+from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.sent_command import sent
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.code import Snapshot
+    from scaletrain_cli.launch.login_node.sent_runs import SentRun
+    from scaletrain_cli.spec import RunSpec
+    from scaletrain_cli.spec.clusters_file import Cluster, LoginNode
+
+_WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
+_OF_RUNS = (
+    *("status", "watch", "diagnose", "profile", "report", "explain", "logs", "events", "notify", "checkpoint"),
+    *("evaluation", "cancel", "rm", "resume", "recover", "exec", "shell", "port-forward"),
+)
+# After these, nothing is queued there under the id of a new submission; after the last one, that is to be seen.
+_NOT_SUBMITTED, _INTERRUPTED = (ExitCode.USAGE, ExitCode.INFEASIBLE), 130
+
+
+def run_on_login_node(words: Sequence[str]) -> int | None:
+    """Run a command line on a login node and return its exit code; None if it belongs to this machine.
+
+    Raises SchedulerError if the node cannot be reached, and SpecError or UsageError for what is wrong before that.
+    """
+    own = words[: words.index("--")] if "--" in words else words  # not those of the command of `exec`
+    if sent().here or {"--help", "-h"} & set(own):
+        return None
+    verb = next((word for word in words if not word.startswith("-")), "")
+    names_cluster = any(word == "--cluster" or word.startswith("--cluster=") for word in own)
+    if verb in _WITH_SPEC or (names_cluster and verb in ("list", "status")):
+        return _on_cluster(words)
+    return _about_run(words) if verb in _OF_RUNS else None
+
+
+def _on_cluster(words: Sequence[str]) -> int | None:
+    from scaletrain_cli.spec.clusters_file import choose_cluster, clusters_file
+
+    if not clusters_file().exists():
+        return None
+    line = parsed(words)
+    name = line.params.get("cluster")
+    if line.verb == ("status",):
+        name = line.params.get("run") if name else None
+        if name is None:
+            return _about_run(words)
+    cluster = choose_cluster(name if isinstance(name, str) else None)
+    if cluster is None or cluster.login_node is None:
+        return None
+    if line.verb == ("list",):
+        return _run(cluster.login_node, ["list", *_without_cluster(line.rest)])
+    if line.verb == ("status",):
+        return _with_bundle(cluster, line, f"status-{secrets.token_hex(4)}")
+    return _with_spec(cluster, line)
+
+
+def _with_spec(cluster: Cluster, line: CommandLine) -> int | None:
+    """Send a verb with its spec; None if the spec names another scheduler than the default cluster has."""
+    from scaletrain_cli.launch.code import take_snapshot
+    from scaletrain_cli.launch.login_node.sent_runs import SentRun
+    from scaletrain_cli.launch.submit import new_run_id, require_run_id
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.loading import spec_text
+
+    file = line.params.get("spec")
+    if file is None:
+        return None  # its own parser reports that
+    if line.params.get("plot") is not None:
+        raise UsageError(Reason("login_node.no-plot"))
+    overrides = line.params.get("overrides") or ()
+    spec = load_spec(file, overrides, cluster=cluster.name if cluster.above else None)
+    if spec.cluster.scheduler != cluster.entries.get("scheduler", spec.cluster.scheduler):
+        return None
+    text, snapshot = spec_text(file), take_snapshot(spec)
+    submits = line.verb == ("submit",)
+    name = (line.params.get("run_id") if submits else None) or new_run_id(spec.name, time.time())
+    require_run_id(name)
+    submitted = submits and not line.params.get("dry_run") and line.params.get("output") is None
+    sweep = bool(line.params.get("sweep"))
+    entry = SentRun(name, cluster.name, time.time(), _code_of(spec), tuple(spec.secret_env), sweep)
+    options = ["--run-id", shlex.quote(name)] if submits and line.params.get("run_id") is None else []
+    given = {"file": file, "text": text, "secret_names": spec.secret_env, "snapshot": snapshot, "options": options}
+    return _with_bundle(cluster, line, name, **given, entry=entry if submitted else None)
+
+
+def _with_bundle(
+    cluster: Cluster,
+    line: CommandLine,
+    name: str,
+    *,
+    file: Path | None = None,
+    text: bytes = b"",
+    secret_names: Sequence[str] = (),
+    snapshot: Snapshot | None = None,
+    options: Sequence[str] = (),
+    entry: SentRun | None = None,
+) -> int:
+    """Send files to the login node, then run the verb with them. ``entry``: the run, if the verb may submit it."""
+    from scaletrain_cli.launch.login_node.bundle import make_bundle, remove, script_of, send
+    from scaletrain_cli.launch.login_node.sent_runs import forget, remember, sent_runs
+    from scaletrain_cli.launch.login_node.ssh import run_interactively
+    from scaletrain_cli.ui.console import say, warn
+
+    node = cluster.login_node
+    assert node is not None
+    overrides = line.params.get("overrides") or ()
+    values = {key: os.environ[key] for key in secret_names if key in os.environ}
+    given = None if file is None else (file, text)
+    bundle = make_bundle(name, cluster, spec=given, overrides=overrides, snapshot=snapshot, values=values)
+    words = line.quoted if file is None else line.with_word(str(file), bundle.spec_word)
+    added = [*options, *(["--set", bundle.code_word] if snapshot is not None else ())]
+    words[len(line.verb) : len(line.verb)] = added  # before a --
+    there = send(node, bundle)
+    known = any(run.run_id == name for run in sent_runs())
+    try:
+        if there != __version__:
+            warn(f"{node.ssh} has ScaleTrain {there}, this machine {__version__}")
+        if entry is not None and not known:
+            remember(entry)  # before the request, whose answer may be lost
+            say(f"sent to {node.ssh} as {name}")
+        code = run_interactively(node, script_of(node, words, bundle))
+    except BaseException:  # also Ctrl-C: the secrets must not stay there
+        with contextlib.suppress(SchedulerError):
+            remove(node, bundle)
+        raise
+    if (
+        entry is not None
+        and not known
+        and (code in _NOT_SUBMITTED or (code == _INTERRUPTED and _is_unknown(node, entry)))
+    ):
+        forget(entry)
+    return code
+
+
+def _is_unknown(node: LoginNode, run: SentRun) -> bool:
+    """Return whether the login node answers that it has no such run."""
+    from scaletrain_cli.launch.login_node.bundle import script_of
+    from scaletrain_cli.launch.login_node.ssh import output_of
+
+    asked = script_of(node, ["list", "--limit", "0", "--json"])
+    try:
+        runs = json.loads(output_of(node, asked))["runs"]
+    except (SchedulerError, ValueError, KeyError):
+        return False
+    return not any(str(one["run_id"]).startswith(run.run_id) for one in runs)
+
+
+def _about_run(words: Sequence[str]) -> int | None:
+    """Run a verb where its run is; None for a run of this machine or one that is not known."""
+    from scaletrain_cli.launch.login_node.sent_runs import forget, sent_runs
+
+    if "--from-mirror" in words or any(word.startswith("--from-mirror=") for word in words):
+        return _resume_from_mirror(parsed(words))
+    if not sent_runs():
+        return None
+    line = parsed(words)
+    key = "runs" if "runs" in line.params else "run"
+    given = line.params.get(key)
+    names = [given] if isinstance(given, str) else list(given or ())
+    if not names:
+        newest = _newest_sent() if key == "run" else None
+        return None if newest is None else _at(newest, line, [shlex.quote(newest.run_id)])
+    found = [_place_of(name) for name in names]
+    places = {None if run is None else run.cluster for run in found}
+    if places == {None}:
+        return None
+    if len(places) > 1:
+        raise UsageError(Reason("login_node.several-places", {"runs": names}))
+    first = next(run for run in found if run is not None)
+    code = _at(first, line)
+    if line.verb == ("rm",) and code == ExitCode.DONE and not line.params.get("dry_run"):
+        for run in found:
+            if run is not None and run.run_id in names:
+                forget(run)
+    return code
+
+
+def _at(run: SentRun, line: CommandLine, added: Sequence[str] = ()) -> int:
+    """Run a verb about a run on the login node of its cluster."""
+    from scaletrain_cli.spec.clusters_file import choose_cluster
+
+    cluster = choose_cluster(run.cluster)
+    if cluster is None or cluster.login_node is None:
+        raise UsageError(Reason("login_node.no-host", {"cluster": run.cluster, "run": run.run_id}))
+    if line.verb == ("resume",):
+        return _resume(run, cluster, line)
+    if line.verb == ("port-forward",):
+        params = {"host": cluster.login_node.ssh, "run": run.run_id, "command": cluster.login_node.scaletrain}
+        raise UsageError(Reason("login_node.no-port-forward", params))
+    if line.verb == ("report",) and line.params.get("output") is not None:
+        return _report(cluster.login_node, line)
+    of_command = line.verb in (("exec",), ("shell",))
+    return _run(cluster.login_node, [*line.quoted, *added], of_command=of_command)
+
+
+def _run(node: LoginNode, words: Sequence[str], *, of_command: bool = False) -> int:
+    from scaletrain_cli.launch.login_node.bundle import script_of
+    from scaletrain_cli.launch.login_node.ssh import run_interactively
+
+    return run_interactively(node, script_of(node, words), of_command=of_command)
+
+
+def _resume_from_mirror(line: CommandLine) -> int | None:
+    """Continue a run from its mirror on the login node of --cluster; None where that cluster has none."""
+    from scaletrain_cli.launch.login_node.sent_runs import SentRun, find_sent_run
+    from scaletrain_cli.launch.submit import require_run_id
+    from scaletrain_cli.spec.clusters_file import choose_cluster
+
+    name = line.params.get("cluster")
+    cluster = choose_cluster(name) if name is not None else None
+    if cluster is None or cluster.login_node is None or not line.params.get("run"):
+        return None
+    run_id = str(line.params["run"])
+    require_run_id(run_id)
+    before = find_sent_run(run_id)
+    names = () if before is None else before.secrets
+    code = None if before is None else before.code
+    entry = None if line.params.get("dry_run") else SentRun(run_id, cluster.name, time.time(), code, names)
+    ended = _with_bundle(cluster, line, run_id, secret_names=names)
+    if entry is not None and ended == ExitCode.DONE:
+        from scaletrain_cli.launch.login_node.sent_runs import remember
+
+        remember(entry)
+    return ended
+
+
+def _resume(run: SentRun, cluster: Cluster, line: CommandLine) -> int:
+    """Resume with the secrets of this machine, and with the code here for --new-code."""
+    if line.params.get("cluster") is not None:
+        raise UsageError(Reason("login_node.moves-by-mirror", {"run": run.run_id, "cluster": line.params["cluster"]}))
+    from scaletrain_cli.launch.code import snapshot_of
+    from scaletrain_cli.spec.code import CodeSpec
+
+    code = run.code if line.params.get("new_code") else None
+    snapshot = None
+    if code is not None:
+        snapshot = snapshot_of(CodeSpec.model_validate(code), lambda key: f"{run.run_id} {key}")
+    return _with_bundle(cluster, line, run.run_id, secret_names=run.secrets, snapshot=snapshot)
+
+
+def _report(node: LoginNode, line: CommandLine) -> int:
+    """Write the page on the login node, and copy it to the file that was named here."""
+    from scaletrain_cli.launch.login_node.bundle import script_of
+    from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively
+    from scaletrain_cli.safe_files import can_be_replaced, replace_file
+    from scaletrain_cli.ui.console import say
+
+    output: Path = line.params["output"]
+    if not can_be_replaced(output):
+        raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
+    page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{secrets.token_hex(8)}.html'
+    sweep = line.params.get("sweep")
+    named = ["--sweep", shlex.quote(sweep)] if sweep else [shlex.quote(run) for run in line.params["runs"]]
+    code = run_interactively(node, script_of(node, ["report", *named, "-o", page, *line.json_words]))
+    if code == ExitCode.DONE:
+        replace_file(output, output_of(node, f"cat {page} && rm -f {page}"), public=True)
+        say(f"copied to {output}")
+    return code
+
+
+def _without_cluster(words: Sequence[str]) -> list[str]:
+    """Return the words of `list`, quoted, without the option that chose the login node."""
+    kept, skip = [], False
+    for word in words:
+        if skip or word == "--cluster" or word.startswith("--cluster="):
+            skip = word == "--cluster"
+            continue
+        kept.append(shlex.quote(word))
+    return kept
+
+
+def _place_of(name: str) -> SentRun | None:
+    """Return the run on a login node that a name means; None for one of this machine or an unknown one.
+
+    An id comes before a prefix. Raises UsageError for a prefix of runs here and there.
+    """
+    from scaletrain_cli.launch.login_node.sent_runs import find_sent_run
+    from scaletrain_cli.rundir.paths import list_runs
+
+    here = [run.run_id for run in list_runs()]
+    if os.path.isfile(os.path.join(name, "run.json")) or name in here:
+        return None
+    found = find_sent_run(name)
+    is_id = found is not None and (found.run_id == name or found.sweep)
+    matches = [run_id for run_id in here if run_id.startswith(name)]
+    if found is None or is_id or not matches:
+        return found
+    raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [*matches, found.run_id]}))
+
+
+def _newest_sent() -> SentRun | None:
+    """Return the run that was submitted last, if that was through a login node."""
+    from scaletrain_cli.launch.login_node.sent_runs import sent_runs
+    from scaletrain_cli.rundir.paths import list_runs
+
+    newest_here = max((run.record.stat().st_mtime for run in list_runs()), default=0.0)
+    newest = sent_runs()[-1]
+    return newest if newest.submitted > newest_here else None
+
+
+def _code_of(spec: RunSpec) -> dict[str, Any] | None:
+    """Return the section ``code`` with the absolute path of the folder on this machine."""
+    if spec.code.path is None:
+        return None
+    return spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}

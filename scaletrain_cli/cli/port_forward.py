@@ -1,0 +1,65 @@
+"""`scaletrain port-forward`: reach a port of a node of a running run at 127.0.0.1."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from scaletrain_cli.cli.options import OneNode, RunName
+from scaletrain_cli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.port_forward import PortPair
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
+
+
+def command(
+    run: RunName,
+    ports: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LOCAL:]REMOTE...",
+            help="Port of the node, and the port at 127.0.0.1 that leads to it (default: the same; 0: any free one).",
+            show_default=False,
+        ),
+    ],
+    node: OneNode = None,
+) -> None:
+    """Reach ports of a node of a running run from this machine, e.g. port 6006 of a TensorBoard.
+
+    Listens at 127.0.0.1 only, and needs no right beyond those of the job's owner. A program on the node must listen at
+    its loopback address or at all addresses. Ctrl-C ends it with 0; the end of the run ends it with 4.
+    """
+    from scaletrain_cli.launch.node_session import node_of_run
+    from scaletrain_cli.launch.port_forward import ADDRESS, forward_ports, is_here, port_pair
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.console import say, warn
+
+    def opened(pair: PortPair) -> None:
+        say(f"http://{ADDRESS}:{pair.local} leads to port {pair.remote} of {place.name}")
+
+    pairs = [port_pair(text) for text in ports]
+    found = find_run(run)
+    record, place = node_of_run(found, node)
+    here = [pair for pair in pairs if is_here(record, pair)]
+    for pair in here:
+        say(f"{found.run_id} runs on this machine: its port {pair.remote} is at {ADDRESS}:{pair.remote} already")
+    away = [pair for pair in pairs if pair not in here]
+    if not away:
+        return
+    before = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        say("Ctrl-C ends the forwarding")
+        forward_ports(found, record, place, away, opened, lambda why: warn(str(why)))
+    except KeyboardInterrupt:
+        return
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt

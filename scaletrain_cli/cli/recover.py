@@ -1,0 +1,101 @@
+"""`scaletrain recover`: resume runs whose jobs were lost, once or again and again."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.completion import complete_run
+from scaletrain_cli.cli.options import AsJson, seconds_of
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.text import seconds_text, visible
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.recover import Recovery
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
+
+
+def command(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Run ids, run directories, or sweeps (default: all your runs that set restarts.lost).",
+            show_default=False,
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            "--every", metavar="TIME", help="Look again after this time, until Ctrl-C; for cron, leave it out."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Resume runs whose jobs were lost, where their spec asks for it with restarts.lost.
+
+    A job is lost if a node failed without a requeue, if another user or the site deleted it, or if its nodes did not
+    match the plan (code 5) as often as restarts.node allows. A run that you canceled is never resumed. The first resume
+    comes a minute after the loss, each further one after twice the time. Prints the ids of the runs that it resumes.
+    """
+    from scaletrain_cli.launch.recover import recover_runs
+
+    if every is not None and as_json:
+        raise UsageError("--every cannot be combined with --json. Call it again and again instead.")
+    seconds = None if every is None else seconds_of("--every", every)
+    while True:
+        done = recover_runs(_chosen(runs), (lambda found: None) if as_json else _show)
+        if as_json:
+            from scaletrain_cli.ui.json import print_json
+
+            print_json(done.to_json())
+        else:
+            from scaletrain_cli.ui.console import warn
+
+            for name, error in done.errors.items():
+                warn(f"{name}: {error}")
+        if seconds is None:
+            break
+        time.sleep(seconds)
+    if done.errors:
+        raise typer.Exit(int(next(iter(done.errors.values())).exit_code))
+    if any(found.state == "refused" for found in done.found):
+        raise typer.Exit(int(ExitCode.CRASHED))
+
+
+def _chosen(names: list[str] | None) -> list[RunDir]:
+    """Return the runs of this user that are named, or all of them. Raises UsageError."""
+    from scaletrain_cli.launch.recover import own_runs
+    from scaletrain_cli.rundir.record import require_own_run
+    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
+
+    if not names:
+        return own_runs()
+    chosen: list[RunDir] = []
+    for name in names:
+        found = find_run_or_sweep(name)
+        chosen += found.runs if isinstance(found, Sweep) else [found]
+    for run in chosen:
+        require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
+    return chosen
+
+
+def _show(found: Recovery) -> None:
+    from scaletrain_cli.ui.console import say, warn
+
+    name, number = found.run.run_id, f"{found.number} of {found.allowed}"
+    if found.state == "resumed":
+        say(f"{name}: resume {number} as job {found.job_id}; {found.why}")
+        typer.echo(visible(name))
+    elif found.state == "waiting":
+        left = max(0.0, (found.after or 0.0) - time.time())
+        say(f"{name}: resume {number} follows in {seconds_text(left)}; {found.why}")
+    elif found.state == "used-up":
+        say(f"{name}: restarts.lost = {found.allowed} is used up; `scaletrain resume {name}` continues it; {found.why}")
+    else:
+        warn(f"{name} is lost and cannot be resumed: {found.why}")

@@ -1,0 +1,69 @@
+"""The snapshot of the user's code in object storage, for the pods of a run whose snapshot no ConfigMap can hold.
+
+The list of files with their hashes is in the ConfigMap, and every file is compared with it before a rank starts. An
+archive has the hash of that list as its name, so that runs with the same code share it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
+from scaletrain_cli.rundir.code import CodeRecord, code_file
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import make_folder, replace_file
+from scaletrain_cli.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+def code_url(spec: RunSpec, code: CodeRecord) -> str | None:
+    """Return where the archive of a snapshot is kept; None without ``cluster.kubernetes.code_store``."""
+    store = spec.cluster.kubernetes.code_store
+    return None if store is None else f"{store.rstrip('/')}/{code.sha256}.tar.gz"
+
+
+def upload_code(run: RunDir, record: RunRecord) -> str | None:
+    """Store the archive of the run's code, unless the same bytes are there; return its URL, None for a run without one.
+
+    An archive of the same size is read and compared: a damaged one is replaced.
+    Raises PlaceError and UnavailableError of the store, and UsageError if the run directory lost the archive.
+    """
+    from scaletrain_cli.data.sources.places import PlaceError, find_file, read_all, write_file
+
+    code, spec = record.code, record.spec
+    url = None if code is None or spec.code.on_nodes is not None else code_url(spec, code)
+    if code is None or url is None:
+        return None
+    archive = code_file(run, code, "tar.gz")
+    if not archive.is_file():
+        folder = str(run.path / "code")
+        raise UsageError(reason("code-missing", folder=folder, run=record.run_id, version=code.name))
+    try:
+        if find_file(url).size == archive.stat().st_size and read_all(url) == archive.read_bytes():
+            return url
+    except PlaceError as error:
+        if error.reason is None or error.reason.code != "remote.not-found":
+            raise
+    write_file(url, archive)
+    return url
+
+
+def fetch_code(run: RunDir, record: RunRecord) -> None:
+    """Fetch the archive into the run directory of a pod, if no ConfigMap has brought it.
+
+    Raises PlaceError and UnavailableError of the store.
+    """
+    from scaletrain_cli.data.sources.places import read_all
+
+    code, spec = record.code, record.spec
+    if code is None or spec.code.on_nodes is not None or (url := code_url(spec, code)) is None:
+        return
+    placed = code_file(run, code, "tar.gz")
+    if not placed.exists():
+        content = read_all(url)
+        make_folder(placed.parent)
+        replace_file(placed, content)
+        logger.info("fetched the code %s of the run (%d bytes) from %s", code.name, len(content), url)

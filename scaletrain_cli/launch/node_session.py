@@ -1,0 +1,185 @@
+"""A session on one node of a running run, for `scaletrain exec`, `shell` and `port-forward`.
+
+The back end starts launch/node/command.py on the node, by srun, kubectl or directly; everything else is the same under
+every scheduler and passes through the pipes of that one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.base import Backend, JobNode, NodeCommand
+from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
+from scaletrain_cli.launch.node.streams import Frame, Kind, Link
+from scaletrain_cli.launch.status import run_status
+from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record, require_own_run
+
+_END_SECONDS = 10.0  # for the process to end once its pipes are closed
+
+
+@dataclass(frozen=True)
+class NodeSession:
+    """An open session: ``frames`` of the node after its first answer; ``failure()`` says why they ended early.
+
+    ``where``: the name of the node, or of another place, for messages.
+    """
+
+    where: str
+    link: Link
+    frames: Iterator[Frame]
+    process: subprocess.Popen[bytes]
+    words: tuple[str, ...]
+
+    def failure(self) -> SchedulerError:
+        """Return the error for frames that ended without an answer: the connection to the node is lost."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS)
+        params = {"node": self.where, "command": self.words[0], "exit_code": self.process.returncode}
+        return SchedulerError(Reason("launch.session-lost", params))
+
+
+def node_of_run(run: RunDir, node: str | None = None, rank: int | None = None) -> tuple[RunRecord, JobNode]:
+    """Return the node of a running run that ``node`` (its number or name) or ``rank`` names; by default the first.
+
+    Raises UsageError if the run is not this user's, does not run, or has no such node; SchedulerError if the scheduler
+    does not answer.
+    """
+    record = read_record(run)
+    require_own_run(run, trust_owner=False, remedy="Ask that user to do it")
+    status = run_status(run)
+    if status.state == "unknown" and status.job.state == "unknown" and not status.job.forgotten and status.job.id:
+        raise SchedulerError(Reason("launch.session-unknown", {"run": run.run_id, "why": status.reason}))
+    if status.state != "running":
+        raise UsageError(Reason("launch.session-not-running", {"run": run.run_id, "state": status.state}))
+    count = record.spec.cluster.nodes
+    names = status.nodes if len(status.nodes) == count else _nodes_of_attempt(run, status.job_id, count)
+    number = _number(run, record, names, node, rank)
+    return record, JobNode(status.job_id, number, names[number] if names else f"node {number}", named=bool(names))
+
+
+def _nodes_of_attempt(run: RunDir, job_id: str, count: int) -> tuple[str, ...]:
+    """Return the nodes of the latest attempt, for a job that holds more nodes than the run uses; empty if unknown."""
+    attempts = read_attempts(run)
+    if not attempts or attempts[-1].job_id != job_id or len(attempts[-1].nodes) != count:
+        return ()
+    return attempts[-1].nodes
+
+
+def _number(run: RunDir, record: RunRecord, names: tuple[str, ...], node: str | None, rank: int | None) -> int:
+    """Return the number of the node, from 0. Raises UsageError for one that the run does not have."""
+    count, per_node = record.spec.cluster.nodes, record.spec.cluster.gpus_per_node
+    if rank is not None:
+        if not 0 <= rank < count * per_node:
+            raise UsageError(Reason("launch.session-no-rank", {"rank": rank, "last": count * per_node - 1}))
+        return rank // per_node
+    if node is None:
+        return 0
+    if node in names:
+        return names.index(node)
+    if node.isascii() and node.isdigit() and len(node) < 10 and int(node) < count:
+        return int(node)
+    params = {"run": run.run_id, "node": node, "last": count - 1, "names": list(names)}
+    raise UsageError(Reason("launch.session-no-node" if names else "launch.session-no-node-number", params))
+
+
+@contextlib.contextmanager
+def node_session(run: RunDir, record: RunRecord, node: JobNode, request: Mapping[str, Any]) -> Iterator[NodeSession]:
+    """Start the process on the node, send the request, and yield the session once the node has accepted it.
+
+    Raises UsageError if the back end cannot do it, or if the node refuses; SchedulerError if the node is not reached.
+    Whatever ends the block also ends what was started on the node.
+    """
+    scheduler = record.spec.cluster.scheduler
+    backend: Backend = backend_for(scheduler)
+    with failures_of_plugin(scheduler):
+        command = backend.node_command(run, record, node)
+    with open_session(command, node.name, request) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def open_session(
+    command: NodeCommand,
+    where: str,
+    request: Mapping[str, Any],
+    errors: IO[bytes] | None = None,
+    within_seconds: float | None = None,
+) -> Iterator[NodeSession]:
+    """Start the command, send the request, and yield the session once the far end has accepted it.
+
+    ``errors``: the file that gets what the command itself prints to standard errors; None: that of this process.
+    ``within_seconds``: until the far end has answered; None: no limit. Raises as node_session().
+    """
+    words = command.words
+    if shutil.which(words[0]) is None:
+        raise SchedulerError(Reason("launch.session-no-command", {"command": words[0]}))
+    # In a session of its own: Ctrl-C is for the command on the node, to which it is passed on.
+    process = subprocess.Popen(
+        words,
+        env=command.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        bufsize=0,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    link = Link(process.stdout.fileno(), process.stdin.fileno())
+    is_open = False
+    limit = threading.Timer(within_seconds or threading.TIMEOUT_MAX, process.terminate)
+    limit.daemon = True
+    limit.start()
+    session = NodeSession(where, link, link.frames(), process, words)
+    try:
+        if not link.await_greeting(_show) or not link.send_document(Kind.START, dict(request)):
+            raise session.failure()
+        answer = next(session.frames, None)
+        limit.cancel()
+        if answer is None:
+            raise session.failure()
+        if answer.kind == Kind.REFUSED:
+            raise UsageError(reason_from(answer.document))
+        if answer.kind != Kind.READY:
+            raise ValueError(f"{answer.kind.name} in place of the first answer")
+        is_open = True
+        yield session
+    except ValueError as error:  # what the process prints is not of this protocol
+        raise SchedulerError(Reason("launch.session-damaged", {"node": where, "error": str(error)})) from error
+    finally:
+        limit.cancel()
+        if not is_open:  # nothing runs there
+            process.terminate()
+        process.stdin.close()  # the node's end then ends what it has started
+        _end(process)
+        process.stdout.close()
+
+
+def _show(data: bytes) -> None:
+    """Show what the scheduler or the start-up files of the node print before the session."""
+    with contextlib.suppress(OSError):
+        os.write(2, data)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

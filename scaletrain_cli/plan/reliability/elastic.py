@@ -1,0 +1,234 @@
+"""Simulate a run whose number of nodes follows a recorded spot market, and the same run that waits for all nodes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize, growth, largest_usable, usable_plans
+from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, Spread, spread
+from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+
+_STARTS = 16  # as for a run of one size
+_MOST_ROUNDS = 200  # repetitions of the trace, after which a run counts as one that never finishes
+_NOTHING = 1e-9  # share of the run below which nothing is left
+
+
+@dataclass(frozen=True)
+class ElasticRun:
+    """One simulated run. ``seconds`` is infinite if it never finishes; ``node_seconds``: of the nodes that it held."""
+
+    seconds: float
+    node_seconds: float
+    waiting: float
+    interruptions: int
+    growths: int
+
+
+@dataclass(frozen=True)
+class PolicyOutcome:
+    """Figures of one policy over all starting points. ``days`` and what follows are None if no start finishes."""
+
+    finished: int
+    days: Spread | None
+    samples_per_hour: Spread | None
+    waiting_hours: Spread | None
+    node_hours: Spread | None
+    interruptions: Spread | None
+    growths: Spread | None
+
+
+@dataclass(frozen=True)
+class ElasticOutcome:
+    """The run on its range of nodes, and the same run that waits for ``most`` nodes, on the same trace."""
+
+    trace: str
+    starts: int
+    most: int
+    elastic: PolicyOutcome
+    waiting: PolicyOutcome
+    advice: Reason
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; ``advice`` as text, with its code in ``advice_reason``."""
+        return asdict(self) | {"advice": str(self.advice), "advice_reason": coded(self.advice)}
+
+
+def compare_on_trace(spec: RunSpec, sizes: Sequence[NodeSize], trace: SpotTrace) -> ElasticOutcome | None:
+    """Return the outcome of the range and of waiting for its largest size; None if fewer than two sizes are usable.
+
+    A trace with fewer nodes than the largest size is scaled up: all of its nodes stand for all nodes of the run.
+    """
+    plans = usable_plans(sizes)
+    if len(plans) < 2:
+        return None
+    most = max(plans)
+    intervals = _scaled(trace, most)
+    elastic = _outcome(spec, plans, intervals)
+    waiting = _outcome(spec, {most: plans[most]}, intervals)
+    return ElasticOutcome(trace.name, _STARTS, most, elastic, waiting, _advice(trace, most, elastic, waiting))
+
+
+def _scaled(trace: SpotTrace, most: int) -> list[tuple[float, int]]:
+    recorded = max(nodes for _, nodes in trace.intervals)
+    joined: list[tuple[float, int]] = []
+    for seconds, available in trace.intervals:
+        nodes = available if recorded >= most else available * most // recorded
+        if joined and joined[-1][1] == nodes:
+            joined[-1] = (joined[-1][0] + seconds, nodes)
+        else:
+            joined.append((seconds, nodes))
+    return joined
+
+
+def _outcome(spec: RunSpec, plans: Mapping[int, RunPlan], intervals: Sequence[tuple[float, int]]) -> PolicyOutcome:
+    whole = math.fsum(seconds for seconds, _ in intervals)
+    runs = [simulate_sizes(spec, plans, intervals, whole * start / _STARTS) for start in range(_STARTS)]
+    ended = [run for run in runs if math.isfinite(run.seconds)]
+    if not ended:
+        return PolicyOutcome(0, None, None, None, None, None, None)
+    samples = spec.total_steps * spec.training.global_batch_size
+    return PolicyOutcome(
+        finished=len(ended),
+        days=spread([run.seconds / 86400 for run in ended]),
+        samples_per_hour=spread([samples / (run.seconds / 3600) for run in ended]),
+        waiting_hours=spread([run.waiting / 3600 for run in ended]),
+        node_hours=spread([run.node_seconds / 3600 for run in ended]),
+        interruptions=spread([float(run.interruptions) for run in ended]),
+        growths=spread([float(run.growths) for run in ended]),
+    )
+
+
+def _advice(trace: SpotTrace, most: int, elastic: PolicyOutcome, waiting: PolicyOutcome) -> Reason:
+    params: dict[str, Any] = {"trace": trace.name, "nodes": most}
+    if elastic.days is None:
+        return Reason("plan.range-never-finishes", params)
+    params |= {"days": elastic.days.median * 86400}
+    if waiting.days is None:
+        return Reason("plan.range-needed", params)
+    params |= {"waiting": waiting.days.median * 86400, "factor": waiting.days.median / elastic.days.median}
+    return Reason("plan.range-pays" if params["factor"] > 1 else "plan.range-does-not-pay", params)
+
+
+def simulate_sizes(
+    spec: RunSpec, plans: Mapping[int, RunPlan], intervals: Sequence[tuple[float, int]], start: float = 0.0
+) -> ElasticRun:
+    """Return the run from ``start`` seconds into the trace, which repeats. ``plans``: of the sizes that may be used.
+
+    The run starts on the largest size that is available. When it loses a node, it loses the work since the last
+    checkpoint, or only the notice if that is long enough for a save, and restarts on what is left, if it is enough.
+    When more nodes are available, it is checked after ``check_every`` and at least ``grow_every`` after the last such
+    restart whether one pays; if so, the run saves, and saves again when it stops. Deterministic.
+    """
+    state = _Run(spec, plans)
+    for seconds, nodes in _from(intervals, start):
+        if state.through(seconds, nodes):
+            return state.ended()
+    return ElasticRun(math.inf, state.node_seconds, state.waiting, state.interruptions, state.growths)
+
+
+def _from(intervals: Sequence[tuple[float, int]], start: float) -> Iterator[tuple[float, int]]:
+    passed = 0.0
+    for seconds, nodes in intervals:
+        passed += seconds
+        if passed > start:
+            yield min(seconds, passed - start), nodes
+    yield from itertools.chain.from_iterable(itertools.repeat(intervals, _MOST_ROUNDS))
+
+
+class _Run:
+    """The state of one run: its size, the time of its last start, and the share of the run that is left by then."""
+
+    def __init__(self, spec: RunSpec, plans: Mapping[int, RunPlan]) -> None:
+        given = spec.cluster.node_range
+        self.plans, self.usable = plans, tuple(plans)
+        self.grace_seconds = spec.cluster.grace_seconds
+        self.grows = given is not None and given.grow and len(plans) > 1
+        self.check_every = 0.0 if given is None else given.check_every
+        self.grow_every = 0.0 if given is None else given.grow_every
+        self.size: int | None = None
+        self.now = self.began = self.node_seconds = self.waiting = 0.0
+        self.left, self.grown = 1.0, -math.inf
+        self.interruptions = self.growths = 0
+
+    def ended(self) -> ElasticRun:
+        return ElasticRun(self.now, self.node_seconds, self.waiting, self.interruptions, self.growths)
+
+    def through(self, seconds: float, nodes: int) -> bool:
+        """Return whether the run ends within an interval with this number of available nodes."""
+        if self.size is not None and nodes < self.size:
+            self.left -= self._kept(self.now - self.began)
+            self.interruptions += 1
+            self.size = None
+        if self.size is None:
+            self._start(largest_usable(self.usable, nodes))
+        until = self.now + seconds
+        if self.size is None:
+            self.waiting += seconds
+            self.now = until
+            return False
+        while (moment := self._grows_at(nodes)) is not None and moment < min(until, self._ends_at()):
+            self._pass(moment)
+            self.left -= self._saved(self.now - self.began)
+            self.growths, self.grown = self.growths + 1, self.now
+            self._start(largest_usable(self.usable, nodes))
+        self._pass(min(until, self._ends_at()))
+        return self.now >= self._ends_at() - _NOTHING
+
+    def _start(self, size: int | None) -> None:
+        self.size, self.began = size, self.now
+
+    def _pass(self, moment: float) -> None:
+        assert self.size is not None
+        self.node_seconds += self.size * (moment - self.now)
+        self.now = moment
+
+    @property
+    def _plan(self) -> RunPlan:
+        assert self.size is not None
+        return self.plans[self.size]
+
+    @property
+    def _pace(self) -> float:
+        """Return seconds per second of training: steps, and checkpoints that block them."""
+        return 1 + self._plan.durability.blocked_seconds / self._plan.durability.interval_seconds
+
+    def _ends_at(self) -> float:
+        return self.began + self._plan.durability.restart_seconds + self.left * self._plan.time.to_train * self._pace
+
+    def _share(self, seconds: float) -> float:
+        """Return the share of the run of these seconds of steps and blocking checkpoints."""
+        return min(self.left, max(0.0, seconds) / self._pace / self._plan.time.to_train)
+
+    def _saved(self, seconds: float) -> float:
+        """Return the share done by a run that stops on request: a last save, and nothing is lost."""
+        durability = self._plan.durability
+        return self._share(seconds - durability.restart_seconds - durability.save_seconds)
+
+    def _kept(self, seconds: float) -> float:
+        """Return the share kept of a run that loses a node ``seconds`` after its start."""
+        durability = self._plan.durability
+        worked = max(0.0, seconds - durability.restart_seconds)
+        if durability.grace_ok:
+            return self._share(worked - self.grace_seconds)
+        segment = durability.interval_seconds + durability.blocked_seconds
+        behind = durability.save_seconds - durability.blocked_seconds
+        return self._share(math.floor(max(0.0, worked - behind) / segment) * segment)
+
+    def _grows_at(self, nodes: int) -> float | None:
+        """Return when the run has saved and stopped to restart on more nodes; None if it does not."""
+        target = largest_usable(self.usable, nodes)
+        if not self.grows or self.size is None or target is None or target <= self.size:
+            return None
+        durability = self._plan.durability
+        ready = self.began + durability.restart_seconds
+        asked = max(ready, self.now + self.check_every, self.grown + self.grow_every)
+        done = self._share(asked + durability.save_seconds - ready)
+        if not growth(self.plans, self.size, target, left=self.left - done).pays:
+            return None
+        return asked + 2 * durability.save_seconds  # one while it trains, and the last one

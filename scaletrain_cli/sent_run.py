@@ -1,0 +1,66 @@
+"""Read the state of a run that its submitter's machine sent to a view, which runs where the files of the run are.
+
+Pods have no access to the scheduler, and the run directory of the submitter has files that theirs lacks. The machine
+that asks for the view sends both: the job as the scheduler reports it, whether the run was canceled, its own events,
+and its small documents. They are in one file (launch/node/view.py), which is replaced while the view lasts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.sent_command import sent
+
+
+@dataclass(frozen=True)
+class SentRun:
+    """``run_dir``: the run directory here; ``documents``: by their path in it; ``received``: Unix time of the file."""
+
+    run_dir: str
+    job: Mapping[str, Any]
+    is_cancelled: bool
+    events: Sequence[dict[str, Any]]
+    documents: Mapping[str, dict[str, Any]]
+    received: float
+
+
+_read: tuple[tuple[int, int], SentRun] | None = None
+
+
+def sent_run(folder: Path) -> SentRun | None:
+    """Return what was sent about the run with this run directory; None for any other run, and where nothing was."""
+    known = _sent()
+    return known if known is not None and known.run_dir == str(folder) else None
+
+
+def sent_run_folder() -> Path | None:
+    """Return the run directory of the run that is shown; None where nothing was sent."""
+    known = _sent()
+    return None if known is None else Path(known.run_dir)
+
+
+def _sent() -> SentRun | None:
+    global _read
+    path = sent().run
+    if path is None:
+        return None
+    found = os.stat(path)
+    state = (found.st_ino, found.st_mtime_ns)
+    if _read is None or _read[0] != state:
+        _read = (state, SentRun(**json.loads(path.read_bytes()), received=found.st_mtime))
+    return _read[1]
+
+
+def sent_document(path: Path) -> dict[str, Any] | None:
+    """Return the document that was sent for this path in a run directory; None if there is none."""
+    if sent().run is None:
+        return None
+    for folder in list(path.parents)[:2]:
+        if (found := sent_run(folder)) is not None:
+            return found.documents.get(str(path.relative_to(folder)))
+    return None

@@ -1,0 +1,66 @@
+"""Imports at the start of a rank, which delay every attempt of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+_SPEC = """
+schema: scaletrain/v1
+name: start
+model: {family: llama, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32,
+  vocab_size: 32, seq_len: 8}
+data: {source: synthetic}
+training:
+  {global_batch_size: 1, micro_batch_size: 1, steps: 10, precision: fp32, optimizer: {name: adamw, lr: 1.0e-3}}
+layout: {zero_stage: 2, activation_checkpointing: none}
+cluster: {scheduler: local, gpu: cpu, nodes: 1, gpus_per_node: 1}
+"""
+
+_A_STEP = """
+import sys
+import torch
+import torch.distributed as dist
+from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.step import build_stepper
+from scaletrain_cli.plan import make_plan
+from pathlib import Path
+from scaletrain_cli.spec import parse_spec
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+spec, device = parse_spec(sys.argv[1], file="start.yaml", base_dir=Path()), torch.device("cpu")
+composed = compose(spec, make_plan(spec).layout, Mesh.alone(), device)
+tokens = torch.arange(8).view(1, 8)
+batch = MicroBatch(tokens, tokens, torch.arange(8), torch.zeros(1, dtype=torch.int64), torch.tensor(8.0))
+build_stepper(composed, Mesh.alone(), device, spec.training).train([batch])
+print("torch._dynamo" in sys.modules)
+"""
+
+_AT_THE_START = """
+import sys
+import torch
+import torch.distributed as dist
+from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+prepare_deepspeed(torch.device("cpu"))
+print(*sorted({"mlflow", "pandas", "torch._inductor.graph"} & sys.modules.keys()))
+import mlflow
+"""
+
+
+def test_a_rank_does_not_load_mlflow_or_inductor_with_deepspeed_and_can_load_mlflow_later() -> None:
+    done = subprocess.run([sys.executable, "-c", _AT_THE_START], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_rank_that_compiles_nothing_does_not_load_the_compiler_of_torch() -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", _A_STEP, _SPEC]
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"

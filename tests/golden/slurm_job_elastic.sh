@@ -1,0 +1,91 @@
+#!/bin/bash
+#SBATCH --job-name=a-1
+#SBATCH --nodes=2-8
+#SBATCH --cpus-per-task=1
+#SBATCH --signal=USR1@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+
+# Keep only these variables of the job's environment. The ranks also get those that the spec sets.
+# dropped: names that bash cannot unset, such as exported functions. env removes them for the agents.
+dropped=()
+while IFS='=' read -r -d '' name _; do
+    case "$name" in
+    SLURM_*|SLURMD_*|SRUN_*|SCALETRAIN_*|CUDA_*|NVIDIA_*|NCCL_*|UCX_*|FI_*|GLOO_*|ROCR_VISIBLE_DEVICES|\
+    HIP_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|KRB5CCNAME|PWD|CUDA_HOME|HOME|LANG|LC_ALL|\
+    LD_LIBRARY_PATH|LMOD_PKG|LOGNAME|MODULEPATH|MODULESHOME|PATH|PYTHONPATH|SHELL|SLURM_CONF|SSL_CERT_FILE|\
+    TMPDIR|TZ|USER|VIRTUAL_ENV|XDG_CACHE_HOME) continue ;;
+    esac
+    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name")
+done < <(env -0)
+
+# Remove empty and relative entries from search paths: they would be looked up in the job's current folder.
+keep_absolute() {
+    local name entry kept
+    for name; do
+        kept=
+        while IFS= read -r -d : entry; do
+            [ "${entry:0:1}" != / ] || kept+="${kept:+:}$entry"
+        done <<<"${!name-}:"
+        if [ -n "$kept" ]; then export "$name=$kept"; else unset -v "$name"; fi
+    done
+}
+keep_absolute PATH PYTHONPATH
+keep_absolute PATH PYTHONPATH
+python=/opt/st/bin/python
+# Python code that runs a module, without the current folder in sys.path.
+start='import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_module(sys.argv.pop(1), run_name=__name__, alter_sys=True)'
+run='/home/ada/my runs/a-1'
+
+# The node agents forward signals to the ranks. This shell survives them, to record the end of the attempt.
+# SIGTERM to this shell means that Slurm ends the job: this script then does not requeue it.
+ended_by_slurm=
+trap 'ended_by_slurm=--ended-by-slurm' TERM
+trap : USR1
+
+# Begin an attempt: prints its number and the address of the rendezvous, and its nodes if Slurm may give more.
+began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit
+[ -n "$began" ] || exit 0 # the run has already finished
+read -r attempt address port nodes names <<<"$began"
+
+# env instead of export: no variable of the spec can change this shell or its own commands.
+env "${dropped[@]}" \
+    MASTER_ADDR="$address" MASTER_PORT="$port" \
+    "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --nodelist="$names" \
+    "$python" \
+    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &
+step=$!
+# While the run has fewer nodes than it could use: look for idle ones, and stop the ranks if a restart pays.
+growth=
+if [ "$nodes" -lt 8 ]; then
+    "$python" -c "$start" scaletrain_cli.launch.backends.slurm.growth "$run" --attempt "$attempt" &
+    growth=$!
+fi
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
+wait "$step"
+code=$?
+[ -z "$growth" ] || kill "$growth" 2>/dev/null
+
+# Record the end of the attempt: prints `requeue` and the nodes to exclude, or `stop`.
+decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
+    --srun-exit-code "$code" $ended_by_slurm)
+code=$?
+read -r decision exclude <<<"$decision"
+[ "$decision" = requeue ] || exit "$code"
+
+# Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.
+requeue() {
+    scontrol requeue "$SLURM_JOB_ID" || return
+    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"
+    exit "$code"
+}
+
+for pause in 5 15 30 0; do # retry: slurmctld may be down for a moment
+    [ -z "$ended_by_slurm" ] || break
+    requeue
+    sleep "$pause" &
+    wait $!
+done
+"$python" -c "$start" scaletrain_cli.launch.backends.slurm.job not-requeued "$run" --attempt "$attempt" $ended_by_slurm
+exit "$code"

@@ -1,0 +1,410 @@
+"""Copying checkpoints and history to a mirror: at a real S3 server, and in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.mirror import object_store
+from scaletrain_cli.mirror.checkpoints import list_folders, read_mirrored
+from scaletrain_cli.mirror.claims import read_claims
+from scaletrain_cli.mirror.history import newest_index, restore_history
+from scaletrain_cli.mirror.transfer import LocalFileError, Throttle, hashed_blocks
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
+from scaletrain_cli.rundir.evaluations import steps_to_keep
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.mirror_state import read_mirror_state
+from scaletrain_cli.worker.checkpoint_commit import mark_clean
+from tests.data.remote.conftest import BUCKET
+from tests.data.remote.faults import FaultyProxy
+from tests.mirror.conftest import MakeMirrored, MirroredRun
+
+_PART = object_store._PART_BYTES
+
+
+@pytest.fixture(params=["store", "folder"])
+def mirrored(request: pytest.FixtureRequest, make_mirrored: MakeMirrored, tmp_path: Path) -> MirroredRun:
+    """A run whose mirror is at an S3 server, and one whose mirror is a folder."""
+    if request.param == "store":
+        request.getfixturevalue("s3")
+        return make_mirrored()
+    return make_mirrored(str(tmp_path / "other-disk"))
+
+
+def uploads(proxy: FaultyProxy) -> list[str]:
+    """Return the names of the shards that were sent, without repetitions of requests."""
+    return [request.path.rpartition("/")[2].partition("?")[0] for request in proxy.seen if request.method == "PUT"]
+
+
+def test_a_checkpoint_is_copied_with_its_manifest_last_and_the_history_before(mirrored: MirroredRun) -> None:
+    saved = mirrored.commit(10)
+    assert mirrored.mirror().look()
+    (folder,) = mirrored.mirrored()
+    found = read_mirrored(mirrored.store, folder)
+    assert isinstance(found, Checkpoint)
+    assert (found.step, found.files, found.world_size) == (10, saved.files, 2)
+    for name, digest in saved.files.items():
+        content = mirrored.store.read(f"{folder.name}/{name}") or b""
+        assert FileDigest(len(content), hashlib.sha256(content).hexdigest()) == digest
+    (event,) = mirrored.events("mirrored")
+    assert (event["step"], event["bytes"]) == (10, 100_000)
+    state = read_mirror_state(mirrored.run)
+    assert state is not None
+    assert (state.state, state.step, state.steps, state.lag_seconds(time.time())) == ("current", 10, [10], 0.0)
+
+
+def test_the_manifest_is_the_last_object_of_a_checkpoint(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
+    made = make_mirrored()
+    made.commit(10)
+    made.mirror().look()
+    order = uploads(s3)
+    manifest = order.index("manifest.json")
+    assert {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(order[:manifest])
+    assert any(path.startswith("0001-") for path in order[:manifest]), "the list of the history is before it"
+
+
+def test_history_is_restored_as_it_was(mirrored: MirroredRun, tmp_path: Path) -> None:
+    (mirrored.run.path / "code").mkdir()
+    (mirrored.run.path / "code" / "abc.patch").write_text("a patch")
+    (mirrored.run.path / "secrets.json").write_text('{"KEY": "hidden"}')
+    (mirrored.run.path / "stop").touch()
+    mirrored.commit(10)
+    mirror = mirrored.mirror()
+    mirror.look()
+    mirrored.commit(20)
+    mirror.look()
+    index = newest_index(mirrored.store, read_claims(mirrored.store))
+    assert index is not None
+    restore_history(mirrored.store, index, tmp_path / "restored")
+    restored = {path.relative_to(tmp_path / "restored").as_posix() for path in (tmp_path / "restored").rglob("*.*")}
+    assert {"run.json", "events.jsonl", "metrics.jsonl", "code/abc.patch"} <= restored
+    assert not restored & {"secrets.json", "stop", "mirror.json", "mirror-claim.json"}
+    assert (tmp_path / "restored" / "metrics.jsonl").read_bytes() == mirrored.run.metrics.read_bytes()
+    events = (tmp_path / "restored" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in events if json.loads(line)["event"] == "checkpoint"] == [10, 20]
+
+
+def test_the_mirror_has_a_retention_of_its_own(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
+    made = make_mirrored(str(tmp_path / "disk"), "checkpoint.mirror.keep=2", "checkpoint.mirror.keep_every=20")
+    mirror = made.mirror()
+    for step in (10, 20, 30, 40, 50):
+        made.commit(step)
+        mirror.look()
+        if step > 10:
+            made.remove(step - 10)  # local retention is tighter
+    assert made.steps() == [20, 40, 50]
+    assert all(folder.is_committed for folder in list_folders(made.store))
+    lists = [name for name in made.store.list("history") if not name.rpartition("/")[2].startswith(".")]
+    assert len(lists) <= 3 + 1
+
+
+def test_the_only_mirrored_checkpoint_stays_when_none_is_left_here(mirrored: MirroredRun) -> None:
+    mirrored.commit(10)
+    mirror = mirrored.mirror()
+    mirror.look()
+    mirrored.remove(10)
+    mirror.look(is_last=True)
+    mirrored.mirror().look(is_last=True)
+    assert mirrored.steps() == [10]
+
+
+def test_fewest_steps_between_copies_and_the_last_one_at_the_end(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
+    made = make_mirrored(str(tmp_path / "disk"), "checkpoint.mirror.every=25", "checkpoint.mirror.keep=9")
+    mirror = made.mirror()
+    for step in (10, 20, 30, 40):
+        made.commit(step)
+        mirror.look()
+    assert made.steps() == [10, 40]
+    made.commit(50)
+    mirror.look()
+    assert made.steps() == [10, 40]
+    assert mirror.look(is_last=True)
+    assert made.steps() == [10, 40, 50]
+
+
+def test_a_new_process_stores_only_what_is_missing(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
+    made = make_mirrored()
+    made.commit(10, (_PART + 1000, 5_000, 4_000))
+    s3.fault = lambda request: "denied" if request.method == "PUT" and "rank-00002" in request.path else None
+    assert not made.mirror().look()
+    assert made.steps() == []
+    before = len(s3.seen)
+    s3.fault = lambda request: None
+    assert made.mirror().look()
+    sent = [r.path for r in s3.seen[before:] if r.method in ("PUT", "POST") and "rank-" in r.path]
+    assert all("rank-00002" in path for path in sent), sent
+    assert made.steps() == [10]
+
+
+def test_another_save_of_the_same_step_replaces_the_first(mirrored: MirroredRun) -> None:
+    mirrored.commit(10, seed=1)
+    mirror = mirrored.mirror()
+    mirror.look()
+    for seed in (2, 3):  # their hashes sort in both ways
+        saved = mirrored.commit(10, seed=seed)
+        mirror.look()
+        (folder,) = mirrored.mirrored()
+        found = read_mirrored(mirrored.store, folder)
+        assert isinstance(found, Checkpoint)
+        assert found.files == saved.files
+
+
+def test_a_checkpoint_that_training_marks_clean_is_clean_in_the_mirror(mirrored: MirroredRun) -> None:
+    saved = mirrored.commit(10)
+    mirror = mirrored.mirror()
+    mirror.look()
+    mark_clean(saved, 1)
+    assert mirror.has_news()
+    mirror.look()
+    found = read_mirrored(mirrored.store, mirrored.mirrored()[0])
+    assert isinstance(found, Checkpoint)
+    assert found.clean
+
+
+def test_rolled_back_checkpoints_leave_the_mirror(mirrored: MirroredRun) -> None:
+    mirror = mirrored.mirror()
+    for step in (10, 20):
+        mirrored.commit(step)
+        mirror.look()
+    record_event(mirrored.run, "rolled-back", from_step=25, to_step=10, skip=[11, 12])
+    mirrored.remove(20)
+    mirrored.commit(15)
+    mirror.look()
+    assert mirrored.steps() == [10, 15]
+
+
+def start_from_scratch(mirrored: MirroredRun) -> None:
+    """Lose all checkpoints here, and record what ``resume --from-scratch`` does."""
+    for step in mirrored.here():
+        mirrored.remove(step)
+    record_event(mirrored.run, "from-scratch")
+
+
+def test_after_a_start_from_scratch_the_mirror_has_the_new_checkpoints(
+    make_mirrored: MakeMirrored, tmp_path: Path
+) -> None:
+    made = make_mirrored(str(tmp_path / "disk"), "checkpoint.mirror.keep=2")
+    mirror = made.mirror()
+    for step in (4000, 5000):
+        made.commit(step)
+        mirror.look()
+    start_from_scratch(made)
+    mirror = made.mirror()  # the process of the next attempt
+    mirror.look()
+    assert made.steps() == [4000, 5000], "they stay until a new one is there"
+    seen = []
+    for step in (100, 200, 300):
+        made.commit(step, seed=1)
+        mirror.look()
+        seen.append(made.steps())
+    assert seen == [[100], [100, 200], [200, 300]]
+    assert mirror.state.step == 300
+
+
+def test_a_step_that_is_saved_again_after_a_start_from_scratch_is_valid(
+    make_mirrored: MakeMirrored, tmp_path: Path
+) -> None:
+    made = make_mirrored(str(tmp_path / "disk"))
+    made.commit(10)
+    made.mirror().look()
+    start_from_scratch(made)
+    made.commit(10)  # the same bytes
+    mirror = made.mirror()
+    mirror.look()
+    assert len(made.events("mirrored")) == 2
+    made.commit(20)
+    mirror.look()
+    assert made.steps() == [10, 20]
+
+
+@pytest.mark.parametrize("setting", ["every=1000", "keep=1"])
+def test_after_a_rollback_the_mirror_has_the_checkpoints_that_follow(
+    make_mirrored: MakeMirrored, tmp_path: Path, setting: str
+) -> None:
+    made = make_mirrored(str(tmp_path / "disk"), f"checkpoint.mirror.{setting}")
+    mirror = made.mirror()
+    for step in (4000, 5000):
+        made.commit(step)
+        mirror.look()
+    made.commit(3900)
+    for step in (4000, 5000):
+        made.remove(step)
+    record_event(made.run, "rolled-back", from_step=5100, to_step=3900, skip=[1, 2])
+    mirror.look()
+    assert made.steps() == [3900]
+    for step in (4400, 4800):
+        made.commit(step, seed=1)
+        mirror.look()
+    assert made.steps() == ([4800] if setting == "keep=1" else [3900])
+    if setting != "keep=1":
+        made.commit(5000, seed=1)
+        mirror.look()
+        assert made.steps() == [3900, 5000]
+
+
+def test_a_checkpoint_that_is_rolled_back_while_it_is_copied_is_not_valid(mirrored: MirroredRun) -> None:
+    mirror = mirrored.mirror()
+    mirrored.commit(10)
+    mirror.look()
+    mirrored.commit(20)
+    before_commit = mirror._before_commit
+
+    def roll_back() -> None:
+        before_commit()
+        record_event(mirrored.run, "rolled-back", from_step=25, to_step=10, skip=[11, 12])
+        mirrored.remove(20)
+
+    mirror._before_commit = roll_back  # type: ignore[method-assign]
+    mirror.look()
+    assert mirrored.steps() == [10]
+    assert [event["step"] for event in mirrored.events("mirrored")] == [10]
+
+
+def test_a_damaged_checkpoint_here_is_not_copied_and_the_next_one_is(mirrored: MirroredRun) -> None:
+    saved = mirrored.commit(10)
+    shard = saved.path / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    mirror = mirrored.mirror()
+    assert not mirror.look()
+    assert mirrored.steps() == []
+    (event,) = mirrored.events("mirror-failed")
+    assert event["code"] == "mirror.local-file-damaged"
+    mirrored.commit(20)
+    assert mirror.look(is_last=True)
+    assert mirrored.steps() == [20]
+
+
+def test_retention_keeps_the_checkpoint_that_is_copied(mirrored: MirroredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirrored.commit(10)
+    settings, seen = mirrored.record.spec.checkpoint, list[set[int]]()
+    monkeypatch.setattr(
+        "scaletrain_cli.mirror.sync.upload_checkpoint",
+        lambda *_: seen.append(steps_to_keep(mirrored.run, settings, mirrored.run.checkpoints)) or 1 / 0,
+    )
+    with pytest.raises(ZeroDivisionError):
+        mirrored.mirror().look()
+    assert seen == [{10}]
+    assert steps_to_keep(mirrored.run, settings, mirrored.run.checkpoints) == set()
+
+
+def test_no_more_bytes_per_second_than_allowed(tmp_path: Path) -> None:
+    content = bytes(3 << 20)
+    (tmp_path / "file").write_bytes(content)
+    digest = FileDigest(len(content), hashlib.sha256(content).hexdigest())
+    throttle, began = Throttle(10 << 20), time.monotonic()
+    for _ in range(5):
+        with (tmp_path / "file").open("rb") as file:
+            assert sum(len(block) for block in hashed_blocks(file, tmp_path / "file", digest, throttle)) == 3 << 20
+    assert time.monotonic() - began >= 15 / 10 - 0.3
+    assert throttle.sent == 15 << 20
+    with (tmp_path / "file").open("rb") as file, pytest.raises(LocalFileError):
+        list(hashed_blocks(file, tmp_path / "file", FileDigest(3 << 20, "0" * 64), Throttle(1e12)))
+
+
+@pytest.mark.long
+def test_what_a_large_file_has_in_the_store_is_verified_without_reading_it(
+    s3: FaultyProxy, make_mirrored: MakeMirrored
+) -> None:
+    made = make_mirrored()
+    made.commit(10, (2 * _PART + 77, 2 * _PART, 100))
+    assert made.mirror().look()
+    read = [request for request in s3.seen if request.method == "GET" and "rank-" in request.path]
+    assert read == []
+    assert made.steps() == [10]
+
+
+@pytest.mark.parametrize("size", [20_000, _PART + 5])
+def test_bytes_that_change_on_the_way_are_found_and_sent_again(
+    s3: FaultyProxy, make_mirrored: MakeMirrored, size: int
+) -> None:
+    made, faults = make_mirrored(), iter(["changed-upload"])
+    s3.fault = lambda request: next(faults, None) if request.method == "PUT" and "rank-" in request.path else None
+    made.commit(10, (size,))
+    assert made.mirror().look()
+    assert s3.broken == ["changed-upload"]
+    assert made.steps() == [10]
+    saved, (folder,) = made.run.checkpoints / "step-00000010", made.mirrored()
+    name = "rank-00000.safetensors"
+    assert made.store.read(f"{folder.name}/{name}") == (saved / name).read_bytes()
+
+
+def test_a_store_that_always_stores_other_bytes_has_no_checkpoint(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
+    made = make_mirrored()
+    s3.fault = lambda request: "changed-upload" if request.method == "PUT" and "rank-" in request.path else None
+    made.commit(10, (20_000,))
+    assert not made.mirror().look()
+    assert made.steps() == []
+    state = read_mirror_state(made.run)
+    assert state is not None
+    assert state.problem is not None
+    assert (state.state, state.problem.code) == ("failing", "mirror.wrong-bytes")
+
+
+def test_a_store_without_md5_is_verified_by_reading(
+    s3: FaultyProxy, make_mirrored: MakeMirrored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_etag", lambda md5s, in_parts: "of another kind")
+    made = make_mirrored()
+    made.commit(10, (20_000, _PART + 5))
+    assert made.mirror().look()
+    read = {
+        request.path.rpartition("/")[2] for request in s3.seen if request.method == "GET" and "rank-" in request.path
+    }
+    assert read == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert made.steps() == [10]
+
+
+@pytest.mark.parametrize(
+    "fault", ["reset", *(pytest.param(each, marks=pytest.mark.long) for each in ("slow-down", "delay"))]
+)
+def test_faults_that_pass_are_repeated(s3: FaultyProxy, make_mirrored: MakeMirrored, fault: str) -> None:
+    made = make_mirrored()
+    s3.fault = lambda request: fault if request.number % 3 == 0 else None
+    made.commit(10, (20_000, _PART + 5))
+    assert made.mirror().look()
+    assert fault in s3.broken
+    assert made.steps() == [10]
+    assert made.events("mirror-failed") == []
+
+
+def test_without_rights_the_run_has_an_event_and_goes_on_when_they_are_back(
+    s3: FaultyProxy, make_mirrored: MakeMirrored
+) -> None:
+    made = make_mirrored()
+    made.commit(10)
+    s3.fault = lambda request: "denied" if request.method == "PUT" else None
+    mirror = made.mirror()
+    assert not mirror.look()
+    assert not mirror.look(is_last=True)
+    (event,) = made.events("mirror-failed")
+    assert event["code"] == "remote.denied"
+    assert "secret-of-the-test" not in (made.run.events.read_text() + (made.run.path / "mirror.json").read_text())
+    s3.fault = lambda request: None
+    assert mirror.look(is_last=True)
+    assert made.steps() == [10]
+    assert len(made.events("mirror-recovered")) == 1
+
+
+def test_a_missing_bucket_is_named(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
+    made = make_mirrored("s3://not-there/mirror")
+    made.commit(10)
+    assert not made.mirror().look()
+    (event,) = made.events("mirror-failed")
+    assert event["code"] == "remote.no-bucket"
+    assert BUCKET not in event["message"]
+
+
+def test_a_pause_follows_each_failure(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("in the way")
+    made = make_mirrored(str(tmp_path / "a-file"))
+    made.commit(10)
+    mirror = made.mirror()
+    assert mirror.has_news()
+    assert not mirror.look()
+    assert not mirror.has_news()

@@ -1,0 +1,110 @@
+"""A run of the real engine whose number of nodes follows the capacity of a real Slurm, without a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record, revisions
+from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.site import FOREVER, Site
+from tests.slurm_cluster.test_a_run_on_slurm import HOSTILE, TINY, Login, curves, ends, events
+
+pytestmark = pytest.mark.slurm
+SAVED_EVERY = 10
+LOSS_TOLERANCE = 1e-4  # of sums in another order, as for a resized run
+RUN = (
+    *TINY,
+    f"checkpoint.every={SAVED_EVERY}",
+    "training.optimizer.lr=1e-4",  # lower than in the recipe: differences of sums do not grow within the test
+    "training.schedule={name: constant, warmup_steps: 0}",
+)
+ELASTIC = (
+    *("cluster.scheduler=slurm", "cluster.gpus_per_node=1"),
+    "cluster.nodes={min: 2, max: 4, check_every: 2s, grow_every: 1s}",
+    "cluster.slurm={partition: main, time: 30m, memory_per_node: 2GB}",
+)
+# Slow enough that the steps of a run last as long as its restarts.
+SLOW = "env.SCALETRAIN_FAULT=slow-rank rank=0 seconds=0.3"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[DevCluster]:
+    with DevCluster.running(nodes=4, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=15) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def login(cluster: DevCluster, tmp_path: Path) -> Iterator[Login]:
+    yield Login(cluster, tmp_path / HOSTILE)
+    cluster.restore()
+
+
+def sizes(run_dir: str) -> list[tuple[int, int]]:
+    return [(event["before"], event["nodes"]) for event in events(run_dir, "resized")]
+
+
+def losses(run_dir: str) -> dict[int, float]:
+    return {step: value for (step, name), value in curves(run_dir).items() if name == "loss"}
+
+
+def test_nodes_that_no_size_uses_are_returned_to_slurm(cluster: DevCluster, tmp_path: Path) -> None:
+    """Three nodes are free, and the run can use 1, 4 or 8: it trains on one and returns the others.
+
+    Eight nodes are more than the partition has. The engine is a stand-in.
+    """
+    with Site.visiting(cluster, tmp_path) as site:
+        cluster.run("scontrol", "update", "nodename=n4", "state=drain", "reason=test")
+        nodes = "cluster.nodes={min: 1, max: 8, grow: false}"
+        run_id = site.submit(FOREVER, nodes, "cluster.slurm.partition=main")
+        now = site.trains(run_id)
+        assert (now["nodes"], now["planned_nodes"], now["sizes"]) == (["n1"], 1, [1, 4, 8])
+        states = cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").stdout.splitlines()
+        assert {"n2 idle", "n3 idle"} <= set(states)
+        assert [(event["before"], event["nodes"]) for event in site.events(run_id, "resized")] == [(8, 1)]
+        cluster.run("scontrol", "update", "nodename=n4", "state=resume")
+        cluster.run("scontrol", "requeue", now["job_id"])
+        again = site.trains(run_id, attempt=2)
+        assert again["nodes"] == ["n1", "n2", "n3", "n4"], "the request of the job is still the whole range"
+        site.cancel(run_id)
+
+
+@pytest.mark.long
+def test_a_run_continues_on_the_nodes_that_are_left_and_returns_to_all_when_they_are_back(login: Login) -> None:
+    """4 nodes, 2 of which are lost; 2 nodes; all 4 again. Every step trains the same samples as without this."""
+    cluster = login.cluster
+    run_id = login.submit(*RUN, *ELASTIC, SLOW)
+    before = login.wait_for_steps(run_id, 1, more=SAVED_EVERY + 5)
+    assert before["nodes"] == ["n1", "n2", "n3", "n4"]
+    for node in ("n3", "n4"):
+        cluster.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+    cluster.run("scontrol", "requeue", before["job_id"])  # as a preemption of the job does
+    fewer = login.wait_for_steps(run_id, 2, more=5)
+    assert fewer["nodes"] == ["n1", "n2"]
+    assert sizes(fewer["run_dir"]) == [(4, 2)]
+    run = RunDir(Path(fewer["run_dir"]))
+    assert read_record(run).plan.layout.world_size == 2
+
+    for node in ("n3", "n4"):
+        cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+    again = login.wait_for_steps(run_id, 3, more=SAVED_EVERY + 5)
+    assert again["nodes"] == ["n1", "n2", "n3", "n4"]
+    assert again["job_id"] == before["job_id"]
+    assert sizes(again["run_dir"]) == [(4, 2), (2, 4)]
+    assert revisions(run) == [1, 2]
+    assert ends(again["run_dir"])[1] == (75, "resize")
+    assert [event["requeue"] for event in events(again["run_dir"], "attempt-ended")][1]
+    login.scaletrain("cancel", run_id, "--yes")
+    login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
+
+    disturbed = losses(again["run_dir"])
+    undisturbed = login.submit(*RUN, "cluster.gpus_per_node=2")  # of this machine
+    whole = login.wait(undisturbed, lambda now: (now["step"] or 0) >= max(disturbed))
+    login.scaletrain("cancel", undisturbed, "--yes")
+    login.wait(undisturbed, lambda now: now["state"] == "cancelled", "cancelled")
+    expected = losses(whole["run_dir"])
+    assert sorted(disturbed) == list(range(1, max(disturbed) + 1))
+    assert disturbed == pytest.approx({step: expected[step] for step in disturbed}, rel=LOSS_TOLERANCE)

@@ -1,0 +1,146 @@
+"""The Helm chart k8s/chart has the same objects as the Kustomize overlays, and its values are checked by its schema.
+
+Helm's own template engine renders the chart if the Python package helm-python-sdk is installed (Helm 4.2, 244 MB; it is
+no dependency of this project). The renderings are kept in tests/golden/chart, with the digest of the chart's files, and
+are compared with the overlays in every environment: a chart that was changed and not rendered again is a failure.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from ruamel.yaml import YAML
+
+from tests.launch.backends.kubernetes.test_api_versions import kueue_crds
+from tests.launch.backends.kubernetes.test_schemas import CRDS, strict
+from tests.test_k8s import Objects, by_name, objects
+
+CHART = Path(__file__).parent.parent / "k8s" / "chart"
+RECORDED = Path(__file__).parent / "golden" / "chart"
+VALUES: dict[str, dict[str, Any]] = {
+    "kueue": {},
+    "no-queue": {"kueue": {"enabled": False}, "resourceQuota": {"enabled": True}},
+    "kueue-v1beta1": {"kueue": {"apiVersion": "kueue.x-k8s.io/v1beta1"}},
+}
+KEPT = {"helm.sh/resource-policy": "keep"}  # Helm's own: an uninstalled release leaves the volume
+
+
+def digest() -> str:
+    """Return the digest of every file of the chart."""
+    found = hashlib.sha256()
+    for path in sorted(CHART.rglob("*")):
+        if path.is_file():
+            found.update(str(path.relative_to(CHART)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def recorded(name: str) -> tuple[str, Objects]:
+    """Return the digest of the chart that was rendered, and its objects."""
+    text = (RECORDED / f"{name}.yaml").read_text(encoding="utf-8")
+    return text.partition("\n")[0].rpartition(" ")[2], by_name(list(YAML(typ="safe").load_all(text)))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_helm_renders_what_is_recorded(name: str, golden: Callable[[str, str], None]) -> None:
+    helm = pytest.importorskip("helm_python", reason="needs the Python package helm-python-sdk, 244 MB")
+    with helm.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(VALUES[name])
+        rendered = chart.render(VALUES[name], name="scaletrain", namespace="ml")
+    texts = [text.strip() for path, text in sorted(rendered.items()) if path.endswith(".yaml") and text.strip()]
+    whole = "\n---\n".join(text.removeprefix("---").strip() for text in texts)
+    golden(f"chart/{name}.yaml", f"# rendered by Helm; sha256 of the chart: {digest()}\n{whole}\n")
+
+
+def test_helm_finds_no_error_in_the_chart() -> None:
+    helm = pytest.importorskip("helm_python", reason="needs the Python package helm-python-sdk, 244 MB")
+    assert helm.lint(str(CHART))["errors"] == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_recorded_rendering_is_of_this_chart(name: str) -> None:
+    assert recorded(name)[0] == digest(), (
+        "the chart has changed: pip install helm-python-sdk, then pytest --accept-goldens tests/test_k8s_chart.py"
+    )
+
+
+@pytest.mark.parametrize("name", ["kueue", "no-queue"])
+def test_the_chart_has_the_objects_of_the_overlay(name: str) -> None:
+    rendered = recorded(name)[1]
+    assert rendered["PersistentVolumeClaim", "runs"]["metadata"].pop("annotations") == KEPT
+    assert rendered == objects(f"overlays/{name}")
+
+
+def test_an_older_kueue_gets_the_same_queues_in_its_own_version() -> None:
+    older, newer = recorded("kueue-v1beta1")[1], recorded("kueue")[1]
+    for key, one in copy.deepcopy(newer).items():
+        if "kueue" in one["apiVersion"]:
+            one["apiVersion"] = "kueue.x-k8s.io/v1beta1"
+        if key[0] == "ClusterQueue":
+            one["spec"]["cohort"] = one["spec"].pop("cohortName")
+        assert older[key] == one
+    assert older.keys() == newer.keys()
+
+
+@pytest.mark.skipif(CRDS is None, reason="$SCALETRAIN_CRDS names no folder with CRDs")
+@pytest.mark.parametrize("name", ["kueue", "kueue-v1beta1"])
+def test_the_queues_are_valid_by_the_released_crds_of_their_version(name: str) -> None:
+    found = [one for one in recorded(name)[1].values() if "kueue" in one["apiVersion"]]
+    assert len(found) > 8
+    for one in found:
+        schema = copy.deepcopy(kueue_crds()[one["apiVersion"].partition("/")[2], one["kind"]])
+        schema["properties"] |= {"metadata": {"type": "object"}, "apiVersion": {}, "kind": {}}
+        problems = jsonschema.Draft7Validator(strict(schema)).iter_errors(json.loads(json.dumps(one)))
+        assert [f"{one['kind']}: {problem.message[:200]}" for problem in problems] == []
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return dict(json.loads((CHART / "values.schema.json").read_text()))
+
+
+@pytest.fixture
+def values() -> dict[str, Any]:
+    """Return the values of the chart, without YAML's sharing of nodes."""
+    return dict(json.loads(json.dumps(YAML(typ="safe").load((CHART / "values.yaml").read_text()))))
+
+
+def test_the_default_values_are_valid_and_every_key_is_required(schema: dict[str, Any], values: dict[str, Any]) -> None:
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.validate(values, schema)
+    for key in values:
+        assert key in schema["required"]
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("namespace.name", "Not_A_Name"),
+        ("namespace.podSecurity", "none"),
+        ("kueue.queueingStrategy", "FIFO"),
+        ("kueue.apiVersion", "v1beta2"),
+        ("kueue.teams", []),
+        ("runsClaim.accessModes", ["ReadOnlyMany"]),
+        ("priorityClasses", [{"name": "a", "value": 2_000_000_000, "description": ""}]),
+        ("submitters", []),
+        ("workloads.slurm", True),
+    ],
+)
+def test_wrong_values_are_refused(schema: dict[str, Any], values: dict[str, Any], path: str, wrong: object) -> None:
+    section, _, key = path.rpartition(".")
+    (values[section] if section else values)[key] = wrong
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values, schema)
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    from scaletrain_cli import __version__
+
+    chart = YAML(typ="safe").load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
