@@ -2,6 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# A process that may not write byte code compiles the package and its tests each time: a sixth of the time of `make test`.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 # auto: the CUDA build where nvidia-smi finds a GPU, else the CPU build. On a login node without GPUs say TORCH=cuda.
@@ -10,7 +12,9 @@ TORCH ?= auto
 ARGS ?=
 # Tests at a time, by files. Many wait for Slurm or for processes that end, so it may be more than the cores.
 WORKERS ?= 3
-LONG_WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Folders of tests/, or how their names begin, as in: make test-long AREA='slurm drills'
+AREA ?=
 
 # Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
 UNIT := tests/launch tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
@@ -23,7 +27,7 @@ STAMP := $(VENV)/setup-done-$(TORCH)
 # What `make setup` installs and `make lock` pins.
 EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
 
-.PHONY: help setup lock docs demo check unit test test-k8s test-slurm test-long test-oldest test-newest drills ills slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
+.PHONY: help setup lock docs demo check unit test test-k8s test-slurm test-long test-costs test-oldest test-newest drills bug-injection slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,7 +75,10 @@ test-newest: ## Run the unit tests with the newest Python found and the librarie
 	@PYTHON='$(PYTHON)' .ci/unit_elsewhere.sh newest $(UNIT)
 
 test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
-	$(BIN)/python -m pytest -m 'not long and not kubernetes and not slurm_site' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m 'not long and not kubernetes and not slurm_site' $(ARGS)
+
+test-costs: setup slurm-packages ## Run the tests one at a time, and print the CPU seconds and started processes of each file
+	$(PYTEST) -n 0 -p tests.costs --costs=files -m 'not long and not kubernetes and not slurm_site' $(ARGS)
 
 # Not part of CI. CONTRIBUTING.md has the variables of both, and how to start a cluster with kind.
 test-k8s: setup ## Run the suite for a real cluster: that of the current kubeconfig context, in a namespace of its own
@@ -80,12 +87,12 @@ test-k8s: setup ## Run the suite for a real cluster: that of the current kubecon
 test-slurm: setup ## Run the suite for a real Slurm site: small, short jobs in the partition SCALETRAIN_SLURM_PARTITION
 	$(BIN)/python -m pytest -m slurm_site tests/slurm_site $(ARGS)
 
-test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
-	$(BIN)/python -m pytest -m long -n $(LONG_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test-long: setup slurm-packages ## Run what `make test` leaves out, and all examples of properties; AREA='slurm drills' for some
+	$(PYTEST) -m 'long or hypothesis' $(foreach area,$(AREA),$(wildcard tests/$(area)*)) $(ARGS)
 
-# Some of them: make ills ARGS='momentum labels'. The page: make ills ARGS='--write docs/planted-ills.md'.
-ills: setup ## Train small runs with one ill each, and healthy ones, and print what the diagnosis finds
-	@$(BIN)/python -m tests.diagnosis.ills $(ARGS)
+# Some of them: make bug-injection ARGS='momentum labels'. The page: make bug-injection ARGS='--write docs/injected-bugs.md'.
+bug-injection: setup ## Train small runs with an injected bug, and healthy ones, and print what the diagnosis finds
+	@$(BIN)/python -m tests.diagnosis.injected_bugs $(ARGS)
 
 # Less of it: make drills ARGS='--kills 20 --requests 8', or parts by name: ARGS='vision-kills elastic'.
 # The page in docs: ARGS='--write docs/survival.md', which keeps the sections of parts that do not run.

@@ -17,7 +17,7 @@ from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.launch.rehearse import rehearsal_spec
 from scaletrain_cli.spec.loading import parse_spec
 from tests.cli.command_line import PROJECT, scaletrain
-from tests.diagnosis.ills.specs import IMAGES, TEXT, write_data
+from tests.diagnosis.injected_bugs.specs import IMAGES, TEXT, write_data
 from tests.drills.campaign.forked_attempts import ForkedRun
 
 pytestmark = [pytest.mark.drill, pytest.mark.long]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.diagnosis.ills.runs import Trial
-from tests.diagnosis.ills.specs import SOURCES
+from tests.diagnosis.injected_bugs.runs import Trial
+from tests.diagnosis.injected_bugs.specs import SOURCES
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """A trial without an ill."""
+    """A trial without a bug."""
 
     trial: Trial
 

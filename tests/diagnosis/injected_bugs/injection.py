@@ -1,4 +1,4 @@
-"""Ills that neither a spec nor a fault can have, planted into the forked ranks of a run, or around them. No tests."""
+"""Bugs that neither a spec nor a fault can have, injected into the forked ranks of a run, or around them. No tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
-from tests.diagnosis.ills.agent import Collector, connect_rank, sample_host
+from tests.diagnosis.injected_bugs.agent import Collector, connect_rank, sample_host
 from tests.drills.campaign.forked_attempts import Attempt
 from tests.drills.campaign.forked_attempts import be_rank as be_healthy_rank
 
@@ -29,11 +29,11 @@ _CLONE_NEWNET = 0x40000000
 
 
 def be_rank(path: Path, number: int) -> int:
-    """Be a rank of the engine with the ills that the environment names."""
-    from tests.diagnosis.ills.runs import PLANT
+    """Be a rank of the engine with the bugs that the environment names."""
+    from tests.diagnosis.injected_bugs.runs import INJECT
 
     connect_rank(RunDir(path), number, int(os.environ["RANK"]))
-    for name, amounts in _parsed(os.environ.get(PLANT, "")):
+    for name, amounts in _parsed(os.environ.get(INJECT, "")):
         if name in _IN_RANK:
             _IN_RANK[name](*amounts)
     if CPU_GROUP in os.environ:
@@ -43,10 +43,11 @@ def be_rank(path: Path, number: int) -> int:
 
 
 @contextlib.contextmanager
-def around(plant: str) -> Iterator[Strike]:
-    """Plant ills around an attempt, and yield what happens while it runs: telemetry is read, and it may be struck."""
+def around(injected: str) -> Iterator[Strike]:
+    """Inject bugs around an attempt, and yield what happens while it runs: telemetry is read, and it may be struck."""
     with contextlib.ExitStack() as stack:
-        strikes = [stack.enter_context(_AROUND[name](*amounts)) for name, amounts in _parsed(plant) if name in _AROUND]
+        outside = [(_AROUND[name], amounts) for name, amounts in _parsed(injected) if name in _AROUND]
+        strikes = [stack.enter_context(bug(*amounts)) for bug, amounts in outside]
 
         def strike(attempt: Attempt) -> None:
             threads = [threading.Thread(target=each, args=(attempt,)) for each in strikes]
@@ -59,21 +60,21 @@ def around(plant: str) -> Iterator[Strike]:
         yield strike
 
 
-def is_possible(plant: str) -> bool:
-    """Return whether this machine and user can have the network or the control group that a plant needs."""
-    needed = [_IS_THERE[name] for name, _ in _parsed(plant) if name in _IS_THERE]
+def is_possible(injected: str) -> bool:
+    """Return whether this machine and user can have the network or the control group that an injection needs."""
+    needed = [_IS_THERE[name] for name, _ in _parsed(injected) if name in _IS_THERE]
     return not needed or (os.geteuid() == 0 and all(is_there() for is_there in needed))
 
 
-def _parsed(plant: str) -> list[tuple[str, list[float]]]:
-    words = [part.split() for part in plant.split(";") if part.strip()]
+def _parsed(injected: str) -> list[tuple[str, list[float]]]:
+    words = [part.split() for part in injected.split(";") if part.strip()]
     return [(name, [float(amount) for amount in amounts]) for name, *amounts in words]
 
 
 @contextlib.contextmanager
 def _slow_link(megabits: float) -> Iterator[Strike]:
     """Put rank 1 into a network of its own, behind a link of ``megabits`` Mbit/s (tc, token bucket filter)."""
-    name, ours, theirs = f"ill{os.getpid()}", f"ia{os.getpid()}", f"ib{os.getpid()}"
+    name, ours, theirs = f"bug{os.getpid()}", f"ia{os.getpid()}", f"ib{os.getpid()}"
     subnet = f"10.77.{os.getpid() % 250}"
     limit = f"root tbf rate {megabits}mbit burst 32k latency 400ms"
     inside = f"ip -n {name}"
@@ -108,7 +109,7 @@ def join_network() -> None:
 def _cpu_limit(cores: float) -> Iterator[Strike]:
     """Limit the ranks to ``cores`` cores by a control group, of version 1 or 2."""
     parent = next(each for each in (_CPU_V1, _CPU_V2) if _has_cpu_control(each))
-    folder, period = parent / f"ill{os.getpid()}", 100_000
+    folder, period = parent / f"bug{os.getpid()}", 100_000
     folder.mkdir()
     try:
         if parent == _CPU_V1:

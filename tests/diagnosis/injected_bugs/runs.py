@@ -1,4 +1,4 @@
-"""Train a tiny run with an ill planted into it, and diagnose it after each few steps. No tests here."""
+"""Train a tiny run with a bug injected into it, and diagnose it after each few steps. No tests here."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec.loading import parse_spec
 from scaletrain_cli.telemetry.series import Series
-from tests.diagnosis.ills.specs import SPECS, write_data
+from tests.diagnosis.injected_bugs.specs import SPECS, write_data
 from tests.drills.campaign.forked_attempts import ForkedRun
 
-PLANT = "SCALETRAIN_TEST_PLANT"
+INJECT = "SCALETRAIN_TEST_INJECT"
 _EVERY = 10  # steps between two diagnoses
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: a base of ``SPECS`` and overrides, a fault of ``$SCALETRAIN_FAULT``, and what ``plants`` plants.
+    """A run: a base of ``SPECS`` and overrides, a fault of ``$SCALETRAIN_FAULT``, and what ``injection`` injects.
 
     ``attempts``: maximum number; a fault ends all but the last one.
     """
@@ -42,7 +42,7 @@ class Trial:
     base: str
     overrides: tuple[str, ...] = ()
     fault: str = ""
-    plant: str = ""
+    injected: str = ""
     attempts: int = 1
 
 
@@ -98,22 +98,22 @@ def outcome_of(table: str, folder: Path, name: str) -> Outcome:
     """Train the run of a trial in this process' forks, and return what is found in it."""
     module, _, attribute = table.partition(":")
     trial: Trial = getattr(importlib.import_module(module), attribute)[name].trial
-    with contextlib.chdir(folder), patch.dict(os.environ, {"SCALETRAIN_RUNS": str(folder), PLANT: trial.plant}):
+    with contextlib.chdir(folder), patch.dict(os.environ, {"SCALETRAIN_RUNS": str(folder), INJECT: trial.injected}):
         return _trained(name, trial, folder)
 
 
 def _trained(name: str, trial: Trial, folder: Path) -> Outcome:
-    from tests.diagnosis.ills import plants
+    from tests.diagnosis.injected_bugs import injection
 
     spec = parse_spec(SPECS[trial.base], file="run.yaml", base_dir=folder, overrides=trial.overrides)
     if spec.training.objective in ("sft", "dpo"):
         prepare_data(spec)
     else:  # in this process, which costs no start of another
         prepare_run_datasets(spec, folder, {}, 1, lambda *_: None)
-    forked = ForkedRun.create(spec, plants.be_rank)
+    forked = ForkedRun.create(spec, injection.be_rank)
     began = time.monotonic()
     for _ in range(trial.attempts):
-        with plants.around(trial.plant) as strike:
+        with injection.around(trial.injected) as strike:
             attempt = forked.attempt(strike, trial.fault)
         if attempt.exit_codes is not None:
             break

@@ -1,4 +1,4 @@
-"""Real runs with one ill each, which the diagnosis names, and healthy ones, in which it finds nothing to warn of."""
+"""Real runs with an injected bug, which the diagnosis names, and healthy ones, in which it finds nothing to warn of."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.diagnosis.ills.planted import ILLS
-from tests.diagnosis.ills.verdicts import Verdict, judged
+from tests.diagnosis.injected_bugs.bugs import BUGS
+from tests.diagnosis.injected_bugs.verdicts import Verdict, judged
 
 pytestmark = pytest.mark.drill
-FEW = {"ills": ("an exploding block",), "healthy": ("language model",)}
+FEW = {"bugs": ("an exploding block",), "healthy": ("language model",)}
 
 
 def wrong(verdicts: list[Verdict]) -> dict[str, str]:
@@ -25,13 +25,13 @@ def test_a_few_runs(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ills", "healthy"])
+@pytest.mark.parametrize("kind", ["bugs", "healthy"])
 def test_every_ill_is_named_and_no_healthy_run_has_a_warning(kind: str, tmp_path: Path) -> None:
     found = list(judged(kind, tmp_path / kind))
     assert wrong(found) == {}
     assert len(found) >= 20
 
 
-def test_each_kind_of_finding_about_training_and_speed_is_planted() -> None:
-    assert len(ILLS) >= 25
-    assert len({code for ill in ILLS.values() for code in ill.codes}) >= 20
+def test_each_kind_of_finding_about_training_and_speed_is_injection() -> None:
+    assert len(BUGS) >= 25
+    assert len({code for bug in BUGS.values() for code in bug.codes}) >= 20

@@ -1,6 +1,6 @@
-"""``python -m tests.diagnosis.ills [--write PAGE] [WORD ...]``: train runs with one ill each, and healthy ones.
+"""``python -m tests.diagnosis.injected_bugs [--write PAGE] [WORD ...]``: train buggy and healthy runs.
 
-Prints what the diagnosis finds in them; with words only those whose names hold one of them. Exits with 1 if an ill is
+Prints what the diagnosis finds in them; with words only those whose names hold one of them. Exits with 1 if a bug is
 not among the first two findings within 200 steps, or a healthy run has a finding above a note.
 """
 
@@ -13,13 +13,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.diagnosis.ills.table import HEADERS, Line, healthy_line, ill_line, page
-from tests.diagnosis.ills.verdicts import Verdict, judged
+from tests.diagnosis.injected_bugs.table import HEADERS, Line, bug_line, healthy_line, page
+from tests.diagnosis.injected_bugs.verdicts import Verdict, judged
 
 
 def main() -> int:
     """Run the campaign and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.diagnosis.ills", description=__doc__.splitlines()[0])
+    description = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.diagnosis.injected_bugs", description=description)
     parser.add_argument("words", nargs="*", metavar="WORD", help="of names; every run without")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the tables as a page, too")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
@@ -28,10 +29,10 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where DeepSpeed talks in every process
     sys.stderr = os.fdopen(errors, "w")
     began = time.monotonic()
-    lines: dict[str, list[Line]] = {"ills": [], "healthy": []}
+    lines: dict[str, list[Line]] = {"bugs": [], "healthy": []}
     wrong: list[Verdict] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind, line_of in (("ills", ill_line), ("healthy", healthy_line)):
+        for kind, line_of in (("bugs", bug_line), ("healthy", healthy_line)):
             print(f"\n{HEADERS[kind]}")
             for verdict in judged(kind, Path(folder) / kind, options.words, options.workers):
                 lines[kind].append(line_of(verdict))
