@@ -315,7 +315,8 @@ def test_the_columns_that_steps_read_must_be_there(folder: Path, on_bad: str) ->
     assert submit({"path": "a.parquet"}, {"prepare": [{**step, "only": ["good"]}]}).code == 0
 
 
-def test_each_source_that_only_the_nodes_see_is_named(folder: Path) -> None:
+def test_each_source_that_only_the_nodes_see_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))  # a machine without Slurm's commands
     taken = submit({"path": "/scratch-of-nodes/*.jsonl"}, scheduler="slurm")
     assert taken.code == 0, taken.err
     assert "not checked here: data.sources.1.path = /scratch-of-nodes/*.jsonl;" in " ".join(taken.err.split())
