@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def test_a_run_is_submitted_once_and_shown_to_its_end(spec: api.RunSpec, capsys:
     again = api.submit(spec, run_id="first")
     assert (again.created, again.job_id) == (False, submitted.job_id)
     run = submitted.run
-    ended = run.wait(timeout_seconds=120)
+    ended = run.wait()
     assert (ended.state, ended.step) == ("finished", 4)
     assert [line.text for line in run.logs()] == ["finished at step 4"]
     assert run.explain().state == "finished"
@@ -39,13 +38,13 @@ def test_a_run_is_cancelled_with_its_state_and_resumed(spec: api.RunSpec, tmp_pa
     run = api.submit(slow).run
     wait_until(lambda: run.status().step > 0, "a step")
     assert run.cancel() == api.Cancellation(run.run_id, "running", cancelled=True)
-    saved = run.wait(timeout_seconds=120)
+    saved = run.wait()
     assert (saved.state, saved.last_checkpoint_step) == ("cancelled", saved.step)
     assert run.cancel() == api.Cancellation(run.run_id, "cancelled", cancelled=False)
     assert run.resume().job_id != saved.job_id
     assert run.status().attempt == 2
     run.cancel()
-    assert run.wait(timeout_seconds=120).state == "cancelled"
+    assert run.wait().state == "cancelled"
 
 
 def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Path) -> None:
@@ -72,13 +71,11 @@ def test_an_invalid_spec_an_unknown_run_and_an_impossible_plan_are_raised_as_err
         api.submit(api.load_spec(SMALL, ["planner.framework=megatron"]))
 
 
-def test_every_public_name_has_a_docstring_and_a_return_type() -> None:
-    for name in api.__all__:
-        value = getattr(api, name)
-        if callable(value):
-            assert inspect.getdoc(value), name
-        if inspect.isfunction(value):
-            assert "return" in value.__annotations__, name
+@pytest.mark.parametrize("name", sorted({*api.__all__} - {"API_VERSION"}))
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    text = getattr(api, name).__doc__
+    assert text
+    assert not text.startswith(f"{name}(")  # which a dataclass writes itself
 
 
 def test_a_run_of_another_user_is_not_cancelled_whatever_status_is_given(
@@ -96,4 +93,4 @@ def test_a_run_of_another_user_is_not_cancelled_whatever_status_is_given(
             api.cancel(run, seen=seen, force=True)
     assert run.status().state == "running"
     assert run.cancel().cancelled
-    assert run.wait(timeout_seconds=120).state == "cancelled"
+    assert run.wait().state == "cancelled"

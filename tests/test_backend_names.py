@@ -6,10 +6,11 @@ The names may stand where they are declared, and in texts for people. The source
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from scaletrain_cli.spec.backend_traits import BUILT_IN
+from tests.source_trees import dotted, nodes_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "scaletrain_cli"
@@ -24,9 +25,9 @@ OWN_PACKAGES = tuple(f"scaletrain_cli.launch.backends.{name}." for name in BUILT
 ASKING = ("startswith", "endswith", "get", "backend_for", "backend_traits")
 
 
-def decisions(tree: ast.AST) -> Iterator[ast.expr]:
+def decisions(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
     """Yield each name of a back end that is compared, matched, looked up in a table, or made a type."""
-    for node in ast.walk(tree):
+    for node in nodes:
         parts: list[ast.AST | None] = []
         if isinstance(node, ast.Compare):
             parts = [node.left, *node.comparators]
@@ -36,16 +37,16 @@ def decisions(tree: ast.AST) -> Iterator[ast.expr]:
             parts = [*node.keys]
         elif isinstance(node, ast.Subscript):
             parts = [node.slice]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING:
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in ASKING:
             parts = [*node.args]
         for part in parts:
             items = part.elts if isinstance(part, ast.Tuple | ast.List | ast.Set) else [part]
             yield from (item for item in items if isinstance(item, ast.Constant) and item.value in BUILT_IN)
 
 
-def imports_of_back_ends(tree: ast.AST) -> Iterator[ast.ImportFrom]:
+def imports_of_back_ends(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
     """Yield each import of a module of one back end."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(OWN_PACKAGES):
             yield node
 
@@ -60,25 +61,25 @@ match name:
 kind: Literal["slurm"]
 said = "slurm"
 """
-    lines = [node.lineno for node in decisions(ast.parse(source)) if isinstance(node, ast.expr)]
+    lines = [node.lineno for node in decisions(ast.walk(ast.parse(source))) if isinstance(node, ast.expr)]
     assert sorted(lines) == [2, 3, 4, 6, 6, 7]
 
 
-def files() -> Iterator[tuple[str, ast.AST]]:
-    """Yield the path below the package, and the tree, of each module outside the back ends."""
+def files() -> Iterator[tuple[str, Iterable[ast.AST]]]:
+    """Yield the path below the package, and the nodes, of each module outside the back ends."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith(HOMES):
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+            yield name, nodes_of(path)
 
 
 def test_no_module_outside_the_back_ends_compares_the_name_of_one() -> None:
     found = [
-        f"{name}:{node.lineno}" for name, tree in files() if name not in TABLES_OF_EXTRAS for node in decisions(tree)
+        f"{name}:{node.lineno}" for name, nodes in files() if name not in TABLES_OF_EXTRAS for node in decisions(nodes)
     ]
     assert not found, found
 
 
 def test_no_module_outside_the_back_ends_imports_one() -> None:
-    found = [f"{name}:{node.lineno}" for name, tree in files() for node in imports_of_back_ends(tree)]
+    found = [f"{name}:{node.lineno}" for name, nodes in files() for node in imports_of_back_ends(nodes)]
     assert not found, found

@@ -26,6 +26,7 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, scaletrain
+from tests.source_trees import nodes_of
 
 PROJECT = Path(__file__).parent.parent
 PAGES = [
@@ -305,11 +306,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("SCALETRAIN_RUNS", str(folder / "runs"))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")]))
         patch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
+        patch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
         slurm = load_spec("run.yaml", ["cluster.scheduler=slurm"])
         create_run(slurm, make_plan(slurm), "queued")
         submitted = scaletrain("submit", "run.yaml", "--run-id", "small", "--set", "env={FAKE: '{}'}")
         assert submitted.code == 0, submitted.err
-        assert scaletrain("status", "small", "--wait", "120s").code == 0
+        assert scaletrain("status", "small", "--wait", "1h").code == 0
         yield folder
     os.chdir(here)
 
@@ -336,7 +338,7 @@ def test_documented_make_targets_exist_and_ci_runs_those_in_contributing() -> No
     reported = re.search(r"CI runs `\.ci/run`, which calls (.*?), and nothing else", page, flags=re.DOTALL)
     assert reported is not None
     assert set(re.findall(r"`make ([a-z-]+)`", reported[1])) == set(in_ci)
-    assert {"demo", "check", "test", "test-long", "docs"} == set(in_ci)
+    assert {"demo", "check", "test", "docs"} == set(in_ci)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pip install")])
@@ -370,8 +372,8 @@ def test_the_development_cluster_accepts_the_documented_verbs() -> None:
 def _commands_in_messages() -> Iterator[tuple[str, str]]:
     """Yield ``(file, scaletrain ...)`` for each command in the messages of the package."""
     for path in sorted((PROJECT / "scaletrain_cli").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "scaletrain " in node.value:
                 for reported in re.findall(r"\bscaletrain (?:[a-z]+)(?: [a-z]+)?(?: --?[a-z-]+)*", node.value):
                     yield str(path.relative_to(PROJECT)), reported
 
@@ -379,7 +381,9 @@ def _commands_in_messages() -> Iterator[tuple[str, str]]:
 def test_messages_name_only_verbs_and_options_that_exist() -> None:
     verbs = set(typer.main.get_command(app).list_commands(None))  # type: ignore[attr-defined]
     helps: dict[str, str] = {}
-    for file, reported in sorted(set(_commands_in_messages())):
+    named = sorted(set(_commands_in_messages()))
+    assert len(named) > 50
+    for file, reported in named:
         _, verb, *rest = reported.split()
         if verb not in verbs:
             assert not [word for word in rest if word.startswith("--")], (file, reported)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +16,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.source_trees import dotted, nodes_of, tree_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = "scaletrain_cli"
@@ -134,8 +134,6 @@ LIBRARIES_ALLOWED = {
 WITH_HEAVY_IMPORTS = {"data", "engine"}
 HEAVY = {"deepspeed", "kubernetes", "matplotlib", "mlflow", "numpy", "submitit", "tensorboard", "torch", "wandb"}
 
-HELP_CPU_LIMIT_SECONDS = 0.200
-
 
 @dataclass(frozen=True)
 class Import:
@@ -162,13 +160,18 @@ class Import:
         return f"{self.file}:{self.line} {self.package} imports {self.target}" + (f".{self.name}" if self.name else "")
 
 
-def imports_of(project: Path) -> Iterator[Import]:
+@functools.cache
+def imports_of(project: Path) -> tuple[Import, ...]:
+    return tuple(_imports_of(project))
+
+
+def _imports_of(project: Path) -> Iterator[Import]:
     for path in sorted((project / PACKAGE).rglob("*.py")):
         parts = path.relative_to(project).with_suffix("").parts
         # `a/__init__.py` is the package `a`, and a relative import in it starts from there.
         module, parent = (parts[:-1], parts[:-1]) if parts[-1] == "__init__" else (parts, parts[:-1])
         package = module[1] if len(module) > 1 else "__init__"
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = tree_of(path)
         for node, at_module_level in walk(tree, at_module_level=True):
             for target, name in targets(node, parent):
                 if target == PACKAGE and name and (name in MAY_IMPORT or is_module(project / PACKAGE / name)):
@@ -184,18 +187,19 @@ def is_module(path: Path) -> bool:
 
 def walk(node: ast.AST, at_module_level: bool) -> Iterator[tuple[ast.AST, bool]]:
     """Yield every node, and True if it runs when the module is imported (not in functions or for type checkers)."""
-    for child in ast.iter_child_nodes(node):
-        runs = at_module_level and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield child, runs
-        if isinstance(child, ast.If) and ast.unparse(child.test).rpartition(".")[2] == "TYPE_CHECKING":
-            for statement in child.body:
-                yield statement, False
-                yield from walk(statement, False)
-            for statement in child.orelse:
-                yield statement, runs
-                yield from walk(statement, runs)
-        else:
-            yield from walk(child, runs)
+    left = [(node, at_module_level)]
+    while left:
+        parent, parent_runs = left.pop()
+        for_types = set(map(id, parent.body)) if isinstance(parent, ast.If) and is_for_types(parent) else set()
+        for child in ast.iter_child_nodes(parent):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            runs = parent_runs and not is_function and id(child) not in for_types
+            yield child, runs
+            left.append((child, runs))
+
+
+def is_for_types(block: ast.If) -> bool:
+    return dotted(block.test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def targets(node: ast.AST, parent: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
@@ -249,8 +253,7 @@ def test_every_package_imports_only_what_it_may() -> None:
 @functools.cache
 def lines_for_types(file: str) -> frozenset[int]:
     """Return the numbers of the lines within ``if TYPE_CHECKING``."""
-    tree = ast.parse((PROJECT / file).read_text(encoding="utf-8"))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    blocks = [node for node in nodes_of(PROJECT / file) if isinstance(node, ast.If) and is_for_types(node)]
     return frozenset(
         line for block in blocks for line in range(block.body[0].lineno, (block.body[-1].end_lineno or 0) + 1)
     )
@@ -354,21 +357,25 @@ def write_module(project: Path, file: str, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "most_modules"),
     [
-        ["--help"],
-        ["plan", RECIPE],
-        ["plan", RECIPE, "--json"],
-        ["validate", RECIPE],
-        ["schema"],
-        ["list"],
-        ["diagnose", "--help"],
-        ["watch", "--help"],
-        ["report", "--help"],
+        (["--help"], 260),
+        (["schema"], 430),
+        (["list"], 520),
+        (["status"], 640),
+        (["doctor"], 730),
+        (["init", "-o", "-"], 570),
+        (["validate", RECIPE], 630),
+        (["plan", RECIPE], 720),
+        (["submit", RECIPE, "--dry-run", "--set", "cluster.scheduler=slurm"], 750),
+        (["watch", "--help"], 330),
     ],
-    ids=" ".join,
+    ids=lambda given: given[0] if isinstance(given, list) else "",
 )
-def test_verbs_that_only_read_load_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
+def test_verbs_that_only_read_load_few_modules_and_no_heavy_library(
+    arguments: list[str], most_modules: int, tmp_path: Path
+) -> None:
+    """What a start costs is mostly imports: 230 modules take 0.1 s of CPU (benchmarks/command_startup.py)."""
     report = tmp_path / "modules.json"
     program = (
         "import json, pathlib, sys\n"
@@ -380,29 +387,11 @@ def test_verbs_that_only_read_load_no_heavy_library(arguments: list[str], tmp_pa
         "    pathlib.Path(report).write_text(json.dumps(sorted(sys.modules)))\n"
     )
     command = [sys.executable, "-c", program, str(report), *arguments]
-    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 0 or arguments in (["doctor"], ["status"]), result.stdout + result.stderr
     loaded = json.loads(report.read_text(encoding="utf-8"))
-    assert [name for name in loaded if name.partition(".")[0] in HEAVY] == []
+    assert f"{PACKAGE}.errors" in loaded
+    assert [name for name in loaded if name.partition(".")[0] in HEAVY | {"tokenizers"}] == []
     assert [name for name in loaded if name.startswith(f"{PACKAGE}.engine")] == []
-
-
-def test_help_costs_little_cpu() -> None:
-    script = Path(sys.executable).with_name("scaletrain")
-    command = [str(script), "--help"] if script.exists() else [sys.executable, "-m", PACKAGE, "--help"]
-    best, tries = math.inf, 0
-    while best > HELP_CPU_LIMIT_SECONDS and tries < 15:  # other processes add to what one costs, and never take away
-        best, tries = min(best, cpu_seconds(command)), tries + 1
-    assert best <= HELP_CPU_LIMIT_SECONDS, f"{' '.join(command)} took {best:.3f} s of CPU"
-
-
-def cpu_seconds(command: list[str]) -> float:
-    """Return the user and system time of one child process."""
-    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    process.stderr.close()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, errors.decode()
-    return usage.ru_utime + usage.ru_stime
+    assert len(loaded) <= most_modules

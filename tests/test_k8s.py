@@ -61,7 +61,9 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_is_valid_yaml_for_helm_or_kubectl(path: Path) -> None:
-    for document in documents(str(path.relative_to(KUBERNETES))):
+    found = documents(str(path.relative_to(KUBERNETES)))
+    assert found
+    for document in found:
         assert isinstance(document, dict)
         if path.name not in OTHERS:
             assert {"apiVersion", "kind"} <= document.keys()
@@ -99,6 +101,7 @@ def test_core_objects_are_valid_by_the_schemas_of_kubernetes(overlay: str) -> No
 
 def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:
     flavors, topologies = of_kind("ResourceFlavor"), of_kind("Topology")
+    assert of_kind("LocalQueue")
     for queue in of_kind("LocalQueue").values():
         cluster_queue = of_kind("ClusterQueue")[queue["spec"]["clusterQueue"]]
         assert ("Namespace", queue["metadata"]["namespace"]) in objects()
@@ -114,6 +117,7 @@ def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:
 
 def test_on_demand_nodes_come_first_and_only_spot_nodes_are_tainted() -> None:
     flavors = of_kind("ResourceFlavor")
+    assert of_kind("ClusterQueue")
     for queue in of_kind("ClusterQueue").values():
         (group,) = queue["spec"]["resourceGroups"]
         first, second = (flavors[flavor["name"]]["spec"] for flavor in group["flavors"])

@@ -60,6 +60,7 @@ def test_a_recorded_sentence_of_an_earlier_version_is_shown() -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_codes_are_hyphenated_words_and_templates_parse(table: str) -> None:
     texts: dict[str, Text] = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
+    assert texts
     for key, entry in texts.items():
         assert key == key.lower().replace("_", "-").replace(" ", "-"), key
         for template in (entry.text, *entry.remedies):

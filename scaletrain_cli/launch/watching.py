@@ -33,17 +33,19 @@ _T = TypeVar("_T")
 class _Paced(Generic[_T]):
     """Reads a value again once its last reading has cost no more than ``share`` of a core since then."""
 
-    def __init__(self, read: Callable[[], _T], least_seconds: float, share: float) -> None:
-        self._read, self._least_seconds, self._share = read, least_seconds, share
+    def __init__(
+        self, read: Callable[[], _T], least_seconds: float, share: float, cpu_clock: Callable[[], float]
+    ) -> None:
+        self._read, self._least_seconds, self._share, self._cpu_clock = read, least_seconds, share, cpu_clock
         self._value: _T | None = None
         self._due = 0.0
 
     def value(self, now: float) -> _T:
         """Return the value, read again if it is due; ``now``: seconds of a monotonic clock."""
         if self._value is None or now >= self._due:
-            began = time.thread_time()
+            began = self._cpu_clock()
             self._value = self._read()
-            self._due = now + max(self._least_seconds, (time.thread_time() - began) / self._share)
+            self._due = now + max(self._least_seconds, (self._cpu_clock() - began) / self._share)
         return self._value
 
 
@@ -53,14 +55,19 @@ class ViewReader:
     The scheduler is asked at most every 10 seconds; in between its last answer stands.
     """
 
-    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._run, self._clock = run, clock
         self._job: Job | None = None
         self._asked = float("-inf")
-        self._curves = _Paced(self._read_curves, 1.0, 0.01)
-        self._nodes = _Paced(self._read_nodes, 2.0, 0.005)
-        self._hardware = _Paced(lambda: read_hardware(run), 2.0, 0.005)
-        self._view = _Paced(self._read_view, 0.5, 0.01)
+        self._curves = _Paced(self._read_curves, 1.0, 0.01, cpu_clock)
+        self._nodes = _Paced(self._read_nodes, 2.0, 0.005, cpu_clock)
+        self._hardware = _Paced(lambda: read_hardware(run), 2.0, 0.005, cpu_clock)
+        self._view = _Paced(self._read_view, 0.5, 0.01, cpu_clock)
 
     def read(self) -> RunView:
         """Return the view. Raises UsageError for a damaged record."""

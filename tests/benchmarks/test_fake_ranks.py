@@ -27,7 +27,7 @@ def measured(case: Case, stage: int = 0) -> RankStep:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_rank_sends_what_is_planned(recompute: str) -> None:
     case = Case("llama-3.1-8b", 64, 1, tensor=2, sequence=2, recompute=recompute, others=SMALL)
-    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    (step,) = on_ranks(1, measured, case, connected=False)
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
     assert step.reads <= 2
@@ -37,7 +37,7 @@ def test_a_rank_sends_what_is_planned(recompute: str) -> None:
 @pytest.mark.parametrize(("ranks", "zero", "tensor"), [(8, 1, 1), (64, 2, 4)])
 def test_a_rank_of_a_wide_model_holds_what_is_planned(ranks: int, zero: int, tensor: int) -> None:
     case = Case("llama-3.1-8b", ranks, zero, tensor, others=("model.num_hidden_layers=2",))
-    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    (step,) = on_ranks(1, measured, case, connected=False)
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
     assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.05)
@@ -49,7 +49,7 @@ def test_zero_3_gathers_and_holds_what_is_planned_of_a_model_that_stays_for_the_
     shards: dict[str, int],
 ) -> None:
     case = Case("llama-3.1-8b", 64, 3, others=SMALL, **shards)  # type: ignore[arg-type]
-    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    (step,) = on_ranks(1, measured, case, connected=False)
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
     assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.01)
@@ -58,7 +58,7 @@ def test_zero_3_gathers_and_holds_what_is_planned_of_a_model_that_stays_for_the_
 @pytest.mark.long
 def test_a_rank_of_ring_attention_copies_its_gradients_for_their_reduction() -> None:
     case = Case("llama-3.1-8b", 64, 1, context=4, others=SMALL)
-    (step,) = on_ranks(1, measured, case, connected=False, seconds=600)
+    (step,) = on_ranks(1, measured, case, connected=False)
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, 0)
     assert plan.memory.by_stage[0].allocated == pytest.approx(step.peak, rel=0.01)
@@ -69,7 +69,7 @@ def test_a_rank_of_ring_attention_copies_its_gradients_for_their_reduction() -> 
 def test_a_pipeline_stage_of_tensor_ranks_sends_what_is_planned(stage: int) -> None:
     others = (*SMALL, "model.num_hidden_layers=3")
     case = Case("llama-3.1-8b", 24, 1, tensor=2, pipeline=3, accumulation=4, others=others)
-    (step,) = on_ranks(1, measured, case, stage, connected=False, seconds=600)
+    (step,) = on_ranks(1, measured, case, stage, connected=False)
     spec, plan = planned(case)
     assert step.bytes_by_axis() == planned_bytes(spec, plan.layout, stage)
 
@@ -77,8 +77,8 @@ def test_a_pipeline_stage_of_tensor_ranks_sends_what_is_planned(stage: int) -> N
 @pytest.mark.long
 def test_loops_over_ranks_change_no_message_and_no_byte_of_zero_3() -> None:
     case = Case("llama-3.1-8b", 8, 3, others=SMALL)
-    (without,) = on_ranks(1, measured, case, connected=False, seconds=600)
-    (with_loops,) = on_ranks(1, _measured_with_loops, case, connected=False, seconds=600)
+    (without,) = on_ranks(1, measured, case, connected=False)
+    (with_loops,) = on_ranks(1, _measured_with_loops, case, connected=False)
     assert without == with_loops
 
 

@@ -31,8 +31,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pat
 @pytest.fixture
 def stand_in_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that train nothing, found by the processes that start them."""
+    replace_engine(monkeypatch, tmp_path)
+
+
+def replace_engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
     monkeypatch.setitem(run_in_foreground.__kwdefaults__, "engine", ENGINE)
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)

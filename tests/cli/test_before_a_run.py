@@ -306,7 +306,9 @@ def test_doctor_warns_about_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch)
 def test_piped_output_has_no_colors_and_no_trailing_spaces() -> None:
     for arguments in (["plan", SMALL], ["validate", SMALL], ["doctor"], ["plan", SMALL, *TOO_LARGE]):
         ended = scaletrain(*arguments)
-        for line in (ended.out + ended.err).splitlines():
+        lines = (ended.out + ended.err).splitlines()
+        assert lines
+        for line in lines:
             assert "\x1b" not in line
             assert line == line.rstrip()
 

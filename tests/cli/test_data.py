@@ -84,7 +84,7 @@ def test_a_signal_ends_both_processes_and_leaves_no_file_of_the_preparation(
                 os.killpg(process.pid, number)  # as a terminal does
             else:
                 process.send_signal(number)  # as `kill` does: to the command alone
-            out, rest = process.communicate(timeout=60)
+            out, rest = process.communicate()
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise

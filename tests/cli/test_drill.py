@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("stand_in_engine")
 
 def drill(*arguments: str) -> Ended:
     env = json.dumps({"FAKE": json.dumps({"steps": 12, "checkpoint_every": 3, "step_seconds": 0.05})})
-    return scaletrain("drill", *arguments, "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "120s")
+    return scaletrain("drill", *arguments, "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "1h")
 
 
 def test_a_drill_recovers_from_a_killed_rank_and_leaves_no_files() -> None:
@@ -30,6 +30,7 @@ def test_a_drill_recovers_from_a_killed_rank_and_leaves_no_files() -> None:
     assert [path.name for path in runs_root().iterdir()] == ["datasets"]
 
 
+@pytest.mark.long
 def test_a_drill_without_an_injected_fault_does_not_pass() -> None:
     """The stand-in has no gradients to poison, so the run just finishes."""
     ended = drill("nan", "slow-rank", "--json")
@@ -44,7 +45,7 @@ def test_a_drill_without_an_injected_fault_does_not_pass() -> None:
 
 def test_no_drill_runs_if_the_undisturbed_run_fails() -> None:
     env = json.dumps({"FAKE": json.dumps({"die": {"*:*": 93}})})
-    ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "120s")
+    ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "1h")
     assert (ended.code, ended.out) == (ExitCode.CRASHED, "")
     assert "the undisturbed run did not finish (failed)" in " ".join(ended.err.split())
 

@@ -32,7 +32,7 @@ from tests.cli.every_command import ALL, command_line, start_nothing
 
 WORDS = sorted(ALL)
 OURS = str(PROJECT / "scaletrain_cli")
-few = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+patient = settings(suppress_health_check=list(HealthCheck))
 verbs = st.sampled_from(WORDS)
 states = st.sampled_from(["finished", "failed", "running", "damaged"])
 
@@ -103,7 +103,7 @@ class CtrlC:
         return self._line
 
 
-@few
+@patient
 @given(words=verbs, state=states, line=st.integers(1, 3000), as_json=st.booleans())
 def test_ctrl_c_at_any_line_ends_with_130_and_leaves_no_partial_files(
     words: tuple[str, ...], state: str, line: int, as_json: bool, prepared: dict[str, Path], tmp_path: Path
@@ -167,7 +167,7 @@ class Refusing:
         return False
 
 
-@settings(few, max_examples=120)
+@patient
 @given(words=verbs, state=states, call=st.sampled_from(CALLS), nth=st.integers(1, 25), number=st.sampled_from(FAULTS))
 def test_every_failed_system_call_gives_an_error_message(
     words: tuple[str, ...], state: str, call: str, nth: int, number: int, prepared: dict[str, Path], tmp_path: Path

@@ -21,8 +21,7 @@ from tests.cli.command_line import RECIPES, Ended, scaletrain
 TEXTS = [path.read_text(encoding="utf-8") for path in RECIPES]
 TREES = [YAML(typ="safe", pure=True).load(text) for text in TEXTS]
 FOLDER = Path(tempfile.mkdtemp(prefix="scaletrain-fuzz-"))
-few = settings(max_examples=150, suppress_health_check=list(HealthCheck))
-fewer = settings(few, max_examples=40)
+patient = settings(suppress_health_check=list(HealthCheck))
 
 # Values that broke something once, here or elsewhere.
 NASTY = [
@@ -179,38 +178,38 @@ def spec_file(text: str) -> Path:
 
 
 @pytest.mark.long
-@few
+@patient
 @given(changed_texts())
 def test_a_changed_spec_text_gives_a_plan_or_an_error(text: str) -> None:
     check(scaletrain("plan", spec_file(text)))
 
 
-@few
+@patient
 @given(changed_trees())
 def test_changed_spec_values_give_a_plan_or_an_error(text: str) -> None:
     check(scaletrain("plan", spec_file(text), "--json"))
 
 
-@few
+@patient
 @given(st.sampled_from(RECIPES), st.lists(overrides, min_size=1, max_size=3))
 def test_any_override_gives_a_plan_or_an_error(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
 @pytest.mark.long
-@few
+@patient
 @given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
 def test_settings_of_valid_types_give_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
-@fewer
+@patient
 @given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
 def test_any_plan_can_be_explained(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, "--explain", *(f"--set={setting}" for setting in settings)))
 
 
-@fewer
+@patient
 @given(
     st.sampled_from(RECIPES),
     st.sampled_from(["--vary", "--deadline", "--budget", "--trace", "--plot", "--objective", "--max-gpus", "--gpu"]),
@@ -221,7 +220,7 @@ def test_any_value_of_an_option_gives_a_result_or_an_error(recipe: Path, option:
         check(scaletrain("plan", recipe, f"{option}={value}"))
 
 
-@few
+@patient
 @given(st.binary(max_size=60))
 def test_any_file_gives_a_valid_spec_or_an_error(content: bytes) -> None:
     path = FOLDER / "run.yaml"

@@ -13,6 +13,7 @@ from tests.cli.command_line import SMALL, scaletrain
 
 
 @pytest.mark.drill
+@pytest.mark.long  # tests/engine/health/test_preflight.py measures ranks without the command
 def test_preflight_measures_all_links_and_leaves_no_files() -> None:
     own = ("--set", "code.engine=mine.train")  # whatever is to train afterwards, it is this engine that measures
     done = scaletrain("preflight", SMALL, *own, "--yes", "--json")

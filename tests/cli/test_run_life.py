@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import SMALL, Ended, scaletrain
+from tests.cli.conftest import replace_engine
 from tests.launch.conftest import ENGINE
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("stand_in_engine")
 
@@ -28,14 +30,11 @@ def submit(verb: str = "submit", run_id: str = "r1", *more: str, **fake: Any) ->
 
 
 def ended(run_id: str = "r1") -> Ended:
-    return scaletrain("status", run_id, "--wait", "120s", "--json")
+    return scaletrain("status", run_id, "--wait", "1h", "--json")
 
 
 def wait_for_step(run_id: str, step: int) -> None:
-    deadline = time.monotonic() + 90
-    while scaletrain("status", run_id, "--json").data["step"] < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: scaletrain("status", run_id, "--json").data["step"] >= step, f"step {step}")
 
 
 def test_a_dry_run_prints_the_rendered_job_and_creates_nothing(tmp_path: Path) -> None:
@@ -71,8 +70,27 @@ def test_a_run_is_submitted_followed_and_finished() -> None:
     assert scaletrain("list").out.splitlines()[1].split()[:3] == ["r1", "finished", "3/100"]
 
 
+@pytest.fixture(scope="module")
+def root_of_a_finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        replace_engine(patch, root)
+        patch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
+        patch.setenv("SCALETRAIN_RUNS", str(root / "runs"))
+        submit(steps=1)
+        assert ended().code == 0
+    return root / "runs"
+
+
+@pytest.fixture
+def finished(root_of_a_finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runs root with the run r1, which has finished; a test leaves it as it was."""
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(root_of_a_finished_run))
+    return root_of_a_finished_run
+
+
+@pytest.mark.usefixtures("finished")
 def test_submitting_again_under_the_same_id_has_no_effect() -> None:
-    submit(steps=1)
     first = ended().data
     again = submit("submit", "r1", "--json", steps=1)
     assert (again.code, again.data["created"], again.data["job_id"]) == (0, False, first["job_id"])
@@ -83,9 +101,8 @@ def test_submitting_again_under_the_same_id_has_no_effect() -> None:
     assert "exists with another spec" in other.err
 
 
+@pytest.mark.usefixtures("finished")
 def test_log_lines_are_prefixed_with_the_rank() -> None:
-    submit(steps=1)
-    ended()
     assert scaletrain("logs", "r1").out == "[rank 0] up\n[rank 1] up\n"
     assert scaletrain("logs", "r1", "--rank", "1").out == "up\n"
     assert scaletrain("logs", "r1", "--follow", "--rank", "0").out == "up\n"
@@ -229,7 +246,7 @@ def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     cancelled = scaletrain("cancel", "s", "--yes")
     assert (cancelled.code, cancelled.out) == (0, ""), cancelled.err
     assert "canceled 3 runs of the sweep s" in cancelled.err
-    waited = scaletrain("status", "s", "--wait", "120s", "--json")
+    waited = scaletrain("status", "s", "--wait", "1h", "--json")
     assert (waited.code, waited.data["states"]) == (ExitCode.PREEMPTED, {"cancelled": 3})
     again = scaletrain("cancel", "s", "--yes")
     assert (again.code, "(3 cancelled). Nothing was done." in again.err) == (0, True)
@@ -242,22 +259,21 @@ def test_train_ends_with_the_exit_code_of_the_run() -> None:
     assert submit("train", "r2", "--set", "restarts.crash=0", die={"*:*": 9}).code == ExitCode.CRASHED
 
 
-def test_a_run_is_found_by_a_prefix_of_its_id_or_by_its_path() -> None:
-    submit("submit", "long-name-1", steps=1)
-    submit("submit", "long-name-2", steps=1)
+def test_a_run_is_found_by_a_prefix_of_its_id_or_by_its_path(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", "runs")
+    for name in ("long-name-1", "long-name-2"):
+        shutil.copytree(finished / "r1", Path("runs") / name)
     assert scaletrain("status", "long-name-1").code == 0
     assert scaletrain("status", runs_root() / "long-name-2").code == 0
     ambiguous = scaletrain("status", "long")
     assert ambiguous.code == ExitCode.USAGE
     assert "matches 2 runs" in ambiguous.err
     assert "no run 'other'" in scaletrain("logs", "other").err
-    for run_id in ("long-name-1", "long-name-2"):
-        ended(run_id)
 
 
-def test_one_damaged_run_does_not_hide_the_others() -> None:
-    submit(steps=1)
-    ended()
+def test_one_damaged_run_does_not_hide_the_others(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", "runs")
+    shutil.copytree(finished / "r1", Path("runs") / "r1")
     damaged = runs_root() / "r0"
     damaged.mkdir()
     (damaged / "run.json").write_text("{")

@@ -16,6 +16,7 @@ from scaletrain_cli.text import visible
 from scaletrain_cli.ui.console import document, say, show_error
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import make_plan, make_spec
+from tests.source_trees import nodes_of
 
 PACKAGE = Path(__file__).parent.parent.parent / "scaletrain_cli"
 ATTACKS = {
@@ -105,7 +106,7 @@ def test_a_document_is_unchanged_in_a_pipe_and_escaped_on_a_terminal(monkeypatch
 def test_every_verb_prints_through_visible_or_document() -> None:
     wrong = []
     for path in sorted((PACKAGE / "cli").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="typer"), attr="echo" | "secho"), args=[what, *_]):
                     safe = isinstance(what, ast.Constant) or (

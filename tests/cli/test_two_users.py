@@ -35,11 +35,13 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter, commit_checkpoint, open_attempt, stage_checkpoint
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
+from tests.source_trees import nodes_of
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
 
 TEAM = 61_000
 UMASKS = (0o002, 0o022, 0o077)
+LONG = pytest.mark.long
 
 
 READING = (("status",), ("explain",), ("logs",), ("checkpoint", "list"), ("checkpoint", "verify"))
@@ -105,12 +107,27 @@ def _preloaded() -> None:
         if parts[1] == "engine" or parts[-1] in ("__main__", "__init__"):
             continue
         importlib.import_module(".".join(parts))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
             for name in names:
                 if name.partition(".")[0] in sys.stdlib_module_names:
                     importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        with_a_backend_that_starts_nothing(patch)
+        patch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
+        patch.setenv("SCALETRAIN_RUNS", folder)
+        patch.chdir(folder)
+        scaletrain("submit", SMALL, "--run-id", "r", "--yes")  # imports what libraries import late
+        with_a_checkpoint(RunDir(Path(folder) / "r"))
+        for verb in (*READING, *CHANGING[:-1], ("list",), ("nodes", "list")):
+            scaletrain(*verb[:2], "r", *verb[2:])
+
+
+def with_a_backend_that_starts_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LocalBackend, "submit", lambda self, run, record: "1")
+    start = Start(time.time(), Reason("local.no-queue"))
+    patch.setattr(LocalBackend, "preflight", lambda *_: PreflightResult(start))
 
 
 @pytest.fixture
@@ -129,18 +146,8 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(folder / "none"))
     monkeypatch.setenv("TMPDIR", "/tmp")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "1")
-    monkeypatch.setattr(
-        LocalBackend, "preflight", lambda *_: PreflightResult(Start(time.time(), Reason("local.no-queue")))
-    )
+    with_a_backend_that_starts_nothing(monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(folder / "of-root"))
-    scaletrain("submit", SMALL, "--run-id", "r", "--yes")  # imports what libraries import late
-    with_a_checkpoint(RunDir(folder / "of-root" / "r"))
-    for verb in (*READING, *CHANGING[:-1], ("list",), ("nodes", "list")):
-        scaletrain(*verb[:2], "r", *verb[2:])
-    shutil.rmtree(folder / "of-root")
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(root))
     yield root
     shutil.rmtree(folder)
 
@@ -173,7 +180,7 @@ def files_below(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("umask", UMASKS, ids=oct)
+@pytest.mark.parametrize("umask", [UMASKS[0], pytest.param(UMASKS[1], marks=LONG), UMASKS[2]], ids=oct)
 def test_every_verb_on_an_own_run_and_on_a_run_of_another_user(root: Path, umask: int) -> None:
     alice, bob = User(ALICE.uid, umask), User(BOB.uid, umask)
     for user, run_id in ((alice, "run-of-alice"), (bob, "run-of-bob")):

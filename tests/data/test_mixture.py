@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrain_cli.data.mixture import PARTS, Mixture, Stage, whole_weights
@@ -35,7 +35,6 @@ def test_sources_come_in_the_order_of_websters_method(weights: list[int]) -> Non
     assert [mixture.place(sample).source for sample in range(9000)] == webster(weights, 9000)
 
 
-@settings(max_examples=25, deadline=None)
 @given(_WEIGHTS, st.integers(0, 10**11))
 def test_shares_of_every_prefix_are_those_of_the_weights_up_to_two_samples(weights: list[int], samples: int) -> None:
     counts = Mixture([Stage(0, tuple(weights))]).counts(samples)
@@ -49,7 +48,6 @@ def test_a_small_source_of_a_long_run_has_its_epochs() -> None:
     assert Mixture([Stage(0, (1 - share, share))]).counts(samples)[1] == pytest.approx(epochs * sequences, abs=1)
 
 
-@settings(max_examples=25, deadline=None)
 @given(_WEIGHTS, _WEIGHTS, st.integers(1, 10**7), st.integers(0, 10**7))
 def test_each_source_is_read_in_order_without_a_gap_across_stages(
     first: list[int], second: list[int], start: int, before: int

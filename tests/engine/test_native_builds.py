@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
+import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -30,7 +30,7 @@ class SlowOperator:
         if self.baton.try_acquire():
             if self.begun is not None:
                 self.begun.send(True)
-                time.sleep(600)
+                signal.pause()
             self.baton.release()
         else:
             self.baton.wait()
@@ -42,7 +42,7 @@ def process(begin: Callable[..., Any], *arguments: Any) -> Generator[Any]:
     ours, theirs = FORK.Pipe()
     child = FORK.Process(target=begin, args=(theirs, *arguments))
     child.start()
-    assert ours.poll(60)
+    assert ours.recv()
     try:
         yield child
     finally:
@@ -72,9 +72,7 @@ def test_after_a_killed_build_the_next_one_begins_at_once(folder: Path) -> None:
         builder.kill()
         builder.join()
         assert (folder / "operator" / "lock").exists()
-        started = time.monotonic()
         load_operator(SlowOperator(folder))
-        assert time.monotonic() - started < 60
     assert not (folder / "operator" / "lock").exists()
 
 
@@ -88,7 +86,7 @@ def test_one_process_builds_at_a_time_and_the_next_continues_when_it_dies(folder
         waiting.join(0.3)
         assert waiting.is_alive()
         builder.kill()
-        waiting.join(60)
+        waiting.join()
         assert waiting.exitcode == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def die_on_rank_one() -> None:
 
 def hang_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
-        time.sleep(600)
+        signal.pause()
 
 
 def what_the_rank_sees() -> tuple[str | None, bool, int]:
@@ -61,8 +60,7 @@ def test_a_rank_has_the_environment_of_the_test_and_one_thread(monkeypatch: pyte
 )
 def test_a_failure_is_reported_and_leaves_no_process(function: object, reported: str) -> None:
     on_ranks(1, os.getpid)  # so that the server runs
-    before, started = children(os.getpid()), time.monotonic()
+    before = children(os.getpid())
     with pytest.raises(RanksFailedError, match=reported):
-        on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else 300.0)  # type: ignore[arg-type]
+        on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else None)  # type: ignore[arg-type]
     assert children(os.getpid()) == before
-    assert time.monotonic() - started < 120

@@ -21,6 +21,7 @@ from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.spec.sources import LoaderSpec
 from tests.engine.data.images.pictures import Pictures, layout, reader
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 
@@ -86,8 +87,7 @@ def test_as_many_batches_are_in_flight_as_there_are_workers(tmp_path: Path) -> N
         assert loader._processes is not None
         most, step = 0, 0
         own = f"-{os.getpid()}"  # until its processes have started, a rank reads by itself
-        deadline = time.monotonic() + 60
-        while most < 4 and time.monotonic() < deadline:
+        while most < 4:
             step += 1
             loader.take(step + 100, trainer._following(step))
             most = max(most, sum(not file.name.endswith(own) for file in tmp_path.iterdir()))
@@ -118,9 +118,7 @@ def test_a_thread_reads_the_next_round_during_the_computation_of_a_round() -> No
         waiting = validated(trainer, images, 20)
         for taken in range(1, 6):
             next(waiting)
-            deadline = time.monotonic() + 30
-            while len(read) < min(taken + 2, 5) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda taken=taken: len(read) >= min(taken + 2, 5), "the rounds ahead are read")
             assert read == list(range(1, min(taken + 2, 5) + 1))
         assert next(waiting, None) is None
 

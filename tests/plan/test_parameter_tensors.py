@@ -56,6 +56,7 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
     model = MODELS[name]
     for tensor, stages in itertools.product((1, 2), (1, 2, 3)):
         spec = spec_of("llama-7b").model_copy(update={"model": model})
+        assert len(engine_stages(spec.transformer, stages)) == stages
         for stage in engine_stages(spec.transformer, stages):
             built = outline(model)
             keep_stage(built, Axis(stages, stage.position))

@@ -141,7 +141,7 @@ def plan_or_refusal(spec: RunSpec) -> RunPlan | ScaletrainError:
 
 
 @given(spec=specs())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_valid_spec_gives_a_valid_plan_or_a_scaletrain_error(spec: RunSpec | None) -> None:
     if spec is None:
         return

@@ -159,9 +159,14 @@ def test_contradictory_settings_are_rejected(override: str, expected: str) -> No
     assert any(expected in line for line in lines), lines
 
 
-def test_a_value_of_a_wrong_type_is_one_problem() -> None:
-    for key in every_key():
-        for given in ("[1]", "BF16", '"a\\0b"', "-7"):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["kinds", "every key"])
+def test_a_value_of_a_wrong_type_is_one_problem(every: bool) -> None:
+    keys = dict(every_key())
+    one_of_each_kind = {kind: key for key, kind in keys.items()}.values()
+    assert 30 < len(one_of_each_kind) < len(keys)
+    wrong = ("[1]", "BF16", '"a\\0b"', "-7")
+    for number, key in enumerate(keys if every else one_of_each_kind):
+        for given in wrong if every else (wrong[number % 4],):
             found = [one for one in _problems_or_none(f"{key}={given}") if one.key == key]
             assert len(found) <= 1, found
             for one in found:
@@ -178,11 +183,11 @@ def _problems_or_none(override: str) -> Sequence[Problem]:
     return ()
 
 
-def every_key(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[str]:
-    """Dotted keys of all fields, those of the sections that may be left out too."""
+def every_key(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys of all fields, those of the sections that may be left out too, each with its type."""
     for name, field in section.model_fields.items():
         key = f"{before}{field.alias or name}"
-        yield key
+        yield key, f"{field.annotation} {key.startswith('cluster.slurm')}"
         kinds = [ModelSpec] if key == "model" else [field.annotation, *typing.get_args(field.annotation)]
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, BaseModel):

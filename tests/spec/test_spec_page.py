@@ -66,9 +66,9 @@ def test_the_page_shows_every_key_of_sources_stages_and_steps_with_its_default()
 
 
 def test_the_example_in_spec_md_loads() -> None:
-    for example in re.findall(
-        r"```yaml\n(schema: .*?)```", (PROJECT / "docs" / "spec.md").read_text(), flags=re.DOTALL
-    ):
+    examples = re.findall(r"```yaml\n(schema: .*?)```", (PROJECT / "docs" / "spec.md").read_text(), flags=re.DOTALL)
+    assert examples
+    for example in examples:
         assert isinstance(load(example), RunSpec)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,9 +13,16 @@ from scaletrain_cli.spec import RunSpec, presets, starting_spec
 from tests.spec.samples import load
 
 
-@pytest.mark.parametrize("preset", [None, *presets()])
-@pytest.mark.parametrize("gpu", ["cpu", "h100-sxm-80gb"])
-@pytest.mark.parametrize("scheduler", ["local", "slurm", "kubernetes"])
+def every_form() -> Iterator[Any]:
+    """The forms without a preset and one for each preset; the other forms of presets are long tests."""
+    for preset, gpu, scheduler in itertools.product(
+        (None, *presets()), ("cpu", "h100-sxm-80gb"), ("local", "slurm", "kubernetes")
+    ):
+        is_short = preset is None or (gpu, scheduler) == ("h100-sxm-80gb", "slurm")
+        yield pytest.param(preset, gpu, scheduler, marks=[] if is_short else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("preset", "gpu", "scheduler"), [*every_form()])
 def test_every_starting_spec_loads(preset: str | None, gpu: str, scheduler: str) -> None:
     spec = load(starting_spec(preset=preset, gpu=gpu, scheduler=scheduler, gpus_per_node=4))
     assert (spec.cluster.gpu, spec.cluster.scheduler, spec.world_size) == (gpu, scheduler, 4)

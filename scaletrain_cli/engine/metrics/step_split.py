@@ -36,12 +36,13 @@ class CollectiveWaits:
     there do not include the transfer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
+        self._clock = clock
         self._before: Callable[..., Any] | None = None
 
     def __enter__(self) -> CollectiveWaits:
-        wait, thread, clock, own_thread = Work.wait, threading.get_ident(), time.perf_counter, threading.get_ident
+        wait, thread, clock, own_thread = Work.wait, threading.get_ident(), self._clock, threading.get_ident
 
         def timed_wait(work: Work, *arguments: Any, **named: Any) -> Any:
             if own_thread() != thread:  # a checkpoint that is written in the background
@@ -90,8 +91,13 @@ class StepSplit:
     needs to enqueue them. Backward passes and updates do not show that: DeepSpeed waits for the device in them.
     """
 
-    def __init__(self, device: torch.device, waits: CollectiveWaits | None = None) -> None:
-        self._on_gpu, self._device = device.type == "cuda", device
+    def __init__(
+        self,
+        device: torch.device,
+        waits: CollectiveWaits | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._on_gpu, self._device, self._clock = device.type == "cuda", device, clock
         self._waits, self._waited_before = waits, 0.0
         self._marks: list[_Mark] = []
         self._pending: deque[_Pending] = deque()
@@ -107,7 +113,7 @@ class StepSplit:
     def enter(self, phase: Phase) -> None:
         """End the present phase of the step and begin another one. Does nothing outside of a step."""
         if self._running:
-            self._marks.append(_Mark(phase, time.perf_counter(), self._event() if self._on_gpu else None))
+            self._marks.append(_Mark(phase, self._clock(), self._event() if self._on_gpu else None))
 
     def end(self, step: int, known: Mapping[str, float | Callable[[], float]]) -> None:
         """End the step. ``known``: further columns; a callable is called after the work of the step is done."""

@@ -98,7 +98,7 @@ def test_planted_duplicates_are_found_and_nothing_else(reference: Corpus) -> Non
 @pytest.mark.process
 def test_a_hundred_thousand_documents_reach_recall_precision_and_memory() -> None:
     benchmark = Path(__file__).parents[3] / "benchmarks" / "deduplication.py"
-    result = subprocess.run([sys.executable, str(benchmark)], capture_output=True, text=True, timeout=1800)
+    result = subprocess.run([sys.executable, str(benchmark)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "targets met" in result.stdout
 
@@ -183,7 +183,7 @@ duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
         ("removed", 4),
     )
     for phase, fatal in killed:
-        result = subprocess.run([sys.executable, "-c", program, str(folder), phase, str(fatal)], timeout=60)
+        result = subprocess.run([sys.executable, "-c", program, str(folder), phase, str(fatal)])
         assert result.returncode == -signal.SIGKILL, phase
         left = content(folder)
         drafts = [name for name in left if name.endswith(".draft")]

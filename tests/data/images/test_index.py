@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from scaletrain_cli.data.images import index as index_module
@@ -19,29 +17,36 @@ from scaletrain_cli.data.images.index_units import PACKED, SAMPLE
 from scaletrain_cli.data.images.reading import describe_index, open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.errors import UsageError
+from tests.counting import bytes_read_by
 from tests.data.images.pictures import files_below, image_bytes, index, write_folder, write_shards, write_table
 
 SETTINGS = ImageSettings(captions=True, validation_share=0.2)
 PROGRAM = """
-import sys
+import itertools, os, signal, sys
 from pathlib import Path
 from scaletrain_cli.data.images.index import index_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.pipeline.claims import Timing
 
+def progress(*_):
+    if next(calls) == int(sys.argv[4]):
+        os.killpg(0, signal.SIGKILL)  # with the workers
+
 if __name__ == "__main__":
+    calls = itertools.count(1)
     settings = ImageSettings(captions=True, validation_share=0.2)
     timing = Timing(heartbeat_seconds=0.05, stale_seconds=0.6, poll_seconds=0.02)
-    path = index_images(sys.argv[1], settings, Path(sys.argv[2]), int(sys.argv[3]), lambda *_: None, timing=timing)
+    path = index_images(sys.argv[1], settings, Path(sys.argv[2]), int(sys.argv[3]), progress, timing=timing)
     print(path)
 """
 
 
-def process(source: Path, root: Path, workers: int) -> subprocess.Popen[str]:
+def process(source: Path, root: Path, workers: int, last: int = 0) -> subprocess.Popen[str]:
+    """Build in another process, which kills itself when it reports progress for the ``last`` time; 0: it ends well."""
     program = root.parent / "build.py"
     if not program.exists():
         program.write_text(PROGRAM)
-    command = [sys.executable, str(program), str(source), str(root), str(workers)]
+    command = [sys.executable, str(program), str(source), str(root), str(workers), str(last)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path.cwd()
     )
@@ -81,21 +86,16 @@ def test_kills_and_processes_at_the_same_time_change_nothing(tmp_path: Path) -> 
     source = write_shards(tmp_path / "source", 24, 60)
     expected = files_below(index(source, tmp_path / "alone", SETTINGS))
     root = tmp_path / "runs"
-    generator = np.random.default_rng(0)
-    kills = 0
-    for _ in range(8):
-        before = len(list(root.rglob("*")))
-        running = [process(source, root, workers) for workers in (1, 2)]
-        while any(each.poll() is None for each in running) and len(list(root.rglob("*"))) <= before:
-            time.sleep(0.01)
-        time.sleep(0.1 * generator.random())
+    ends: list[int] = []
+    for last in (1, 2, 3, 1, 2, 3, 2, 3):
+        running = [process(source, root, workers, last) for workers in (1, 2)]
         for each in running:
-            kills += each.poll() is None
-            os.killpg(each.pid, signal.SIGKILL) if each.poll() is None else None
             each.communicate()
-    assert kills >= 6
+            ends.append(each.returncode)
+    assert set(ends) <= {0, -signal.SIGKILL}
+    assert ends.count(-signal.SIGKILL) >= 4  # none of them gets to more than five of the 24 units
     running = [process(source, root, workers) for workers in (1, 2, 1)]
-    answers = [each.communicate(timeout=300) for each in running]
+    answers = [each.communicate() for each in running]
     assert [each.returncode for each in running] == [0, 0, 0], answers
     (path,) = {answer[0].strip() for answer in answers}
     assert files_below(Path(path)) == expected
@@ -169,20 +169,13 @@ def test_a_sample_takes_43_bytes_beside_its_text(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_opening_an_index_of_a_million_samples_reads_little_of_it(tmp_path: Path) -> None:
     dataset = index(write_shards(tmp_path / "a", 1, 2), tmp_path / "runs")
-    program = (
-        "import resource, sys; from pathlib import Path\n"
-        "from scaletrain_cli.data.images.reading import open_images\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "samples = open_images(Path(sys.argv[1]))['train']\n"
-        "for number in range(0, len(samples), max(1, len(samples) // 200)): samples.read(number)\n"
-        "print(len(samples), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
     _grow(dataset, 1_000_000)
-    answer = subprocess.run(
-        [sys.executable, "-c", program, str(dataset)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert int(answer[0]) == 1_000_000
-    assert int(answer[1]) < 8 << 10, "KiB of memory, for an index of 43 MB"
+
+    samples = open_images(dataset)["train"]
+    assert len(samples) == 1_000_000
+    assert bytes_read_by(lambda: open_images(dataset)) < 10_000  # of an index of 43 MB
+    assert bytes_read_by(lambda: samples.read(500_000)) < 200_000  # with the block of the file that is verified
+    assert bytes_read_by(lambda: samples.read(500_001)) < 2_000
 
 
 def _grow(dataset: Path, count: int) -> None:

@@ -30,6 +30,20 @@ from tests.data.pipeline.test_prepare import files_below, ignore, preparation, t
 
 __all__ = ["tokenizer"]  # a fixture
 QUICK = Timing(heartbeat_seconds=0.05, stale_seconds=0.6, poll_seconds=0.02)
+BY_CLOCK = Timing(heartbeat_seconds=1e6, stale_seconds=600.0, poll_seconds=1.0)  # with a Clock; beats are the test's
+
+
+class Clock:
+    """In place of the module ``time``: seconds that the test, or the code that sleeps, sets on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @contextmanager
@@ -57,26 +71,31 @@ def test_a_signal_while_a_process_registers_leaves_no_file_of_it(
 
 
 def test_a_unit_belongs_to_one_process_until_that_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Claims(tmp_path, timing=QUICK) as third, Claims(tmp_path, timing=QUICK) as second:
-        with other_machine(monkeypatch):
-            first = Claims(tmp_path, timing=QUICK).__enter__()
-        assert first.claim("stage", "unit")
-        for other in (second, third):
+    clock = Clock()
+    monkeypatch.setattr(claims_module, "time", clock)
+
+    def taken(*others: Claims) -> list[Claims]:
+        for other in others:
             other.refresh("stage")
-            assert not other.claim("stage", "unit")
-        time.sleep(0.8)
-        assert not second.claim("stage", "unit")  # the first one shows that it lives
-        first._ended.set()  # as if its machine were off
-        deadline = time.monotonic() + 20
-        taken: list[Claims] = []
-        while not taken and time.monotonic() < deadline:
-            for other in (second, third):
-                other.refresh("stage")
-                taken += [other] if other.claim("stage", "unit") else []
-            time.sleep(0.05)
-        assert len(taken) == 1
+        return [other for other in others if other.claim("stage", "unit")]
+
+    with Claims(tmp_path, timing=BY_CLOCK) as third, Claims(tmp_path, timing=BY_CLOCK) as second:
+        with other_machine(monkeypatch):
+            first = Claims(tmp_path, timing=BY_CLOCK).__enter__()
+        assert first.claim("stage", "unit")
+        assert taken(second, third) == []
+        for _ in range(3):
+            clock.sleep(400.0)
+            beat = first._own.stat().st_mtime_ns + 1  # a file system may have the same time for two beats in a row
+            os.utime(first._own, ns=(beat, beat))
+            assert taken(second, third) == []
+        clock.sleep(600.0)  # as if its machine were off
+        assert taken(second, third) == []
+        clock.sleep(1.0)
+        assert taken(second, third) == [second]
         first.beat()  # it was only suspended
         assert first.losses == 1
+        first._ended.set()
         assert sorted(path.name for path in (tmp_path / "claims" / "stage").iterdir()) == ["unit.0", "unit.1"]
 
 
@@ -152,25 +171,27 @@ def test_a_failing_unit_ends_all_processes_of_the_job_with_its_reason(tmp_path: 
 def test_looks_at_a_slow_file_system_are_rare_and_the_waiting_process_sees_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "_LONGEST_WAIT", 0.5)
-    looks: list[float] = []
-    look = schedule._Left.look
+    clock, looks = Clock(), list[float]()
+    monkeypatch.setattr(schedule, "time", clock)
+    listed = os.listdir
 
-    def slow(left: schedule._Left) -> None:
-        look(left)
-        looks.append(time.monotonic())
-        time.sleep(0.1)
+    def slow(folder: Path) -> list[str]:
+        if folder == tmp_path / "out":
+            looks.append(clock.now)
+            if clock.now > 120.0:
+                (folder / "0").touch()  # by the other one
+        clock.sleep(1.0)
+        return listed(folder)
 
-    monkeypatch.setattr(schedule._Left, "look", slow)
+    monkeypatch.setattr(schedule.os, "listdir", slow)
     stage = Stage("tokenize", "tokens", tmp_path / "out", ("0",), partial(fail, tmp_path / "out"))
     with Claims(tmp_path / "work", timing=QUICK) as other, Claims(tmp_path / "work", timing=QUICK) as own:
         assert other.claim("tokens", "0")
-        done = threading.Timer(1.2, lambda: fail(tmp_path / "out", 0))
-        done.start()
         with Workers[int](1) as workers:
             run_stage(stage, own, workers, ignore)
-        done.join()
-    assert 3 <= len(looks) <= 7
+        monkeypatch.undo()
+    # 20 times as long as the first look took, then the longest wait after looks at results and claims.
+    assert looks == pytest.approx([0, 21, 53, 85, 117, 149], abs=0.1)
 
 
 def main(folder: str, workers: str, tokenizer: str, machine: str, count: str) -> None:
@@ -207,7 +228,7 @@ def prepared_by_many(folder: Path, tokenizer: str, processes: int, kills: int, s
                 break
             running[number].wait()
             running[number] = start(folder, 1 + number % 2, number % 3, count)
-        assert [process.wait(timeout=120) for process in running] == [0] * processes
+        assert [process.wait() for process in running] == [0] * processes
     finally:
         for process in running:
             if process.poll() is None:
@@ -233,7 +254,7 @@ def test_random_kills_of_processes_on_several_machines_change_no_byte(
 def test_the_last_of_processes_that_end_together_removes_the_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, remove_dead = threading.Barrier(2, timeout=30), Claims._remove_dead
+    looked, remove_dead = threading.Barrier(2), Claims._remove_dead
 
     def look_together(claims: Claims) -> None:
         remove_dead(claims)

@@ -80,7 +80,7 @@ def test_three_processes_at_once_read_each_byte_once(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert found == [read_hashes(files)] * 3
     assert set(ranges.values()) == {1}
 

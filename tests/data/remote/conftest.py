@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from scaletrain_cli.data.sources import places, stores
 from tests.conftest import in_ci
 from tests.data.remote.faults import FaultyProxy
+from tests.waiting import wait_until
 
 # In an environment of its own: the server and kubernetes need different versions of python-dateutil.
 SERVER = Path(sys.prefix) / "s3-server" / "bin" / "moto_server"
@@ -28,39 +28,29 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not SERVER.exists():
         assert not in_ci(), f"{SERVER} is missing: make setup installs it"
         pytest.skip(f"{SERVER} is missing: make setup installs it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # Credentials of nobody: the server must not look for real ones.
     variables = {"AWS_ACCESS_KEY_ID": "server", "AWS_SECRET_ACCESS_KEY": "server", "AWS_EC2_METADATA_DISABLED": "true"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | variables
-    log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
-    command = [str(SERVER), "-H", "127.0.0.1", "-p", str(port)]
-    with log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server:
+    log = tmp_path_factory.mktemp("s3") / "log"
+    command = [str(SERVER), "-H", "127.0.0.1", "-p", "0"]  # it binds a port, then logs which
+    with log.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as server:
+
+        def url() -> str:
+            text = log.read_text(encoding="utf-8")
+            assert server.poll() is None, text
+            found = re.search(r"Running on (http://[\d.:]+)", text)
+            return found[1] if found else ""
+
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(url)
-            yield url
+            wait_until(url, "the S3 server listens")
+            yield url()
         finally:
             server.kill()
 
 
-def _wait(url: str) -> None:
-    end = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/moto-api/", timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < end, "the S3 server does not start"
-            time.sleep(0.1)
-
-
 def post(url: str, body: bytes = b"") -> None:
     """Send a command to the server."""
-    urllib.request.urlopen(
-        urllib.request.Request(url, body, {"Content-Type": "text/plain"}, method="POST"), timeout=10
-    ).close()
+    urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "text/plain"}, method="POST")).close()
 
 
 @pytest.fixture
@@ -87,4 +77,4 @@ def signed(url: str, headers: dict[str, str] | None = None) -> None:
     """Send a PUT request with credentials that the server does not compare."""
     scope = "Credential=any/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
     given = {"Authorization": f"AWS4-HMAC-SHA256 {scope}", **(headers or {})}
-    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=given), timeout=10).close()
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=given)).close()

@@ -90,7 +90,7 @@ class FaultyProxy:
             status, content = (503, SLOW_DOWN) if fault == "slow-down" else (403, DENIED)
             self._send(handler, status, [("Content-Type", "application/xml")], content)
             return
-        connection = http.client.HTTPConnection(self.server.removeprefix("http://"), timeout=30)
+        connection = http.client.HTTPConnection(self.server.removeprefix("http://"))
         try:
             connection.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
             for name, value in handler.headers.items():

@@ -153,7 +153,7 @@ def _read_by_processes(prepared: Path, attached: Path, cache: Path, size: int, r
     words = [sys.executable, "-c", _READER, str(prepared), str(attached), str(cache), str(size), str(reads)]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     readers = [subprocess.Popen([*words, str(seed)], env=environment) for seed in range(_RANKS)]
-    assert [reader.wait(120) for reader in readers] == [0] * _RANKS
+    assert [reader.wait() for reader in readers] == [0] * _RANKS
 
 
 def _bytes_in(folder: Path) -> int:

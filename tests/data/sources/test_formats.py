@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scaletrain_cli.data.sources import lines
@@ -79,7 +79,6 @@ def test_each_format_gives_every_document_once_in_parts_of_any_size(name: str, p
     assert [record.text for record in read(tmp_path / name, part_bytes=part_bytes)] == TEXTS
 
 
-@settings(max_examples=60, deadline=None)
 @example(["one", "", "one"], 1, "txt")
 @given(
     st.lists(st.sampled_from(["one", "", " ", "two words", "x" * 50, "\t", "end."]), max_size=60),

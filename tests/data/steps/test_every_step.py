@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -54,7 +54,6 @@ def test_no_step_raises_or_remembers_and_a_second_time_changes_nothing(tmp_path:
     first: dict[int, list[tuple[str, Kept | Removed]]] = {}
 
     @given(TEXTS)
-    @settings(max_examples=100)
     def check(text: str) -> None:
         for number, (one, _) in enumerate(steps):
             result = run(one, text, score=len(text) / 100)

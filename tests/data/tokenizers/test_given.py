@@ -68,12 +68,13 @@ def test_a_sentencepiece_model_gives_the_tokens_of_its_library(options: dict[str
     section = model(tmp_path, **options)
     ours = Tokenizer.from_str(tokenizer_content(section))
     theirs = sentencepiece.SentencePieceProcessor(model_file=section.path)
-    texts = [*UNSEEN, *LINES[::7], "\n".join(LINES[:40]), "a <tool> b\t\tc"]
+    texts, decoded = [*UNSEEN, *LINES[::7], "\n".join(LINES[:40]), "a <tool> b\t\tc"], 0
     for text in texts:
         assert ours.encode(text).ids == theirs.encode(text)
-        assert ours.decode(theirs.encode(text)).strip() == theirs.decode(theirs.encode(text)).strip() or 0 in (
-            theirs.encode(text)  # the unknown piece has other texts
-        )
+        if 0 not in theirs.encode(text):  # the unknown piece has other texts
+            decoded += 1
+            assert ours.decode(theirs.encode(text)).strip() == theirs.decode(theirs.encode(text)).strip()
+    assert decoded > 20
     assert ours.token_to_id("</s>") == theirs.eos_id()
 
 
@@ -170,10 +171,15 @@ def test_a_dataset_has_the_tokens_and_the_tokenizer_of_a_model(tmp_path: Path) -
     data = DataSpec.model_validate({"source": str(text), "tokenizer": section.model_dump(), "validation_split": 0.001})
     (dataset,) = prepare_data(data, tmp_path / "runs", 1, lambda *_: None).values()
     theirs = sentencepiece.SentencePieceProcessor(model_file=section.path)
-    expected = [token for line in LINES for token in (*theirs.encode(line), theirs.eos_id())]
-    found = [np.fromfile(dataset / "000000" / f"{split}.bin", "uint16") for split in ("train", "validation")]
-    assert sorted(np.concatenate(found).tolist()) == sorted(expected)
-    assert found[0].tolist() == expected or len(found[1]) > 0
+    documents = [[*theirs.encode(line), theirs.eos_id()] for line in LINES]
+    found = [np.fromfile(dataset / "000000" / f"{split}.bin", "uint16").tolist() for split in ("train", "validation")]
+    assert sum(map(len, found)) == sum(map(len, documents))
+    for tokens in found:  # documents of either split are whole and in order
+        at = 0
+        left = iter(documents)
+        while at < len(tokens):
+            one = next(each for each in left if tokens[at : at + len(each)] == each)
+            at += len(one)
     kept = Tokenizer.from_file(str(dataset / "tokenizer.json"))
     assert kept.decode(theirs.encode(LINES[0])) == theirs.decode(theirs.encode(LINES[0]))
     assert find_prepared(data, tmp_path / "runs") == {data.all_sources[0].name: dataset}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, shard_name, write_shard
@@ -189,7 +189,7 @@ def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: P
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, NO_TEXT)
     ours = outline(spec.transformer)
     materialize(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     length = spec.transformer.max_position_embeddings
     tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))
     context = TokenContext(torch.arange(length), torch.arange(2))
@@ -224,10 +224,10 @@ def test_transformers_loads_an_exported_folder_and_generates_up_to_the_end_of_te
     end = text.ids["eos_token_id"]
     weights = ends_at_once(spec.transformer.model_dump(), end)
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|endoftext|>", end, end)
     assert tokenizer.decode(tokenizer("a document of words").input_ids) == "a document of words"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.config.bos_token_id, model.config.eos_token_id) == (end, end)
     given = tokenizer("a document", return_tensors="pt")
     made = model.generate(**given, max_new_tokens=6, do_sample=False)
@@ -269,7 +269,7 @@ def test_without_a_tokenizer_no_token_id_is_exported(tmp_path: Path) -> None:
     assert not text.has_tokenizer
     weights = contents(spec.transformer.model_dump())
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    config = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
 
 
@@ -284,8 +284,8 @@ def test_a_fine_tuned_model_is_exported_with_its_chat_template_and_end_of_turn(t
     text = text_files(spec, tmp_path / "runs")
     weights = ends_at_once(spec.transformer.model_dump(), text.ids["eos_token_id"])
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    config = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
     rendered = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"

@@ -132,7 +132,7 @@ class Job:
 
     def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.unreadable = run, dict[str, set[str]]()
-        self._here, self._barrier = threading.local(), threading.Barrier(4, timeout=60)
+        self._here, self._barrier = threading.local(), threading.Barrier(4)
         self._items: list[Any] = [None] * 4
         monkeypatch.setattr(beginning_module, "_own_node", lambda: self._here.node)
         monkeypatch.setattr(beginning_module, "find_defects", self._find_defects)

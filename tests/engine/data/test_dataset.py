@@ -53,6 +53,7 @@ def test_sequences_do_not_overlap_and_labels_are_the_next_tokens(dataset: Path) 
 
 def test_document_ends_are_where_the_end_tokens_are(dataset: Path) -> None:
     _, *splits = open_dataset(dataset, 16)
+    assert len(splits) == 2
     for split in splits:
         assert split.document_ends.tolist() == np.flatnonzero(split.tokens == END).tolist()
         found = split.document_ends_within(1, 3)

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrain_cli.engine.data.packing import best_fit, pack
@@ -15,7 +15,6 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 
 
 @given(LENGTHS, st.integers(1, 40), st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_every_token_is_in_exactly_one_row_and_no_row_is_too_long(
     lengths: list[int], capacity: int, split: bool
 ) -> None:
@@ -29,7 +28,6 @@ def test_every_token_is_in_exactly_one_row_and_no_row_is_too_long(
 
 
 @given(LENGTHS.map(lambda lengths: [min(length, 16) for length in lengths]))
-@settings(max_examples=100, deadline=None)
 def test_no_two_rows_would_fit_into_one(lengths: list[int]) -> None:
     fills = sorted(sum(lengths[i] for i in row) for row in best_fit(lengths, 16))
     assert len(fills) < 2 or fills[0] + fills[1] > 16
@@ -37,7 +35,6 @@ def test_no_two_rows_would_fit_into_one(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["bfd", "bfd_split"])
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
 def test_rows_are_those_of_trl_up_to_their_order(split: bool, lengths: list[int], capacity: int) -> None:
     table, trl = pytest.importorskip("pyarrow"), pytest.importorskip("trl.data_utils")
     documents = [[number] * length for number, length in enumerate(lengths)]

@@ -169,6 +169,7 @@ def test_rows_padded_to_the_longest_one_have_the_same_labels_and_parts_of_equal_
         made = short_readers(kind, "micro_batch", *cut)
         batches = [reader.batch(number).micro_batches() for reader in made]
         counted = {each for each in labels(whole) if each[2] != NOT_COUNTED}
+        assert counted
         assert {each for micro in batches for each in labels(micro) if each[2] != NOT_COUNTED} == counted
         for same in zip(*[iter(batches)] * cut[1], strict=True):  # the sequence ranks of a replica
             for parts in zip(*same, strict=True):
@@ -239,7 +240,9 @@ def test_reference_log_probabilities_follow_their_pairs() -> None:
     sequences = random_rows(40, pairs=True)
     reference = np.arange(40, dtype=np.float32).reshape(20, 2)
     (reader,) = readers(sequences, 1, 1, 4)
-    for micro in replace(reader, reference=reference).batch(2).micro_batches():
+    micros = replace(reader, reference=reference).batch(2).micro_batches()
+    assert micros
+    for micro in micros:
         assert micro.numbers is not None
         assert micro.reference is not None
         expected = [*(2 * micro.numbers).tolist(), *(2 * micro.numbers + 1).tolist()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+import transformers
 
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.spec import ModelSpec
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with large random weights, saved by transformers: its choices are clear."""
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
         num_hidden_layers=2,
@@ -31,7 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -47,7 +47,7 @@ def test_the_loss_of_documents_is_the_mean_over_all_predicted_tokens(weights: Pa
     model = load_model(weights, spec_of(weights), CPU, torch.float32)
     documents = [[1, 5, 9, 30, 2], list(range(40)), [7]]
     found = mean_loss(model, documents, SEQ_LEN, CPU)
-    reference = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     total, count = 0.0, 0
     for document in documents:
         for start in range(0, len(document) - 1, SEQ_LEN):
@@ -64,7 +64,7 @@ def test_the_loss_of_documents_is_the_mean_over_all_predicted_tokens(weights: Pa
 def test_a_greedy_continuation_is_that_of_transformers_and_stops_at_the_end_token(weights: Path) -> None:
     model = load_model(weights, spec_of(weights), CPU, torch.float32)
     prompt = [4, 17, 33]
-    reference = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     expected = reference.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, 3), max_new_tokens=10, do_sample=False, eos_token_id=None
     )[0, 3:].tolist()

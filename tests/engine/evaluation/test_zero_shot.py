@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import CLIPModel
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
@@ -78,7 +78,7 @@ def measured_on_rank(folder: Path) -> Figures:
 
 @torch.no_grad()
 def test_accuracy_is_that_of_a_loop_with_transformers(folder: Path) -> None:
-    model, tokenizer = CLIPModel.from_pretrained(folder).eval(), small_tokenizer()
+    model, tokenizer = transformers.CLIPModel.from_pretrained(folder).eval(), small_tokenizer()
     whole = reader(Pictures(COUNT), at=layout(COUNT), size=SIZE, augment=AugmentSpec())
     single = next(iter(whole.in_order(COUNT)))
     classes = []
@@ -109,6 +109,7 @@ def test_accuracy_is_that_of_a_loop_with_transformers(folder: Path) -> None:
         assert each["top1"] == (sum(right) / len(right) if right else None)
 
 
+@pytest.mark.long  # on two ranks below
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_gives_the_same_accuracy(folder: Path, ranks: int) -> None:
     assert on_ranks(ranks, measured_on_rank, folder) == [measured(folder)] * ranks
@@ -165,7 +166,7 @@ def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | No
     return found, left, float(loss)
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("ranks", "zero"), [(2, 3), pytest.param(1, 0, marks=pytest.mark.long)])
 def test_a_validation_has_the_figures_in_every_layout_and_training_goes_on(folder: Path, ranks: int, zero: int) -> None:
     alone = measured(folder)
     for found, left, loss in on_ranks(ranks, validated_on_rank, folder, ranks, zero):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from scaletrain_cli.engine.metrics import step_measures
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
 
 
@@ -39,14 +41,11 @@ def test_with_a_lag_a_step_is_due_after_the_next_step() -> None:
     assert metrics.remaining() == []
 
 
-def test_seconds_are_those_between_begin_and_end() -> None:
-    metrics = late()
-    began = time.perf_counter()
+def test_seconds_are_those_between_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, now = late(), [100.0]
+    monkeypatch.setattr(step_measures, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     metrics.begin()
-    time.sleep(0.01)
+    now[0] = 103.5
     metrics.end(1, {})
-    most = time.perf_counter() - began
-    time.sleep(0.01)
-    (measures,) = metrics.due(1)
-    assert measures == StepMeasures(1, measures.seconds, {})
-    assert 0.01 <= measures.seconds <= most
+    now[0] = 200.0
+    assert metrics.due(1) == [StepMeasures(1, 3.5, {})]

@@ -179,7 +179,7 @@ def waits_of_a_step(precision: str, stage: int, others: tuple[str, ...]) -> list
 
 @pytest.fixture(scope="module")
 def waits() -> list[list[str]]:
-    found: list[list[str]] = on_ranks(1, waits_of_steps, seconds=180)[0]
+    found: list[list[str]] = on_ranks(1, waits_of_steps)[0]
     return found
 
 

@@ -61,7 +61,7 @@ def train_all() -> list[ModelStateBytes]:
 @pytest.fixture(scope="module")
 def counted() -> list[list[ModelStateBytes]]:
     """Return the counted bytes by rank and case; all cases run in the same processes."""
-    return on_ranks(RANKS, train_all, seconds=180)
+    return on_ranks(RANKS, train_all)
 
 
 def padded(count: int, multiple: int) -> int:

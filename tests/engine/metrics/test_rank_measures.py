@@ -194,9 +194,10 @@ def test_a_run_is_the_same_with_and_without_telemetry(row: Row, dataset: Path) -
         small = spec.training.micro_batch_size
         assert isinstance(small, int)
         wanted = on_ranks(1, noise_alone, spec, small, connected=False)[0]
-        known = {step: value for step, value in on[0].noise.items() if value == value}
-        assert known == pytest.approx(wanted, rel=1e-4)
-        assert known == on[1].noise or len(known) == 4
+        known = [{step: value for step, value in each.noise.items() if value == value} for each in on]
+        assert known[0] == known[1]
+        assert known[0] == pytest.approx(wanted, rel=1e-4)
+        assert len(wanted) == (STEPS // EVERY) - FEWEST + 1
 
 
 def test_a_file_system_that_hangs_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,19 +205,18 @@ def test_a_file_system_that_hangs_delays_no_step(tmp_path: Path, monkeypatch: py
 
     def hang(writer: SeriesWriter) -> None:
         monitored.set()
-        released.wait(30)
+        released.wait()
 
     monkeypatch.setattr(rank_measures, "_WRITE_SECONDS", 0.01)
     monkeypatch.setattr(rank_measures, "_CLOSE_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(SeriesWriter, "flush", hang)
         file = LayersFile(tmp_path / "layers.series")
-        assert monitored.wait(5)
-        began = time.monotonic()
+        monitored.wait()
         file.add(MeasuredLayers(3, {"head": {"weight_norm": 2.0}}))
         file.close()
-        assert time.monotonic() - began < 1
+        assert file._thread is not None
+        assert file._thread.is_alive()  # it hangs still
     released.set()
-    assert file._thread is not None
-    file._thread.join(5)
+    file._thread.join()
     assert read_series(tmp_path / "layers.series")["layer head"].mean["weight_norm"][0] == 2.0

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
@@ -134,10 +133,10 @@ def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
     if kind == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
         sizes |= {"bos_token_id": 1, "eos_token_id": 2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    config = CONFIG_MAPPING[kind](**sizes)
+    config = transformers.CONFIG_MAPPING[kind](**sizes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that every setting shows
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.data.batches import BatchReader
@@ -89,7 +89,9 @@ def test_transformers_computes_the_same_loss_of_packed_documents(dims: dict[str,
     ours = build_model(spec({**dims, "max_position_embeddings": 32}), seed=0)
     config = to_hugging_face(ModelSpec.model_validate({**dims, "max_position_embeddings": 32}))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="sdpa").eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path), attn_implementation="sdpa"
+    ).eval()
     theirs.load_state_dict(ours.state_dict(), strict=False)
     tokens, labels, context = packed()
     shifted = torch.cat([torch.tensor([[-100]]), labels[:, :-1]], dim=1)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from scaletrain_cli.engine.checkpoint.export import export, stored_layout
 from scaletrain_cli.engine.model import outline
@@ -85,7 +85,7 @@ def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_p
     saved = checkpoint_of(tmp_path / "step-00000001", weights)
     written = export([saved], run, tmp_path / "out", torch.float32, NO_TEXT)
     assert written["parameters"] == sum(p.numel() for p in ours.parameters())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert again.config.model_type == theirs.config.model_type
     assert spec_of(tmp_path / "out", **NO_ROUTER_LOSS) == spec
     with torch.no_grad():

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.fp8_files import ScaledMatrix
@@ -65,8 +65,10 @@ def test_files_in_fp8_are_loaded_as_transformers_loads_them(tmp_path: Path, capl
     with caplog.at_level(logging.INFO):
         ours, tokens = loaded(spec_of(tmp_path), tmp_path), tokens_of()
     assert "predict tokens after the next one" in caplog.text
-    settings = FineGrainedFP8Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, dtype=torch.float32).eval()
+    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=settings, dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(logits(ours, tokens), expected, rtol=1e-5, atol=1e-5)

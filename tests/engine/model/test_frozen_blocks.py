@@ -114,9 +114,9 @@ def blocks(modules: frozenset[str], reached: bool) -> list[BlockTraining]:
 FEWER = {("gemma2", what, False) for what in ("queries", "values", "queries and down")}
 CASES = [case for case in itertools.product(MODELS, TRAINED, (True, False)) if case not in FEWER]
 CASES = [(name, what, reached) for name, what, reached in CASES if what != "sinks" or name == "sinks"]
-OF_LATENTS = ("queries", "values", "norm over queries")  # and all others in the long tests
+OF_OTHERS = ("queries", "values", "norm over queries", "sinks")  # and of two families all; the others are long
 CASES = [
-    pytest.param(*case, marks=pytest.mark.long) if case[0] == "latent" and case[1] not in OF_LATENTS else case
+    case if case[0] in ("llama", "gpt") or case[1] in OF_OTHERS else pytest.param(*case, marks=pytest.mark.long)
     for case in CASES
 ]
 

@@ -111,6 +111,7 @@ def test_experts_save_their_parameters_and_no_view_of_them() -> None:
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         made(batch())
+    assert len(list(made.experts.parameters())) == 2
     for weight in made.experts.parameters():
         held = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() == weight.data_ptr()]
         assert held

@@ -18,7 +18,6 @@ from tests.engine.objectives.rows import (
     spec_of,
     train,
 )
-from tests.engine.objectives.trl_runs import dpo_run, sft_losses
 from tests.engine.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its libraries
@@ -36,32 +35,40 @@ DPO_KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def test_losses_of_sft_are_those_of_trl(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """Imported once a test needs it: that takes seconds."""
+    from tests.engine.objectives import trl_runs
+
+    return trl_runs
+
+
+def test_losses_of_sft_are_those_of_trl(trl: Any, tmp_path: Path) -> None:
     spec = spec_of("training.objective=sft")
     (ours,) = on_ranks(1, train, spec, row_sequences([[example] for example in EXAMPLES]), tmp_path)
-    theirs = sft_losses(spec, [[EXAMPLES[i]] for i in order(spec, len(EXAMPLES))], tmp_path)
+    theirs = trl.sft_losses(spec, [[EXAMPLES[i]] for i in order(spec, len(EXAMPLES))], tmp_path)
     assert largest_difference(ours.losses, theirs) < LIMIT
     assert ours.losses[-1] < 0.8 * ours.losses[0]
 
 
 @pytest.mark.long
-def test_losses_of_packed_sft_are_those_of_trl(tmp_path: Path) -> None:
+def test_losses_of_packed_sft_are_those_of_trl(trl: Any, tmp_path: Path) -> None:
     spec, rows = spec_of("training.objective=sft"), packed()
     (ours,) = on_ranks(1, train, spec, row_sequences(rows), tmp_path)
-    theirs = sft_losses(spec, [rows[i] for i in order(spec, len(rows))], tmp_path)
+    theirs = trl.sft_losses(spec, [rows[i] for i in order(spec, len(rows))], tmp_path)
     assert largest_difference(ours.losses, theirs) < LIMIT
 
 
 @pytest.mark.parametrize(
     "kind", ["sigmoid", *(pytest.param(kind, marks=pytest.mark.long) for kind in DPO_KINDS if kind != "sigmoid")]
 )
-def test_losses_and_measures_of_dpo_are_those_of_trl(kind: str, tmp_path: Path) -> None:
+def test_losses_and_measures_of_dpo_are_those_of_trl(trl: Any, kind: str, tmp_path: Path) -> None:
     overrides, settings = DPO_KINDS[kind]
     spec = spec_of("training.objective=dpo", "training.optimizer.lr=5.0e-4", *overrides)
     rows = row_sequences([[one] for pair in PAIRS for one in pair], is_pairs=True)
     ours: Course
     (ours,) = on_ranks(1, train, spec, rows, tmp_path)
-    theirs = dpo_run(spec, [PAIRS[i] for i in order(spec, len(PAIRS))], tmp_path / "trl", **settings)
+    theirs = trl.dpo_run(spec, [PAIRS[i] for i in order(spec, len(PAIRS))], tmp_path / "trl", **settings)
     assert largest_difference(ours.losses, [line["loss"] for line in theirs]) < LIMIT
     for name in ours.measures[0]:
         first = 1 if name == "rewards/accuracies" else 0  # at first every margin is 0, up to rounding

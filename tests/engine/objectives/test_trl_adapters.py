@@ -12,10 +12,9 @@ from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.spec import RunSpec
 from tests.engine.model.adapted_models import with_peft
-from tests.engine.objectives import trl_runs
 from tests.engine.objectives.rows import largest_difference, order, row_sequences, spec_of, train
 from tests.engine.objectives.test_trl import EXAMPLES, LIMIT, PAIRS
-from tests.engine.objectives.trl_runs import dpo_run, sft_losses
+from tests.engine.objectives.test_trl import trl as trl
 from tests.engine.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its libraries
@@ -23,9 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its librar
 ADAPTER = ("model.adapter={name: lora, rank: 8, alpha: 16}", "training.optimizer.lr=2.0e-3")
 
 
-def use_peft(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_peft(trl: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let TRL train the adapter of the spec, with the first values of ours; its reference is the model without one."""
-    plain, adapter, made = trl_runs._model, spec.transformer.adapter, []
+    plain, adapter, made = trl._model, spec.transformer.adapter, []
     assert adapter is not None
     values = AdapterInitialization(_Nothing(), spec.training.seed, torch.device("cpu"), {})
 
@@ -43,7 +42,7 @@ def use_peft(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
                     known[name].copy_(values.read(parameter.name, parameter.shape, None))
         return theirs
 
-    monkeypatch.setattr(trl_runs, "_model", model)
+    monkeypatch.setattr(trl, "_model", model)
 
 
 class _Nothing:
@@ -51,20 +50,24 @@ class _Nothing:
         raise AssertionError(name)
 
 
-def test_losses_of_sft_with_an_adapter_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_sft_with_an_adapter_are_those_of_trl(
+    trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of("training.objective=sft", *ADAPTER)
     (ours,) = on_ranks(1, train, spec, row_sequences([[example] for example in EXAMPLES]), tmp_path)
-    use_peft(spec, monkeypatch)
-    theirs = sft_losses(spec, [[EXAMPLES[i]] for i in order(spec, len(EXAMPLES))], tmp_path)
+    use_peft(trl, spec, monkeypatch)
+    theirs = trl.sft_losses(spec, [[EXAMPLES[i]] for i in order(spec, len(EXAMPLES))], tmp_path)
     assert largest_difference(ours.losses, theirs) < LIMIT
     assert ours.losses[-1] < ours.losses[0] - 0.01
 
 
-def test_losses_of_dpo_with_an_adapter_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_dpo_with_an_adapter_are_those_of_trl(
+    trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of("training.objective=dpo", *ADAPTER)
     rows = row_sequences([[one] for pair in PAIRS for one in pair], is_pairs=True)
     (ours,) = on_ranks(1, train, spec, rows, tmp_path)
-    use_peft(spec, monkeypatch)
-    theirs = dpo_run(spec, [PAIRS[i] for i in order(spec, len(PAIRS))], tmp_path / "trl", loss_type="sigmoid")
+    use_peft(trl, spec, monkeypatch)
+    theirs = trl.dpo_run(spec, [PAIRS[i] for i in order(spec, len(PAIRS))], tmp_path / "trl", loss_type="sigmoid")
     assert largest_difference(ours.losses, [line["loss"] for line in theirs]) < LIMIT
     assert ours.losses[-1] < ours.losses[0] - 0.01

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from scaletrain_cli.spec import RunSpec, to_hugging_face
@@ -121,17 +121,19 @@ def _arguments(spec: RunSpec, folder: Path, size: Any) -> dict[str, Any]:
 def _model(spec: RunSpec, folder: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_hugging_face(spec.transformer)))
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(folder), attn_implementation="sdpa"
+    )
     ours = build_model(spec.transformer, spec.training.seed)
     theirs.load_state_dict(ours.state_dict())
     return theirs.to(torch.float32)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     words = {f"w{number}": number for number in range(VOCAB)}
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1", unk_token="w0"
     )

@@ -67,6 +67,6 @@ def nvme_missing() -> str:
 @pytest.mark.skipif(bool(nvme_missing()), reason=nvme_missing())
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer+params"])
 def test_a_run_on_nvme_resumes_to_the_bit(offload: str, tmp_path: Path) -> None:
-    without, with_restart, expected, found = on_ranks(2, resumed, offload, tmp_path, seconds=240)[0]
+    without, with_restart, expected, found = on_ranks(2, resumed, offload, tmp_path)[0]
     assert with_restart == without
     assert torch.equal(found, expected)

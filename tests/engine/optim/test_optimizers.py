@@ -75,24 +75,40 @@ def trained(name: str, stages: list[int], width: int, offload: str = "none") -> 
     return results
 
 
+def trained_with_each(cases: list[tuple[str, int]]) -> dict[str, list[tuple[list[float], Tensor]]]:
+    """Return what each optimizer has trained in every ZeRO stage, with a model of its width."""
+    return {name: trained(name, [0, 1, 2, 3], width) for name, width in cases}
+
+
 # The largest difference of a weight after 20 steps of 0.01. Lion's steps all have one size and only a sign, which a
 # rounding error may turn round; 8 bits hold a moment to one part in a hundred or so.
-@pytest.mark.parametrize(
-    ("name", "width", "closeness"),
-    [
-        ("adamw", 32, 1e-6),
-        ("adam", 32, 1e-6),
-        ("sgd", 32, 1e-6),
-        ("momentum", 32, 1e-6),
-        ("adamw_8bit", WIDE, 1e-2),
-        ("lion", 32, 1e-6),
-    ],
-)
-def test_an_optimizer_under_zero_equals_the_plain_optimizer(name: str, width: int, closeness: float) -> None:
-    if name in ("adamw_8bit", "lion"):
-        pytest.importorskip("bitsandbytes")
+CASES = {
+    "adamw": (32, 1e-6),
+    "adam": (32, 1e-6),
+    "sgd": (32, 1e-6),
+    "momentum": (32, 1e-6),
+    "adamw_8bit": (WIDE, 1e-2),
+    "lion": (32, 1e-6),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded() -> dict[str, list[tuple[list[float], Tensor]]]:
+    pytest.importorskip("bitsandbytes")
+    found: dict[str, list[tuple[list[float], Tensor]]] = on_ranks(
+        2, trained_with_each, [(name, width) for name, (width, _) in CASES.items()]
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_optimizer_under_zero_equals_the_plain_optimizer(
+    name: str, sharded: dict[str, list[tuple[list[float], Tensor]]]
+) -> None:
+    width, closeness = CASES[name]
     losses, final = plainly_trained(name, width)
-    for found, found_final in on_ranks(2, trained, name, [0, 1, 2, 3], width)[0]:
+    assert len(sharded[name]) == 4
+    for found, found_final in sharded[name]:
         assert found == pytest.approx(losses, abs=max(1e-5, closeness))
         assert (found_final - final).abs().max() < closeness
 

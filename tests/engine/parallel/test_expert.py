@@ -162,7 +162,13 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+SHORT = ("ZeRO-3 and tensor", "sequence, padded")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, id=name, marks=[] if name in SHORT else pytest.mark.long) for name, run in RUNS.items()],
+)
 def test_experts_over_ranks_train_as_in_one_process(run: Run) -> None:
     alone, *over_ranks = train_alone(run.spec, run.padded), *on_ranks(run.ranks, train_rank, run)
     assert all(report == over_ranks[0] for report in over_ranks)

@@ -36,8 +36,6 @@ from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.parity.reference import Trained
 from tests.engine.ranks import on_ranks
 
-_SECONDS = 300.0  # of one row, on a machine that does much else
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -85,7 +83,7 @@ def train_in_layout(spec: RunSpec, *interrupted_after: int, between: Callable[[]
             between()
         open_attempt(created.run.checkpoints, attempt)
         place = (created.run.path, attempt, last)
-        reports = on_ranks(spec.world_size, train_rank, *place, connected=False, seconds=_SECONDS)
+        reports = on_ranks(spec.world_size, train_rank, *place, connected=False)
         for other in reports[1:]:
             assert (other.losses, other.norms) == (reports[0].losses, reports[0].norms), "ranks do not agree"
         losses += reports[0].losses

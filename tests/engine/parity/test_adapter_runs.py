@@ -43,7 +43,8 @@ NO_TEXT = TextFiles({}, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_toke
 ROUND = [Row(3, data=2, overrides=DORA), Row(1, tensor=2, pipeline=2, accumulation=4, overrides=DORA)]
 LONG = pytest.mark.long
 MOVED = [
-    pytest.param(ROUND, id="dora"),
+    pytest.param([Row(2, data=2, overrides=LORA), Row(1, pipeline=2, accumulation=4, overrides=LORA)], id="lora"),
+    pytest.param(ROUND, id="dora", marks=LONG),
     pytest.param(
         [Row(2, data=2, overrides=ON_TWO), Row(1, tensor=2, pipeline=2, overrides=ON_TWO[:-1])],
         id="experts",

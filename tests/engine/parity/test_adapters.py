@@ -52,17 +52,19 @@ GATED = (
     *("model.shared_expert_intermediate_size=24", "model.shared_expert_gate=true"),
 )
 ROWS = [
-    Row(0, overrides=LORA, title="lora"),
-    Row(1, tensor=2, pipeline=2, accumulation=2, overrides=LORA, title="lora"),
-    Row(3, data=2, checkpointing="full", overrides=DORA, title="dora"),
+    Row(1, pipeline=2, accumulation=2, overrides=LORA, title="lora"),
+    Row(0, tensor=2, overrides=DORA, title="dora"),
     Row(2, tensor=2, sequence=2, overrides=ON_TWO, title="experts"),
 ]
 LONG = [
+    Row(0, overrides=EXPERTS, title="experts"),
+    Row(0, overrides=LORA, title="lora"),
+    Row(1, tensor=2, pipeline=2, accumulation=2, overrides=LORA, title="lora"),
+    Row(3, data=2, checkpointing="full", overrides=DORA, title="dora"),
     Row(2, data=2, overrides=LORA, title="lora"),
     Row(3, data=2, tensor=2, accumulation=2, overrides=LORA, title="lora"),
     Row(2, data=2, overrides=RSLORA, title="rslora"),
     Row(1, sequence=2, pipeline=2, overrides=RSLORA, title="rslora"),
-    Row(0, tensor=2, overrides=DORA, title="dora"),
     Row(1, tensor=2, pipeline=2, overrides=DORA, title="dora"),
     Row(0, overrides=GPT, title="gpt dora"),
     Row(3, data=2, tensor=2, overrides=GPT, title="gpt dora"),
@@ -74,7 +76,6 @@ LONG = [
     Row(1, tensor=2, pipeline=2, overrides=TIED, title="tied embedding and head"),
     Row(3, data=2, overrides=TIED, title="tied embedding and head"),
     Row(0, tensor=2, overrides=(*ENDS, "training.cross_entropy=chunked"), title="chunked loss"),
-    Row(0, overrides=EXPERTS, title="experts"),
     Row(3, data=2, overrides=ON_TWO, title="experts"),
     Row(1, data=2, tensor=2, pipeline=2, overrides=ON_TWO, title="experts"),
     Row(3, data=2, tensor=2, overrides=GATED, title="gated experts"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export
 from scaletrain_cli.engine.checkpoint.shard_file import ShardFile
@@ -47,8 +47,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(tmp_path: Path, dataset: Path) -> Path:
     """A folder with the weights of a model of transformers, in several files."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**to_hugging_face(Row().spec(dataset).transformer))
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    config = transformers.AutoConfig.for_model(**to_hugging_face(Row().spec(dataset).transformer))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base", max_shard_size="100KB")
     return tmp_path / "base"
 
 
@@ -75,7 +75,7 @@ def newest(runs: Path) -> tuple[Checkpoint, RunSpec]:
 
 def exported(checkpoint: Checkpoint, spec: RunSpec, folder: Path) -> dict[str, Tensor]:
     export([checkpoint.path], spec, folder, torch.float32, NO_TEXT)
-    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
 def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
@@ -96,7 +96,7 @@ def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
         name.startswith(("model.embed", "model.layers.0", "model.layers.1", "model.norm")) for name in stored
     )
 
-    first = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    first = dict(transformers.AutoModelForCausalLM.from_pretrained(base).named_parameters())
     after = exported(checkpoint, spec, tmp_path / "exported")
     assert after.keys() == first.keys()
     for name, weight in after.items():

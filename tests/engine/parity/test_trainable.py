@@ -110,7 +110,7 @@ def test_a_layout_trains_what_one_process_trains(row: Row, dataset: Path) -> Non
 INTERRUPTED = [
     pytest.param(ROWS[1], 3, 4, marks=pytest.mark.long),
     pytest.param(ROWS[3], 5, 6, marks=pytest.mark.long),
-    pytest.param(ROWS[4], 3, 4),
+    pytest.param(ROWS[4], 3, 4, marks=pytest.mark.long),
     pytest.param(BF16, 3, 4, marks=pytest.mark.long),
     pytest.param(next(row for row in MORE if row.title == "stages of muon"), 5, 6, marks=pytest.mark.long),
 ]

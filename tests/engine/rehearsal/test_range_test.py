@@ -71,13 +71,17 @@ def test_the_suggestion_for_a_noisy_quadratic_is_stable_and_near_the_best_fixed_
         assert found.rate <= found.diverges / 5 * 1.001
 
 
-def test_a_loss_that_never_falls_gives_no_suggestion() -> None:
-    chance = random.Random(1)
+def test_a_loss_that_never_falls_gives_no_suggestion_and_one_that_only_varies_none_where_it_is_higher() -> None:
     tried = rates(FIRST, LAST, 100)
-    flat = [8.3 + chance.gauss(0, 0.01) + (0.1 if rate > 1e-2 else 0.0) for rate in tried]
     assert suggest(tried, [8.3 + 0.01 * place for place in range(100)], [1.0] * 100).rate is None
-    found = suggest(tried, flat, [1.0] * 100)
-    assert found.rate is None or found.rate < 1e-1
+    found = []
+    for seed in range(5):
+        chance = random.Random(seed)
+        flat = [8.3 + chance.gauss(0, 0.01) + (0.1 if rate > 1e-2 else 0.0) for rate in tried]
+        found.append(suggest(tried, flat, [1.0] * 100).rate)
+    known = [rate for rate in found if rate is not None]
+    assert known
+    assert max(known) < 1e-2
 
 
 def test_a_loss_that_is_not_finite_ends_the_range() -> None:

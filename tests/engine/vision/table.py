@@ -21,7 +21,6 @@ HEADER = (
 # With seed 42 an activation of a step of one micro-batch is so near to 0 that already the model of transformers trains
 # to other weights in fp64 than in fp32.
 _SEED = ("training.seed=3",)
-_SECONDS = 300.0  # of one row, on a machine that does much else
 _LAYOUTS = [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)]  # ranks, ZeRO stage
 _LOSSES = {
     "resnet": ("smoothing", "bce", "mse", "nt_xent"),
@@ -74,7 +73,7 @@ def measured(rows: list[Row]) -> Iterator[tuple[str, bool]]:
         started = time.monotonic()
         try:
             expected = _alone(reference_of(row))
-            found: list[Trained] = on_ranks(row.ranks, train_rank, row, seconds=_SECONDS)
+            found: list[Trained] = on_ranks(row.ranks, train_rank, row)
             differences = [difference(each, expected) for each in found]
             first = max(abs(each.losses[0] - expected.losses[0]) / expected.losses[0] for each in found)
             limit: Difference = CONTRASTIVE if row.joins_samples and row.family != "resnet" else LIMIT

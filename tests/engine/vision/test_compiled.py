@@ -28,5 +28,5 @@ _ON = "training.compile=true"  # and not auto, which runs eagerly what cannot be
 )
 def test_a_compiled_network_trains_what_a_plain_loop_trains(row: Row) -> None:
     expected = train_plainly(row)
-    for found in on_ranks(row.ranks, train_rank, row, seconds=600):
+    for found in on_ranks(row.ranks, train_rank, row):
         assert difference(found, expected).within(LIMIT)

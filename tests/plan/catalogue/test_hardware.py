@@ -31,10 +31,10 @@ def test_every_accelerator_has_plausible_sourced_figures(name: str) -> None:
 
 def test_a_device_has_only_the_precisions_of_its_units() -> None:
     """bf16 and tf32 came with Ampere, fp8 with Ada and Hopper (CUDA C++ Programming Guide, compute capabilities)."""
-    for name in accelerator_names():
-        device = find_accelerator(spec_of(cluster__gpu=name).cluster)
-        if not device.cuda_capability:
-            continue
+    devices = {name: find_accelerator(spec_of(cluster__gpu=name).cluster) for name in accelerator_names()}
+    with_cuda = {name: device for name, device in devices.items() if device.cuda_capability}
+    assert len(with_cuda) > 10
+    for name, device in with_cuda.items():
         capability = device.cuda_capability
         assert ("bf16" in device.flops) == ("tf32" in device.flops) == (capability >= 8.0), name
         assert ("fp8" in device.flops) == (capability >= 8.9), name

@@ -57,10 +57,11 @@ def test_the_spot_price_uses_the_ratio_of_offers_that_list_both_prices() -> None
 
 
 def test_spot_is_cheaper_where_both_are_known() -> None:
-    for name in CATALOGUE["gpus"]:
-        spot, on_demand = catalogue_price(name, spot=True), catalogue_price(name, spot=False)
-        assert on_demand is not None
-        assert spot is None or spot.usd < on_demand.usd, name
+    prices = {name: [catalogue_price(name, spot=spot) for spot in (True, False)] for name in CATALOGUE["gpus"]}
+    assert all(on_demand is not None for _, on_demand in prices.values())
+    both = {name: (spot.usd, other.usd) for name, (spot, other) in prices.items() if spot and other}
+    assert len(both) > 4
+    assert {name: pair for name, pair in both.items() if pair[0] >= pair[1]} == {}
 
 
 def test_a_gpu_without_list_prices_has_none() -> None:

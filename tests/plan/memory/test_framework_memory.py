@@ -81,6 +81,7 @@ def test_reserved_bytes_of_nanotron_s_first_stage(micro_batch: int, measured: fl
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_the_parts_add_up_and_allocated_is_below_reserved_is_below_peak(framework: str, mode: str) -> None:
     memory = memory_of(framework, mode=mode, layout__tensor_parallel=2, layout__pipeline_parallel=2)
+    assert len(memory.by_stage) == 2
     for stage in memory.by_stage:
         assert sum(getattr(stage, name) for name in MEMORY_PARTS) == stage.peak
         assert 0 < stage.allocated <= stage.reserved <= stage.peak

@@ -98,7 +98,9 @@ def test_every_problem_is_reported_at_once() -> None:
 def test_16_bit_training_has_no_stage_0() -> None:
     for pinned in ("auto", 0):
         spec = spec_of(training__precision="bf16", layout__zero_stage=pinned)
-        assert 0 not in zero_stages(spec, resolve_axes(spec))
+        stages = zero_stages(spec, resolve_axes(spec))
+        assert stages
+        assert 0 not in stages
 
 
 def test_stage_0_in_bf16_becomes_stage_1_with_a_warning() -> None:

@@ -59,6 +59,10 @@ SMALL_CLUSTERS: dict[str, dict[str, Any]] = {
     },
     "6 GPUs": {"preset": "llama-7b", "cluster__gpus_per_node": 6, "training__global_batch_size": 48},
 }
+SHORT = ("7b on 8", "13b as megatron", "experts", "6 GPUs")
+clusters = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in SMALL_CLUSTERS]
+)
 
 
 def everything(name: str) -> RunSpec:
@@ -82,7 +86,7 @@ def every_layout(spec: RunSpec) -> list[tuple[Group, str, str, int, Candidate]]:
     ]
 
 
-@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@clusters
 def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(name: str) -> None:
     spec = everything(name)
     rows = every_layout(spec)
@@ -111,7 +115,7 @@ def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(n
         assert sent <= candidate.time.step, describe(candidate.layout)
 
 
-@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@clusters
 def test_the_bound_of_the_layouts_of_a_group_that_may_fit_holds(name: str) -> None:
     """For the smallest micro-batches only, and from each mode of recomputation on."""
     spec = everything(name)
@@ -126,13 +130,13 @@ def test_the_bound_of_the_layouts_of_a_group_that_may_fit_holds(name: str) -> No
                 assert closer[at] <= candidate.time.step, (describe(candidate.layout), count, least)
 
 
-@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@clusters
 def test_degrees_are_the_same_whether_the_others_are_counted_or_not(name: str) -> None:
     spec = everything(name)
     assert axes_to_try(spec) == axes_to_try(spec, RejectionCounts())
 
 
-@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@clusters
 def test_degrees_that_are_not_worthwhile_are_left_out(name: str) -> None:
     """With a bound on the step that is no less for data parallelism divided into stages."""
     for wanted in ("everything", "engine"):
@@ -146,7 +150,7 @@ def test_degrees_that_are_not_worthwhile_are_left_out(name: str) -> None:
         assert axes_to_try(spec, worthwhile=worthwhile) == list(filter(worthwhile, every))
 
 
-@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@clusters
 @pytest.mark.parametrize("nodes", [1, 3, 16])
 def test_the_least_bound_of_a_cluster_is_that_of_all_its_degrees(name: str, nodes: int) -> None:
     """Degrees left out by a bound, or by rules checked before virtual stages and experts, have no lower bound."""
@@ -167,15 +171,16 @@ def test_times_of_several_numbers_of_micro_batches_are_those_of_each(second_copy
     assert step_seconds(spec, layouts, device) == [StepSeconds.of(time) for time, _ in whole]
 
 
-@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+@clusters
 def test_the_fullest_stage_is_the_first_of_its_kind(name: str) -> None:
     spec = everything(name)
     device, workload = find_accelerator(spec.cluster), workload_of(spec.model)
-    for axes in axes_to_try(spec)[::7]:
-        for stage in zero_stages(spec, axes, "none"):
-            layout = build_layout(spec, axes, stage, "selective", 1)
-            every, some = workload.memory(spec, layout, device), workload.fullest_memory(spec, layout, device)
-            assert replace(every, by_stage=()) == replace(some, by_stage=())
+    tried = [(axes, stage) for axes in axes_to_try(spec)[::7] for stage in zero_stages(spec, axes, "none")]
+    assert tried
+    for axes, stage in tried:
+        layout = build_layout(spec, axes, stage, "selective", 1)
+        every, some = workload.memory(spec, layout, device), workload.fullest_memory(spec, layout, device)
+        assert replace(every, by_stage=()) == replace(some, by_stage=())
 
 
 def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
@@ -183,7 +188,7 @@ def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
         plan = make_plan(everything(name))
         degrees = ("layout.", "training.", "model.", "zero_stage", *AXES)
         reported = sum(row.count for row in plan.rejected if not row.text.startswith(degrees))
-        assert reported == plan.considered - 1, plan.rejected
+        assert reported == plan.considered - 1 > 0, plan.rejected
         assert all(row.text and row.example and row.count > 0 for row in plan.rejected)
 
 

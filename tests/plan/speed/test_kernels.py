@@ -27,6 +27,7 @@ def on(name: str, precision: str = "bf16") -> Rates:
 @pytest.mark.parametrize("name", [name for name in accelerator_names() if name != "cpu"])
 def test_no_product_is_faster_than_the_data_sheet(name: str) -> None:
     accelerator = device(name)
+    assert accelerator.flops
     for precision in accelerator.flops:
         rate = rates(accelerator, precision)
         for rows, inner, columns in ((64, 64, 64), (8192, 8192, 8192), (4096, 1024, 128), (131072, 4096, 14336)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time as clock
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from scaletrain_cli.plan.speed.kernels import linear_products, rates
 from scaletrain_cli.plan.speed.offload import host_update_seconds
 from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.spec import RunSpec
+from tests.counting import calls_of
 from tests.plan.specs import spec_of
 
 
@@ -53,8 +53,10 @@ def test_the_parts_add_up_to_the_step(case: dict[str, Any]) -> None:
     time, _ = plan(**case)
     parts = time.compute + time.exposed_communication + time.bubble + time.optimizer + time.data_wait
     assert time.step == pytest.approx(parts)
-    assert min(time.compute, time.exposed_communication, time.bubble, time.optimizer, time.data_wait) >= 0
-    assert 0 <= time.recompute <= time.compute
+    assert min(time.compute, time.exposed_communication, time.optimizer) > 0
+    assert (time.bubble > 0) == (case.get("layout__pipeline_parallel", 1) > 1)
+    assert (time.recompute > 0) == (case.get("layout", {}).get("checkpointing") == "full")
+    assert time.recompute < time.compute
     assert time.samples_per_second == pytest.approx(256 / time.step)
     assert 0 < time.mfu <= time.hfu < 1
     assert all(stage.forward > 0 and stage.backward > 0 for stage in time.by_stage)
@@ -196,17 +198,13 @@ def test_the_cpu_of_the_demo_fits_its_model() -> None:
     assert time.compute > 0.7 * time.step
 
 
-def test_one_layout_takes_a_tenth_of_a_millisecond_or_so() -> None:
+def test_one_layout_is_timed_by_less_than_a_thousand_calls() -> None:
+    """A tenth of a millisecond or so; a search times thousands of layouts."""
     run = spec_of(layout__pipeline_parallel=4, cluster__nodes=4)
     layout, device = layout_of(run), find_accelerator(run.cluster)
     plan_time(run, layout, device)
-    best = float("inf")
-    for _ in range(5):
-        start = clock.process_time()
-        for stage in range(40):
-            plan_time(run, replace(layout, zero_stage=stage % 2), device)
-        best = min(best, (clock.process_time() - start) / 40)
-    assert best < 1e-3
+    for stage in (0, 1):
+        assert calls_of(lambda stage=stage: plan_time(run, replace(layout, zero_stage=stage), device)) < 1000
 
 
 @pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (2, 2), (4, 4), (4, 1), (8, 8)])

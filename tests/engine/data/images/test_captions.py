@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import pre_tokenizers
-from transformers import CLIPTokenizerFast
 
 from scaletrain_cli.engine.data.images.captions import caption_tokenizer
 from scaletrain_cli.errors import UsageError
@@ -32,7 +32,7 @@ def small_tokenizer(**special: str) -> Any:
     merges = [("p", "h"), ("o", "t"), ("ph", "ot"), ("phot", "o</w>"), ("o", "f</w>"), ("r", "e"), ("re", "d</w>")]
     words = [*letters, *(letter + "</w>" for letter in letters), *("".join(pair) for pair in merges)]
     vocab = {word: number for number, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>", "<pad>"])}
-    return CLIPTokenizerFast(vocab=vocab, merges=merges, **special)
+    return transformers.CLIPTokenizerFast(vocab=vocab, merges=merges, **special)
 
 
 @pytest.mark.parametrize("special", [{}, {"pad_token": "<pad>"}])

@@ -100,8 +100,10 @@ def test_over_ranks_it_equals_one_process_with_all_images(ranks: int) -> None:
     for name in ("y", "x"):
         joined = torch.cat([each[name] for each in found])
         torch.testing.assert_close(joined, expected[name], atol=1e-6, rtol=1e-6)
+    others = expected.keys() - {"y", "x"}
+    assert others
     for each in found:
-        for name in expected.keys() - {"y", "x"}:
+        for name in others:
             torch.testing.assert_close(each[name], expected[name], atol=1e-6, rtol=1e-6)
             assert torch.equal(each[name], found[0][name]), f"{name} differs between ranks"
 
@@ -183,6 +185,7 @@ def test_averaged_statistics_are_the_mean_over_the_ranks_and_stay() -> None:
     for _, mean, stays in found:
         assert stays
         assert all(torch.equal(a, b) for a, b in zip(mean, found[0][1], strict=True))
+    assert found[0][1]
     for number, mean in enumerate(found[0][1]):
         own = torch.stack([each[0][number] for each in found])
         assert mean.dtype == own.dtype

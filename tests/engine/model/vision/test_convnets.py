@@ -80,6 +80,7 @@ def test_first_weights_have_the_spread_of_transformers(name: str) -> None:
 def test_first_weights_follow_from_seed_name_and_shape() -> None:
     one, same, other = (fresh(DIMS["basic"], seed).state_dict() for seed in (0, 0, 1))
     deeper = fresh({**DIMS["basic"], "depths": [2, 1, 3]}).state_dict()
+    assert one
     for name, values in one.items():
         assert torch.equal(values, same[name])
         assert torch.equal(values, deeper[name])
@@ -89,6 +90,7 @@ def test_first_weights_follow_from_seed_name_and_shape() -> None:
 @pytest.mark.parametrize("name", ["basic", "bottleneck"])
 def test_with_zero_init_residual_every_block_begins_as_the_identity_of_its_shortcut(name: str) -> None:
     model = fresh({**DIMS[name], "zero_init_residual": True}).eval()
+    assert len(model.blocks) > 0
     for block in model.blocks.values():
         channels = next(block.parameters()).shape[1]
         x = torch.rand(2, channels, 8, 8)

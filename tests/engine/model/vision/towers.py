@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.base import TrainedModel
@@ -50,7 +49,7 @@ def clip(folder: Path, vision: dict[str, Any] | None = None, text: dict[str, Any
 def llava(folder: Path, kind: str, text: dict[str, Any] | None = None, **changes: Any) -> nn.Module:
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**TOWER),
-        text_config=CONFIG_MAPPING[kind](**TEXT, **(text or {})),
+        text_config=transformers.CONFIG_MAPPING[kind](**TEXT, **(text or {})),
         image_token_index=IMAGE_TOKEN,
         **changes,
     )
