@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from tests.drills.training_runs import spec_text
 from tests.extending.pages import install
+from tests.forked import scaletrain
 
 PROJECT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ class Cli:
         self.environment = {**os.environ, "PYTHONPATH": path, "SCALETRAIN_RUNS": str(self.runs)}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return scaletrain(self.environment, *arguments, cwd=self.site)
+        return scaletrain(*arguments, environment=self.environment, folder=self.site)
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         """Return what the command prints on stdout and stderr; its exit code must be ``code``."""
@@ -47,19 +47,6 @@ class Cli:
         (record,) = set(self.runs.glob("*/run.json")) - before
         run = RunDir(record.parent)
         return [line["loss"] for line in read_metrics(run) if "loss" in line], run.path
-
-
-def without_package() -> dict[str, str]:
-    """Return an environment in which no package of the page is installed."""
-    return {**os.environ, "PYTHONPATH": str(PROJECT)}
-
-
-def scaletrain(
-    environment: dict[str, str], *arguments: str, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command in this environment."""
-    command = [sys.executable, "-m", "scaletrain_cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=cwd)
 
 
 def write_spec(folder: Path, more: str = "") -> Path:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.extending.installed import PROJECT, Cli, scaletrain
+from tests.extending.installed import PROJECT, Cli
+from tests.forked import scaletrain
 from tests.tiny_program import settings
 from tests.waiting import wait_until
 
@@ -65,7 +66,7 @@ def test_a_run_is_submitted_once_runs_to_its_end_and_is_shown_by_every_verb(cli:
     assert submitted["start"]["reason"] == {"code": "toy.slot-free", "params": {}}
     again = cli.json("submit", *cli.spec, "--run-id", "first", "--yes")
     assert (submitted["scheduler"], submitted["job_id"], again["job_id"]) == ("toy", "1", "1")
-    ended = cli.json("status", "first", "--wait", "120s")
+    ended = cli.json("status", "first", "--wait", "1h")
     assert (ended["state"], ended["step"], ended["scheduler"]) == ("finished", 4, "toy")
     assert "finished at step 4" in cli("logs", "first")
     assert cli.json("explain", "first")["state"] == "finished"
@@ -80,7 +81,7 @@ def test_a_submission_that_failed_is_submitted_under_the_same_id(cli: ToyCli) ->
     folder.unlink()
     assert re.search(r"^submitted: job 1 in", cli(*later), re.M)
     assert "already submitted: job 1" in cli(*later)
-    assert cli.json("status", "later", "--wait", "120s")["state"] == "finished"
+    assert cli.json("status", "later", "--wait", "1h")["state"] == "finished"
 
 
 def test_a_run_waits_for_a_slot_and_a_cancelled_one_is_saved_and_resumed(cli: ToyCli) -> None:
@@ -97,15 +98,15 @@ def test_a_run_waits_for_a_slot_and_a_cancelled_one_is_saved_and_resumed(cli: To
     assert [evidence["code"] for evidence in finding["evidence"]] == ["toy.queue"]
     assert "--force has no effect on the toy queue" in cli("cancel", "slow", "--force", "--yes", code=2)
     assert cli.json("cancel", "behind", "--yes")["cancelled"]
-    assert cli.json("status", "behind", "--wait", "120s", code=1)["state"] == "cancelled"
+    assert cli.json("status", "behind", "--wait", "1h", code=1)["state"] == "cancelled"
     cli("cancel", "slow", "--yes")
-    saved = cli.json("status", "slow", "--wait", "120s", code=75)
+    saved = cli.json("status", "slow", "--wait", "1h", code=75)
     assert (saved["state"], saved["last_checkpoint_step"]) == ("cancelled", saved["step"])
     resumed = cli.json("resume", "slow", "--yes")
     assert resumed["job_id"] != saved["job_id"]
     assert wait_for_event(cli, "slow", "resumed")["step"] == saved["step"]
     cli("cancel", "slow", "--yes")
-    cli("status", "slow", "--wait", "120s", code=75)
+    cli("status", "slow", "--wait", "1h", code=75)
 
 
 def test_a_sweep_is_limited_by_the_slots(cli: ToyCli) -> None:
@@ -113,16 +114,16 @@ def test_a_sweep_is_limited_by_the_slots(cli: ToyCli) -> None:
         "submit", *cli.spec, "--sweep", "training.seed=1,2", "--max-concurrent", "1", "--yes", code=2
     )
     cli("submit", *cli.spec, "--sweep", "training.seed=1,2", "--run-id", "s", "--yes")
-    states = cli.json("status", "s", "--wait", "120s")["states"]
+    states = cli.json("status", "s", "--wait", "1h")["states"]
     assert states == {"finished": 2}
 
 
 def test_a_run_can_be_shown_where_the_package_is_not_installed(cli: ToyCli) -> None:
     cli("submit", *cli.spec, "--run-id", "shown", "--yes")
-    done = scaletrain({**cli.environment, "PYTHONPATH": str(PROJECT)}, "list", "--json")
+    done = scaletrain("list", "--json", environment={**cli.environment, "PYTHONPATH": str(PROJECT)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "shown" in {run["run_id"] for run in json.loads(done.stdout)["runs"]}
-    cli("status", "shown", "--wait", "120s")
+    cli("status", "shown", "--wait", "1h")
 
 
 def test_an_exception_in_a_back_end_makes_a_state_unknown_and_disturbs_no_list(cli: ToyCli) -> None:
@@ -134,7 +135,7 @@ def test_an_exception_in_a_back_end_makes_a_state_unknown_and_disturbs_no_list(c
     assert (rows["odd"]["job"]["state"], rows["odd"]["job"]["code"]) == ("unknown", "plugin.failed")
     assert "the back end toy of the package toy-queue failed: JSONDecodeError" in rows["odd"]["job"]["detail"]
     (folder / "2.json").unlink()
-    cli("status", "odd", "--wait", "120s")
+    cli("status", "odd", "--wait", "1h")
 
 
 def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: ToyCli, tmp_path: Path) -> None:
@@ -143,11 +144,11 @@ def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: ToyCli, tm
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[scaletrain.backends]\nbroken = no_such_module:TRAITS\n")
     environment = {**cli.environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT}"}
-    done = scaletrain(environment, "validate", str(SPEC), "--set", "cluster.scheduler=broken")
+    done = scaletrain("validate", str(SPEC), "--set", "cluster.scheduler=broken", environment=environment)
     assert done.returncode == 2
     assert "the back end broken of the package broken cannot be loaded" in " ".join(done.stderr.split())
     assert "Update or uninstall broken." in " ".join(done.stderr.split())
-    done = scaletrain(environment, "doctor", "--json")
+    done = scaletrain("doctor", "--json", environment=environment)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["broken"]["state"] == "warn"
     assert "no_such_module" in checks["broken"]["advice"]

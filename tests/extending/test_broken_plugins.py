@@ -13,6 +13,7 @@ import pytest
 from scaletrain_cli import plugins
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.spec import load_spec
+from tests import forked
 
 PROJECT = Path(__file__).parents[2]
 SPEC = str(PROJECT / "recipes" / "llama-10m-cpu.yaml")
@@ -102,8 +103,7 @@ def add_package(site: Path, package: str, name: str, group: str, source: str) ->
 def scaletrain(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = f"{site}{os.pathsep}{PROJECT}"
     environment = {**os.environ, "PYTHONPATH": path, "SCALETRAIN_RUNS": str(site.parent / "runs")}
-    command = [sys.executable, "-m", "scaletrain_cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return forked.scaletrain(*arguments, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def raise_exit(): raise SystemExit("no licence")
         "print(registry.usual_backend().name)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{PROJECT}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout == "local\n"
     assert "odd of the package odd" in done.stderr
     assert "SystemExit: no licence" in done.stderr

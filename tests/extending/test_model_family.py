@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.extending.installed import Cli, scaletrain, without_package, write_spec
+from tests.extending.installed import Cli, write_spec
+from tests.forked import scaletrain
 
 
 @pytest.mark.long
@@ -25,8 +26,6 @@ def test_a_run_trains_a_model_family_of_another_package(tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_family_is_refused_with_the_known_names(tmp_path: Path) -> None:
-    refused = scaletrain(
-        without_package(), "validate", str(write_spec(tmp_path)), "--set", "model.family=parallel_llama"
-    )
+    refused = scaletrain("validate", str(write_spec(tmp_path)), "--set", "model.family=parallel_llama")
     assert refused.returncode == 2
     assert "model.family = parallel_llama: must be one of" in refused.stderr

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.extending.installed import Cli, scaletrain, without_package, write_spec
+import pytest
+
+from tests.extending.installed import Cli, write_spec
+from tests.forked import scaletrain
 
 
+@pytest.mark.long
 def test_a_run_trains_with_an_optimizer_of_another_package_and_takes_the_memory_that_was_planned(
     tmp_path: Path,
 ) -> None:
@@ -22,8 +26,6 @@ def test_a_run_trains_with_an_optimizer_of_another_package_and_takes_the_memory_
 
 
 def test_without_the_package_the_optimizer_is_refused_with_the_known_names(tmp_path: Path) -> None:
-    refused = scaletrain(
-        without_package(), "validate", str(write_spec(tmp_path)), "--set", "training.optimizer.name=signum"
-    )
+    refused = scaletrain("validate", str(write_spec(tmp_path)), "--set", "training.optimizer.name=signum")
     assert refused.returncode == 2
     assert "training.optimizer.name = signum: must be 'adamw'" in refused.stderr

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.extending.installed import Cli, scaletrain, without_package, write_spec
+from tests.extending.installed import Cli, write_spec
+from tests.forked import scaletrain
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +16,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
     return Cli(tmp_path_factory.mktemp("tracker"), "A tracker")
 
 
+@pytest.mark.long
 def test_a_run_logs_to_a_tracker_of_another_package(cli: Cli, tmp_path: Path) -> None:
     _, run = cli.train(write_spec(tmp_path, "tracking: [{csv: {digits: 3}}]\n"))
     rows = [line.split(",") for line in (run / "csv" / "loss.csv").read_text().splitlines()]
@@ -34,7 +36,7 @@ def test_the_options_of_a_tracker_are_validated_and_in_the_schema(cli: Cli, tmp_
 
 
 def test_without_the_package_the_tracker_is_an_unknown_key(tmp_path: Path) -> None:
-    refused = scaletrain(without_package(), "validate", str(write_spec(tmp_path, "tracking: [csv]\n")))
+    refused = scaletrain("validate", str(write_spec(tmp_path, "tracking: [csv]\n")))
     assert refused.returncode == 2
     assert (
         "tracking.csv: unknown key. Known keys: log_every, jsonl, mlflow, prometheus, tensorboard, wandb."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ def cli(tmp_path: Path) -> Cli:
 
 
 def test_a_verb_of_another_package_runs_and_appears_in_help(cli: Cli) -> None:
-    assert cli.run("du").stdout == "r1  1.50 kB\n"
+    command = [sys.executable, "-m", "scaletrain_cli", "du"]
+    assert subprocess.check_output(command, env=cli.environment, cwd=cli.site, text=True) == "r1  1.50 kB\n"
     listed = cli.run("--help").stdout
     assert "Plug-ins" in listed
     assert "From the package du-verb." in listed

@@ -214,7 +214,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             sent = 0
             while sent < len(data):
                 if slow:
-                    hub.pause.wait(60)
+                    hub.pause.wait()
                     if hub.delay_seconds:
                         threading.Event().wait(hub.delay_seconds)
                 end = min(len(data), sent + hub.chunk_bytes)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.launch import submit
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
@@ -23,12 +24,15 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec, parse_spec
+from tests.forked import Forked, RealProcess
 from tests.launch.working_tree import WorkingTree
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parent.parent.parent
 ENGINE = "tests.launch.fake_engine"
 LOCAL = LocalBackend(engine=ENGINE)
+# The package does not change while tests run, and its hash costs more than all else of a new run.
+submit.code_hash = functools.cache(submit.code_hash)  # type: ignore[attr-defined]
 
 SPEC = """
 schema: scaletrain/v1
@@ -98,7 +102,7 @@ def is_running(pid: int) -> bool:
 
 
 class Agent:
-    """A node agent, started as by a scheduler."""
+    """A node agent, started as by a scheduler; ``real``: by its command line, which takes longer than a fork."""
 
     def __init__(
         self,
@@ -107,25 +111,21 @@ class Agent:
         *options: str,
         node_rank: int = 0,
         module: Sequence[str] = ("scaletrain_cli.launch.node.agent",),
+        real: bool = False,
     ) -> None:
         self.made = made
         self.node_rank = node_rank
         if node_rank == 0:
             begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
         self.attempt = made.run.attempts()[-1]
-        command = [sys.executable, "-m", *module, str(made.run.path), "--engine", ENGINE]
-        command += ["--attempt", str(self.attempt), "--node-rank", str(node_rank), "--master-addr", "127.0.0.1"]
-        self.process = subprocess.Popen(
-            [*command, "--master-port", "29500", *options],
-            env={**os.environ, **(environment or {})},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        words = [*module, str(made.run.path), "--engine", ENGINE, "--attempt", str(self.attempt), *options]
+        words += ["--node-rank", str(node_rank), "--master-addr", "127.0.0.1", "--master-port", "29500"]
+        environment = {**os.environ, **(environment or {})}
+        self.process = (RealProcess if real else Forked)(words[0], words[1:], environment, stdout=1)
 
-    def wait(self, seconds: float = 90.0) -> int:
-        _, self.errors = self.process.communicate(timeout=seconds)
-        return self.process.returncode
+    def wait(self) -> int:
+        self.errors = self.process.communicate()
+        return self.process.wait()
 
     def wait_until_up(self) -> None:
         world = self.made.record.spec.world_size
@@ -168,13 +168,24 @@ def make_run() -> MakeRun:
 def start_agent() -> Iterator[StartAgent]:
     agents: list[Agent] = []
 
-    def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0) -> Agent:
-        agents.append(Agent(made, environment, *options, node_rank=node_rank))
+    def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str, **how: Any) -> Agent:
+        agents.append(Agent(made, environment, *options, **how))
         return agents[-1]
 
     yield start
     for agent in agents:
         agent.end()
+
+
+def signalled_at_its_start(start_agent: StartAgent, made: MadeRun, *, real: bool = False) -> Agent:
+    """Start an agent that has got SIGTERM, blocked as by a supervisor, before it has read its run."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        agent = start_agent(made, real=real)
+        agent.process.send_signal(signal.SIGTERM)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    return agent
 
 
 @pytest.fixture

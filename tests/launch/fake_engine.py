@@ -64,7 +64,8 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: the reason in the
     failure file. ``die_at``: the step at which the rank dies. ``checkpoint_every``: steps between checkpoints.
     ``stay``: {"attempt:rank": step after which the rank waits for a signal or for the file ``go`` in the run
-    directory}, so that a test need not be faster than the steps. ``deaf``: ranks that ignore signals.
+    directory}, so that a test need not be faster than the steps; it beats meanwhile, unless it has announced
+    ``silence``. ``deaf``: ranks that ignore signals.
     ``save_seconds``: duration of a save after a signal. ``echo``: variables to print. ``touch``: a file to create.
     ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which the rank
     sleeps}; the ranks in ``stopped`` stop themselves by SIGSTOP instead. ``silence``: seconds that a step may take.
@@ -88,7 +89,10 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
         if RANK == 0:
             append(run_folder / "metrics.jsonl", {"step": step, "loss": 1.0 / step})
         if step == planned(fake.get("stay", {})):
-            stay(run_folder)
+            while not _stop_at and not (run_folder / "go").exists():
+                time.sleep(0.05)
+                if "silence" not in fake:  # as an engine whose steps go on; otherwise it is within one long step
+                    heartbeat.beat(step, "step")
         save = bool(fake.get("checkpoint_every")) and step % fake["checkpoint_every"] == 0
         if _stop_at and RANK not in fake.get("deaf", []):
             time.sleep(fake.get("save_seconds", 0))
@@ -106,11 +110,6 @@ def planned(plan: dict[str, int]) -> int | None:
     """Return the value of a plan by attempt and rank for this rank."""
     keys = (f"{ATTEMPT}:{RANK}", f"{ATTEMPT}:*", f"*:{RANK}", "*:*")
     return next((plan[key] for key in keys if key in plan), None)
-
-
-def stay(run_folder: Path) -> None:
-    while not _stop_at and not (run_folder / "go").exists():
-        time.sleep(0.01)
 
 
 def hang(stopped: bool) -> None:

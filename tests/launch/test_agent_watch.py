@@ -6,89 +6,45 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
 
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.node.processes import process_state
+from scaletrain_cli.worker import agent_watch
 from scaletrain_cli.worker.agent_watch import AgentWatch
-from tests.launch.conftest import Agent, MakeRun, StartAgent, is_running
+from tests.launch.conftest import MakeRun, StartAgent
 from tests.waiting import wait_until
 
-FAST = {"limit_seconds": 0.5, "look_seconds": 0.1}
 
-
-def started(make_run: MakeRun, start_agent: StartAgent, limits: dict[str, float], *overrides: str) -> Agent:
-    agent = start_agent(make_run(*overrides, steps=100_000, agent_watch=limits))
-    agent.wait_until_up()
-    return agent
-
-
-def test_a_stopped_agent_is_continued_by_its_ranks_and_forwards_the_signal_that_came_meanwhile(
+def test_a_stopped_agent_is_continued_by_its_rank_and_forwards_the_signal_that_came_meanwhile(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    agent = started(make_run, start_agent, FAST)
+    limits = {"limit_seconds": 0.5, "look_seconds": 0.1}
+    agent = start_agent(make_run("cluster.gpus_per_node=1", steps=100_000, agent_watch=limits), real=True)
+    agent.wait_until_up()
     for signum in (signal.SIGSTOP, signal.SIGTERM):
         os.kill(agent.process.pid, signum)
     assert agent.wait() == 75
-    assert all("heard SIGTERM\nsaved" in agent.made.log(1, rank) for rank in (0, 1))
+    assert {"heard SIGTERM", "saved"} <= set(agent.made.log(1, 0).splitlines())
     (event,) = agent.made.events("node-agent-stopped")
     assert (event["attempt"], event["ends"]) == (1, False)
     assert agent.node.node.endswith(event["node"])
     assert "was continued by its ranks" in event_sentence(event)
 
 
-def test_if_a_continued_agent_stops_again_the_ranks_save_exit_and_kill_it(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
-    agent = started(make_run, start_agent, FAST)
-    ranks = agent.ranks
-    with kept_stopped(agent.process):
-        assert agent.wait() == -signal.SIGKILL
-    # These ranks do not agree when to leave: the first that does ends the agent, and the kernel the other rank with it.
-    assert any("heard SIGTERM\nsaved" in agent.made.log(1, rank) for rank in (0, 1))
-    assert agent.made.events("node-agent-stopped")[0]["ends"] is False
-    wait_until(lambda: not any(is_running(rank.pid) for rank in ranks), "the ranks have ended")
-
-
-@contextmanager
-def kept_stopped(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Stop the process again whenever it is continued."""
-    done = threading.Event()
-
-    def stop() -> None:
-        while not done.wait(0.005):
-            process.send_signal(signal.SIGSTOP)  # none once it is reaped
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 def test_ranks_that_end_leave_no_stopped_agent_behind(make_run: MakeRun, start_agent: StartAgent) -> None:
-    agent = start_agent(make_run(steps=20))  # they end before their limits
+    # The ranks end before their limits.
+    agent = start_agent(make_run(steps=3, stay={"1:*": 2}, agent_watch={"limit_seconds": 1e6}))
     agent.wait_until_up()
     os.kill(agent.process.pid, signal.SIGSTOP)
+    wait_until(lambda: process_state(agent.process.pid) == "T", "the agent is stopped")
+    (agent.made.run.path / "go").touch()
     assert agent.wait() == 0
-
-
-def test_suspending_the_whole_job_loses_nothing_and_counts_as_no_time(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
-    agent = started(make_run, start_agent, FAST)
-    everyone = [agent.process.pid, *(rank.pid for rank in agent.ranks)]
-    for signum in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in everyone if signum == signal.SIGSTOP else reversed(everyone):
-            os.kill(pid, signum)
-        time.sleep(0.6)
-    agent.process.send_signal(signal.SIGTERM)
-    assert agent.wait() == 75
     assert agent.made.events("node-agent-stopped") == []
 
 
@@ -102,6 +58,69 @@ def running(program: str) -> Iterator[subprocess.Popen[bytes]]:
 def in_state(process: subprocess.Popen[bytes], letter: str) -> bool:
     wait_until(lambda: process_state(process.pid) == letter, f"state {letter}")
     return True
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    assert in_state(process, "T")
+
+
+def test_if_a_continued_agent_stops_again_a_rank_asks_itself_to_exit_and_then_kills_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: list[tuple[float, bool]] = []
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
+        with running("input()") as process:
+            watch = AgentWatch(process.pid, lambda *report: reported.append(report), limit_seconds=2, look_seconds=1)
+            for _ in range(4):  # whenever it is continued it stops again
+                stop(process)
+                watch._look()
+            assert (reported, asked) == ([(2, False), (4, True)], [signal.SIGTERM])
+            monkeypatch.setattr(agent_watch, "time", SimpleNamespace(sleep=lambda _: stop(process)))
+            watch.leave()
+            assert process.wait() == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_other_ranks_of_a_node_continue_the_agent_if_the_first_one_does_not(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    with running("input()") as process:
+        monkeypatch.setenv("SCALETRAIN_AGENT_PID", str(process.pid))
+        watches = []
+        for rank in "01":
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            watches.append(AgentWatch.of_rank(made.run, 1, limit_seconds=2, look_seconds=1))
+        first, second = watches
+        stop(process)
+        for watch in (second, first, second, first):
+            assert in_state(process, "T")
+            watch._look()
+        assert in_state(process, "S")
+        second._look()
+        stop(process)
+        for _ in range(3):
+            assert in_state(process, "T")
+            second._look()
+        assert in_state(process, "S")
+    assert len(made.events("node-agent-stopped")) == 1  # by the first
+
+
+def test_suspending_the_whole_job_counts_as_no_time() -> None:
+    reported: list[float] = []
+    with running("input()") as process:
+        watch = AgentWatch(
+            process.pid, lambda seconds, _: reported.append(seconds), limit_seconds=0.3, look_seconds=0.1
+        )
+        stop(process)
+        watch._look()
+        time.sleep(0.5)  # nobody looks: this process is stopped, too
+        watch._look()
+        assert (process_state(process.pid), reported) == ("T", [])
 
 
 def test_an_agent_under_a_debugger_is_not_continued() -> None:

@@ -10,21 +10,14 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.base import JobCause
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.explain import RESUME_IS_A_REMEDY, explain
-from scaletrain_cli.launch.finding import Explanation, Finding
+from scaletrain_cli.launch.finding import Finding
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reason_texts.launch import TEXTS
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import record_event
 from tests.cli.command_line import scaletrain
-from tests.launch.conftest import LOCAL, MadeRun, MakeRun
+from tests.launch.conftest import LOCAL, MakeRun
 from tests.waiting import wait_until
-
-
-def ran(made: MadeRun) -> Explanation:
-    """Return the explanation of the run after it has ended on this machine."""
-    submit_run(made.run, made.record, LOCAL)
-    wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over")
-    return explain(made.run)
 
 
 def reported(finding: Finding) -> str:
@@ -74,31 +67,27 @@ def test_the_findings_that_explain_a_failed_attempt_are_listed(make_run: MakeRun
     assert listed == [f"{text}; see `scaletrain diagnose {made.run.run_id}`"]
 
 
-def test_a_crash_shows_the_failure_reason_of_the_rank_and_the_end_of_its_log(make_run: MakeRun) -> None:
-    explanation = ran(make_run("restarts.crash=0", die={"*:1": 1}, reason="odd"))
+def test_a_crash_shows_the_reason_of_the_rank_the_end_of_its_log_and_earlier_attempts(
+    make_run: MakeRun,
+) -> None:
+    made = make_run("restarts.crash=1", die={"*:1": 1}, reason="odd")
+    submit_run(made.run, made.record, LOCAL)
+    wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over")
+    explanation = explain(made.run)
     (finding,) = explanation.findings
     assert (explanation.state, finding.cause) == ("failed", "crash")
     assert "odd on request" in reported(finding)
     assert "-00001.log: " in reported(finding)
     assert "dying 1" in reported(finding)
-
-
-def test_earlier_attempts_are_listed_with_the_steps_they_reached(make_run: MakeRun) -> None:
-    (finding,) = ran(make_run("restarts.crash=1", die={"*:1": 1})).findings
     assert "attempts before it: 1 crash at step" in reported(finding)
+    shown = scaletrain("explain", made.run.run_id)
+    assert shown.code == 0
+    assert "attempt 2 ended: the program failed." in shown.out
+    assert f"scaletrain logs {made.run.run_id}" in shown.out
+    assert '"schema": "scaletrain.explain/v1"' in scaletrain("explain", made.run.run_id, "--json").out
 
 
 def test_a_run_that_was_never_submitted_is_reported_as_such(make_run: MakeRun) -> None:
     (finding,) = explain(make_run().run).findings
     assert finding.cause == "never-began"
     assert "never started" in reported(finding)
-
-
-def test_the_verb_prints_the_headline_the_evidence_and_the_actions(make_run: MakeRun) -> None:
-    made = make_run("restarts.crash=0", die={"*:1": 1}, reason="odd")
-    ran(made)
-    shown = scaletrain("explain", made.run.run_id)
-    assert shown.code == 0
-    assert "attempt 1 ended: the program failed." in shown.out
-    assert f"scaletrain logs {made.run.run_id}" in shown.out
-    assert '"schema": "scaletrain.explain/v1"' in scaletrain("explain", made.run.run_id, "--json").out

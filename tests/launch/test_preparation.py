@@ -131,4 +131,4 @@ def test_a_submission_prepares_its_data_first_and_one_that_cannot_leaves_no_run(
     (recorded,) = read_entries(datasets_file(done.run.directory))
     assert (recorded["source"], recorded["folder"]) == ("source", dataset.parent.name)
     assert plan_preparation(spec, tmp_path / "runs").why.code == "preparation.is-prepared"
-    assert done.run.wait(60).state == "finished"
+    assert done.run.wait().state == "finished"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -18,7 +19,7 @@ from tests.waiting import wait_until
 
 
 def ended(made: MadeRun) -> str:
-    return wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state
+    return wait_for_end(made.run, LOCAL, math.inf, lambda status: None).state
 
 
 def test_a_run_that_has_ended_keeps_no_secret_and_a_resumed_one_takes_it_from_the_environment(

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.conftest import in_ci
+from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -32,8 +34,7 @@ class Site:
 
     def scaletrain(self, *words: str, sent: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command line on the laptop."""
-        command = [sys.executable, "-m", "scaletrain_cli", *words]
-        return subprocess.run(command, cwd=self.here, input=sent or "", capture_output=True, text=True, timeout=240)
+        return forked.scaletrain(*words, folder=self.here, sent=sent or "")
 
 
 @pytest.fixture
@@ -47,9 +48,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
     shutil.copy(keys / "user.pub", keys / "authorized_keys")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     environment = f"HOME={home} SCALETRAIN_TEST_SITE=1 XDG_CONFIG_HOME={home}/config XDG_STATE_HOME={home}/state"
     (keys / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized_keys\n"
@@ -80,7 +79,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs-here"))
     try:
-        wait_until(lambda: _answers(port), "sshd listens", 20)
+        wait_until(lambda: _answers(port), "sshd listens")
         yield Site(home, runs, tmp_path / "here", server)
     finally:
         end = ["ssh", "-O", "exit", "-o", f"ControlPath={sockets}/scaletrain-ssh/%C", "login.site"]
@@ -92,7 +91,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def _answers(port: int) -> bool:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
+        with socket.create_connection(("127.0.0.1", port)):
             return True
     except OSError:
         return False

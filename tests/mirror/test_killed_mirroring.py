@@ -72,7 +72,7 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, 
             return None
 
         s3.fault = kill
-        code = process.wait(120)
+        code = process.wait()
         s3.fault = lambda request: None
         kills, finished = kills + (code == -9), finished + (code == 0)
         assert code in (0, -9)
@@ -85,7 +85,7 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, 
             assert files == saved[step], f"wrong bytes of step {step} after point {point}"
             assert step >= newest, "a kill lost a mirrored checkpoint"
             newest = step
-    assert start(made).wait(120) == 0
+    assert start(made).wait() == 0
     found = restored(made, tmp_path / "restored")
     assert found is not None
     assert found[0] == made.here()[-1]

@@ -6,10 +6,11 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from scaletrain_cli.mirror import object_store
+from scaletrain_cli.mirror import object_store, transfer
 from scaletrain_cli.mirror.checkpoints import list_folders, read_mirrored
 from scaletrain_cli.mirror.claims import read_claims
 from scaletrain_cli.mirror.history import newest_index, restore_history
@@ -293,15 +294,17 @@ def test_retention_keeps_the_checkpoint_that_is_copied(mirrored: MirroredRun, mo
     assert steps_to_keep(mirrored.run, settings, mirrored.run.checkpoints) == set()
 
 
-def test_no_more_bytes_per_second_than_allowed(tmp_path: Path) -> None:
+def test_no_more_bytes_per_second_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytes(3 << 20)
     (tmp_path / "file").write_bytes(content)
     digest = FileDigest(len(content), hashlib.sha256(content).hexdigest())
-    throttle, began = Throttle(10 << 20), time.monotonic()
+    slept: list[float] = []
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    throttle = Throttle(10 << 20)
     for _ in range(5):
         with (tmp_path / "file").open("rb") as file:
             assert sum(len(block) for block in hashed_blocks(file, tmp_path / "file", digest, throttle)) == 3 << 20
-    assert time.monotonic() - began >= 15 / 10 - 0.3
+    assert 15 / 10 - transfer._BURST_SECONDS <= sum(slept) < 1.51
     assert throttle.sent == 15 << 20
     with (tmp_path / "file").open("rb") as file, pytest.raises(LocalFileError):
         list(hashed_blocks(file, tmp_path / "file", FileDigest(3 << 20, "0" * 64), Throttle(1e12)))

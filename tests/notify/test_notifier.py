@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import email.utils
 import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.spec.notify import NotifySpec
 from tests.launch.conftest import MadeRun, make_plan, make_spec
 from tests.notify.webhook import Webhook
+from tests.waiting import wait_until
 
 HOOK = NotifySpec.model_validate({"webhook": "HOOK"})
 MakeHook = Callable[..., Webhook]
@@ -44,11 +45,26 @@ def hook() -> Iterator[MakeHook]:
         each.close()
 
 
+class Clock:
+    """The time of the notifier, which passes while it sleeps."""
+
+    def __init__(self) -> None:
+        self.now = float(round(time.time()))
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "_LEAST_GAP_SECONDS", 0.05)
-    monkeypatch.setattr(notifier, "_FIRST_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(notifier, "_LOCK_SECONDS", 0.1)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(notifier, "time", clock)
+    return clock
 
 
 def notifying(*receivers: dict[str, Any]) -> MadeRun:
@@ -98,15 +114,21 @@ def test_json_has_the_event_and_hides_secrets(hook: MakeHook) -> None:
     assert server.ids == [message["id"]]
 
 
-def test_a_busy_receiver_is_asked_again_after_the_time_that_it_names(hook: MakeHook) -> None:
-    soon = datetime.now(timezone.utc) + timedelta(seconds=3)
-    server = hook((429, {"Retry-After": "0.3"}), (503, {"Retry-After": soon.strftime("%a, %d %b %Y %H:%M:%S GMT")}))
+def test_a_busy_receiver_is_asked_again_after_the_time_that_it_names(
+    hook: MakeHook, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery.time, "time", clock.time)
+    began = clock.now
+    date = email.utils.formatdate(began + 30, usegmt=True)
+    server = hook((429, {"Retry-After": "1.5"}), (503, {"Retry-After": date}))
     made = notifying()
     fail(made)
-    began = time.monotonic()
-    work(made, {"HOOK": server.url}, 10.0)
-    assert len(server.received) == 3
-    assert time.monotonic() - began > 1.5  # the date has whole seconds
+    work(made, {"HOOK": server.url}, 1.0)
+    assert len(server.received) == 1
+    work(made, {"HOOK": server.url}, 2.0)
+    assert (len(server.received), clock.now) == (2, began + 1.5)
+    work(made, {"HOOK": server.url}, 60.0)
+    assert (len(server.received), clock.now) == (3, began + 30)
     assert len(set(server.ids)) == 1
 
 
@@ -115,12 +137,12 @@ def test_failures_are_tried_again_later_and_kept_over_processes(
 ) -> None:
     made, server = notifying(), hook((500, {}), (500, {}), (500, {}))
     fail(made)
-    work(made, {}, 0.1)  # the variable is not set
+    work(made, {}, 10.0)  # the variable is not set
     assert "HOOK is not set" in receiver_of(made).problem
-    work(made, {"HOOK": "http://127.0.0.1:9/opaque-part"}, 0.1)
+    work(made, {"HOOK": "http://127.0.0.1:9/opaque-part"}, 10.0)
     assert "no connection" in receiver_of(made).problem
     assert server.received == []
-    work(made, {"HOOK": server.url}, 5.0)
+    work(made, {"HOOK": server.url}, 600.0)
     assert len(server.received) == 4
     assert receiver_of(made).pending == []
     logged = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -128,12 +150,12 @@ def test_failures_are_tried_again_later_and_kept_over_processes(
     assert "opaque-part" not in "".join(logged)
 
 
-def test_the_end_of_a_run_does_not_wait_for_the_next_try(hook: MakeHook) -> None:
+def test_the_end_of_a_run_does_not_wait_for_the_next_try(hook: MakeHook, clock: Clock) -> None:
     made, server = notifying(), hook()
     fail(made)
     receivers = {"webhook HOOK": Receiver(0)}
     receivers["webhook HOOK"].take(Notice("1-hang", "hang", "error", "a hang", 0.0, {"event": "hang"}), HOOK)
-    receivers["webhook HOOK"].postponed(receivers["webhook HOOK"].pending[0], "HTTP status 500", time.time() + 600)
+    receivers["webhook HOOK"].postponed(receivers["webhook HOOK"].pending[0], "HTTP status 500", clock.now + 600)
     write_document(state_file(made.run), {"receivers": {name: each.to_json() for name, each in receivers.items()}})
     work(made, {"HOOK": server.url})
     assert server.received == []
@@ -151,19 +173,18 @@ def test_a_refusal_is_final(hook: MakeHook, answer: tuple[int, dict[str, str]]) 
     assert (receiver_of(made).dropped, receiver_of(made).problem) == (1, f"HTTP status {answer[0]}")
 
 
-def test_a_receiver_that_never_answers_delays_the_end_by_a_bounded_time(
-    hook: MakeHook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receiver_that_never_answers_delays_the_end_by_a_bounded_time(hook: MakeHook, clock: Clock) -> None:
     """The next process sends the end late, and findings in the meantime are not lost."""
     made, server = notifying(), hook("hang")
-    monkeypatch.setattr(delivery, "REQUEST_SECONDS", 0.6)
     fail(made)
-    began = time.monotonic()
     send_waiting(made.run, made.record, {"HOOK": server.url}, 0.3)
-    assert time.monotonic() - began < 2
+    (left,) = (thread for thread in threading.enumerate() if thread.name == "notify")
+    wait_until(lambda: receiver_of(made).pending, "it has begun")
+    clock.now += 1.0
+    server.released.set()
+    left.join()
     assert receiver_of(made).pending
-    time.sleep(0.6)  # the thread that was left behind gives up
-    work(made, {"HOOK": server.url}, 5.0)
+    work(made, {"HOOK": server.url}, 60.0)
     assert len(server.received) == 2
     assert len(set(server.ids)) == 1
     assert receiver_of(made).pending == []
@@ -207,7 +228,7 @@ def test_a_command_gets_the_notification_as_json_and_is_tried_three_times(tmp_pa
     code = f"import os, sys; open({str(got)!r}, 'a').write(sys.stdin.read() + os.environ['SCALETRAIN_NOTIFY_KIND'])"
     made = notifying({"command": [sys.executable, "-c", code]}, {"command": [sys.executable, "-c", "exit('no luck')"]})
     fail(made)
-    work(made, {"PATH": "/usr/bin"}, 5.0)
+    work(made, {"PATH": "/usr/bin"}, 60.0)
     text = got.read_text(encoding="utf-8")
     assert text.endswith("failed")
     assert json.loads(text.removesuffix("failed"))["run_id"] == made.run.run_id
@@ -218,15 +239,15 @@ def test_a_command_gets_the_notification_as_json_and_is_tried_three_times(tmp_pa
 
 def test_a_command_that_does_not_end_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "COMMAND_SECONDS", 0.3)
-    made = notifying({"command": ["sh", "-c", "sleep 60"]})
+    made = notifying({"command": ["sh", "-c", "sleep 100000"]})
     fail(made)
     work(made, {"PATH": "/usr/bin:/bin"}, 5.0)
     assert receiver_of(made).problem == "sh did not end within 0 s"
 
 
-def test_a_clock_that_was_set_back_delays_no_notification_for_long(hook: MakeHook) -> None:
+def test_a_clock_that_was_set_back_delays_no_notification_for_long(hook: MakeHook, clock: Clock) -> None:
     made, server = notifying(), hook()
-    receiver = Receiver(read_bytes=0, last_sent=time.time() + 86_400)
+    receiver = Receiver(read_bytes=0, last_sent=clock.now + 86_400)
     write_document(state_file(made.run), {"receivers": {made.record.spec.notify[0].name: receiver.to_json()}})
     fail(made)
     work(made, {"HOOK": server.url})

@@ -25,7 +25,7 @@ class Webhook:
                 outer.headers.append(dict(self.headers))
                 answer = outer.answers.pop(0) if outer.answers else (200, {})
                 if isinstance(answer, str):
-                    outer.released.wait(60)
+                    outer.released.wait()
                     return
                 status, headers = answer
                 self.send_response(status)

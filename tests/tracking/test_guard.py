@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -196,7 +195,7 @@ class Hanging(Recorder):
     release: ClassVar[threading.Event]
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        self.release.wait(600)
+        self.release.wait()
 
 
 @pytest.fixture
@@ -211,10 +210,8 @@ def test_a_tracker_that_hangs_delays_neither_a_step_nor_the_end(
 ) -> None:
     monkeypatch.setattr(guard, "FINISH_SECONDS", {"preempted": 0.2})
     one = Attempt(tmp_path, hanging, [])
-    began = time.monotonic()
     one.train(1, 1000)
     one.trackers.finish("preempted")
-    assert time.monotonic() - began < 300  # the tracker hangs for 600 s
     assert [reason.code for _, reason in one.reports] == ["tracking.finish-timeout"]
 
 
@@ -255,7 +252,7 @@ def test_the_findings_of_the_last_diagnosis_come_before_the_end(
     assert ("finish", "finished") not in Recorder.calls
     append_line(run.events, {"time": 2.0, "event": "finding", "step": 5})
     mark_diagnosis(run, 1, is_over=True)
-    first.one.join(10)
+    first.one.join(threading.TIMEOUT_MAX)
     assert events() == ["finished", "finding"]
     assert Recorder.calls[-1] == ("finish", "finished")
 

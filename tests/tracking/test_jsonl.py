@@ -41,13 +41,13 @@ def test_a_slow_file_system_delays_a_flush_and_no_step(tmp_path: Path) -> None:
 
     def slowly(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         begun.set()
-        assert may_end.wait(60), "put() waits for the file"
+        may_end.wait()
         writes.append(len(lines))
         append_lines(path, lines)
 
     writer = JsonlWriter(tmp_path / "metrics.jsonl", slowly)
     writer.put({"step": 0})
-    assert begun.wait(60)
+    assert begun.wait()
     for step in range(1, 30):
         writer.put({"step": step})
     may_end.set()
@@ -69,7 +69,7 @@ def test_lines_of_short_steps_are_written_together_and_a_flush_does_not_wait(
 
     writer = JsonlWriter(tmp_path / "metrics.jsonl", counted)
     writer.put({"step": 0})
-    assert first.wait(60), "the first line is written at once"
+    assert first.wait(), "the first line is written at once"
     for step in range(1, 10):
         writer.put({"step": step})
     writer.flush()

@@ -39,7 +39,7 @@ def start(run: Path, temporary: Path, mode: str) -> int:
     environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(temporary), "HOME": str(temporary)}
     environment["PYTHONPATH"] = str(Path(scaletrain_cli.__file__).parents[1])
     command = [sys.executable, "-c", PROGRAM, str(run), mode]
-    return subprocess.run(command, env=environment, cwd=temporary, timeout=120).returncode
+    return subprocess.run(command, env=environment, cwd=temporary).returncode
 
 
 @pytest.mark.long

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import socket
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from scaletrain_cli.tracking.prometheus import (
     openmetrics_text,
     pause_seconds,
 )
+from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 # Columns of telemetry with every kind of unit.
@@ -134,18 +133,12 @@ def test_the_dashboard_shows_only_metrics_that_are_exported() -> None:
     assert max(x for x, _ in cells) < 24
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def run_in(folder: Path) -> TrackedRun:
     return TrackedRun("run-1", "abcdefgh", folder, {"name": "small"}, 1, lambda: FIGURES)
 
 
 def test_a_run_in_a_collectors_folder_and_at_a_port(tmp_path: Path) -> None:
-    collected, port = tmp_path / "collected", free_port()
+    collected, port = tmp_path / "collected", reserved_port()
     tracker = PrometheusTracker(PrometheusOptions(textfile=str(collected), port=port))
     tracker.start(run_in(tmp_path))
     tracker.log(3, {"loss": 5.0, "attempt": 1}, 100.5)
@@ -153,7 +146,7 @@ def test_a_run_in_a_collectors_folder_and_at_a_port(tmp_path: Path) -> None:
     tracker.event("checkpoint", {}, 101.0)
     for accept, kind, openmetrics in (("*/*", "text/plain", False), (OPENMETRICS, "application/openmetrics", True)):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request) as answer:
             assert answer.headers["Content-Type"].startswith(kind)
             values = {
                 sample.name: sample.value
@@ -164,11 +157,9 @@ def test_a_run_in_a_collectors_folder_and_at_a_port(tmp_path: Path) -> None:
         assert values["scaletrain_events_total"] == 1
     with pytest.raises(OSError, match="in use"):
         PrometheusTracker(PrometheusOptions(textfile="none", port=port)).start(run_in(tmp_path))
-    deadline = time.monotonic() + 10
-    while not (files := list(collected.iterdir())) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [path.name for path in files] == ["run-1.prom"]
-    assert files[0].stat().st_mode & 0o004  # for the user of node_exporter
+    file = collected / "run-1.prom"
+    wait_until(file.exists, "the file is written")
+    assert file.stat().st_mode & 0o004  # for the user of node_exporter
     tracker.finish("preempted")
     assert list(collected.iterdir()) == []  # the next attempt may run on another node
 
@@ -200,7 +191,7 @@ def test_figures_that_cannot_be_read_are_reported_by_the_next_step(tmp_path: Pat
 
     tracker = PrometheusTracker(PrometheusOptions())
     tracker.start(TrackedRun("run-1", "abcdefgh", tmp_path, {}, 1, failing))
-    tracker._thread.join(10)
+    tracker._thread.join()
     with pytest.raises(OSError, match="stale"):
         tracker.log(1, {"loss": 4.0}, 100.0)
 

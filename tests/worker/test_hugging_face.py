@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.worker import Rank, RunEnvironment
+from scaletrain_cli.worker import Rank, RunEnvironment, loop_adapter
 from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE
 from scaletrain_cli.worker.hugging_face import ScaletrainCallback
 from scaletrain_cli.worker.loop_adapter import NotFiniteError
@@ -138,10 +138,14 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path: 
 
 
 class Slow(list[Any]):
-    """A data set whose samples take 4 ms each, a batch of five 20 ms."""
+    """A data set whose samples take 4 ms each by ``clock``, a batch of five 20 ms."""
+
+    def __init__(self, samples: Any, clock: list[float]) -> None:
+        super().__init__(samples)
+        self.clock = clock
 
     def __getitem__(self, place: Any) -> Any:
-        time.sleep(0.004)
+        self.clock[0] += 0.004
         return super().__getitem__(place)
 
 
@@ -153,7 +157,18 @@ def test_each_rank_sends_its_step_times_its_waits_for_data_and_its_memory(
     run = made_run("measured", "telemetry.interval=0.1s")
     callback = callback_of(run)
     trainer = trainer_of(callback, tmp_path)
-    trainer.train_dataset = Slow(trainer.train_dataset)
+    now = [0.0]
+
+    def clock() -> float:
+        return now[0]
+
+    def work(*_: Any) -> None:
+        now[0] += 0.01
+
+    trainer.train_dataset = Slow(trainer.train_dataset, now)
+    trainer.model.register_forward_hook(work)
+    monkeypatch.setattr(callback.rank.step_times, "_clock", clock)
+    monkeypatch.setattr(loop_adapter, "time", SimpleNamespace(perf_counter=clock, monotonic=clock, time=clock))
     assert callback.train(trainer) is ExitCode.DONE
     callback.rank.step_times.close()
     rows = [row for row in map(read_telemetry_line, os.read(reads, 1 << 20).splitlines()) if row is not None]
@@ -165,9 +180,10 @@ def test_each_rank_sends_its_step_times_its_waits_for_data_and_its_memory(
     assert any("memory_bytes" in row.mean for row in rows)
     logged = [line for line in read_metrics(run) if "step_seconds" in line]
     assert [line["step"] for line in logged] == [2, 3, 4, 5, 7, 8, 9, 10, 12]
-    assert all(line["data_wait"] < line["step_seconds"] for line in logged)
     # Trainer reads a batch ahead, so that it does not wait for the last one of an epoch.
-    assert [line["step"] for line in logged if line["data_wait"] < 0.018] == [10], logged
+    waits = {line["step"]: line["data_wait"] for line in logged}
+    assert waits == pytest.approx({step: 0.0 if step == 10 else 0.02 for step in waits}), logged
+    assert [line["step_seconds"] for line in logged] == pytest.approx([waits[step] + 0.01 for step in waits])
 
 
 def test_a_requested_checkpoint_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

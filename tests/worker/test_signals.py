@@ -30,7 +30,7 @@ def start(body: str) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> int:
     try:
-        process.communicate(timeout=90)
+        process.communicate()
     finally:
         process.kill()
     return process.returncode

@@ -222,7 +222,7 @@ def test_a_rank_ends_with_its_exit_code_and_leaves_its_records(end: str, code: i
     environment = {**os.environ, **place, "NODE_RANK": "0"}
     environment.pop("SCALETRAIN_AGENT_PID", None)
     command = [sys.executable, "-c", PROGRAM.format(end=end), str(made.run.path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert [failure.reason for failure in read_failures(made.run, 1)] == ([reason] if reason else [])
     first, second = read_metrics(RunDir(made.run.path))

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, visible_gpus
@@ -188,6 +188,17 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
+def times_to_sample(
+    interval: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[None]:
+    """Yield without end, now and once per ``interval``; at once after a sample that took longer."""
+    due = clock()
+    while True:
+        yield
+        due = max(due + interval, clock())
+        sleep(max(0.0, due - clock()))
+
+
 def main() -> None:
     """Print the use of the GPUs once per interval, until the agent ends or closes the pipe."""
     parser = argparse.ArgumentParser(prog="gpu_usage")
@@ -204,15 +215,12 @@ def main() -> None:
     except pynvml.NVMLError as error:
         print(f"GPUs are not measured: {error}", file=sys.stderr)
         return
-    due = time.monotonic()
-    while True:
+    for _ in times_to_sample(options.interval):
         line = json.dumps({"time": time.time(), "gpus": sampler.sample()})
         try:
             print(line, flush=True)
         except OSError:  # the agent has ended
             os._exit(0)
-        due = max(due + options.interval, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def program(tmp_path: Path) -> Callable[..., str]:
 def plain_git(tree: WorkingTree, *arguments: str) -> None:
     """Run git as a user does: it starts the programs that a snapshot must not start."""
     command = ["git", "-C", tree.folder, *arguments]
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 def ran(tmp_path: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from tests.launch.conftest import MadeRun, MakeRun, StartAgent
 from tests.launch.test_evaluate import TASKS
 from tests.launch.test_resume import commit
-
-MOST_SECONDS = 15.0  # the agent waits 5 s for the process that submits
 
 
 @pytest.fixture
@@ -45,16 +42,13 @@ def test_the_last_checkpoint_is_evaluated_although_training_has_ended(
     assert not made.events("evaluation-not-submitted")
 
 
-def test_a_scheduler_that_does_not_answer_keeps_the_nodes_for_a_few_seconds_only(
+def test_a_scheduler_that_never_answers_does_not_keep_the_nodes(
     made: MadeRun, start_agent: StartAgent, tmp_path: Path
 ) -> None:
     for name in ("squeue", "sacct", "scontrol", "sinfo", "sbatch"):
-        site(tmp_path, name, "sleep 120")
+        site(tmp_path, name, "exec sleep 100000")
     agent = start_agent(made)
-    agent.wait_until_up()
-    begun = time.monotonic()
     assert agent.wait() == 0, agent.errors
-    assert time.monotonic() - begun < MOST_SECONDS
     (left,) = made.events("evaluation-not-submitted")
     assert left["params"] == {"run": made.run.run_id, "steps": [20]}
     assert f"`scaletrain evaluation submit {made.run.run_id}`" in left["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,13 +47,13 @@ def sampler(root: Path) -> tuple[HostSampler, Callable[[], dict[str, float]]]:
 def test_this_machine_has_the_columns_of_every_linux_machine() -> None:
     host = HostSampler()
     first = host.sample()
-    deadline = time.monotonic() + 0.2
-    while time.monotonic() < deadline:
+    before = psutil.cpu_times()
+    while psutil.cpu_times() == before:
         sum(range(1000))
     found = host.sample()
     assert {"memory_used_bytes", "memory_available_bytes"} <= first.keys()
     assert 0.0 < found["cpu_utilization"] <= 1.0
-    assert found["network_received_bytes_per_second"] >= 0
+    assert {"network_received_bytes_per_second", "network_sent_bytes_per_second"} <= found.keys()
     assert 0 < found["memory_used_bytes"] < psutil.virtual_memory().total
     assert "infiniband_errors" not in found
 

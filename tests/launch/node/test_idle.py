@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -349,11 +350,11 @@ def test_the_status_shows_the_announcement_until_the_run_works_again(make_run: M
 def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_resumed(make_run: MakeRun) -> None:
     made = make_run("cluster.idle_timeout=10s", steps=20, stay={"1:*": 6}, silence=600)
     submit_run(made.run, made.record, LOCAL)
-    wait_until(lambda: made.events("idle"), "it is announced", seconds=60)
+    wait_until(lambda: made.events("idle"), "it is announced")
     status = run_status(made.run, LOCAL)
     assert (status.state, status.idle is not None) == ("running", True)
     assert [finding.code for finding in explain(made.run).findings] == ["launch.idle"]
-    ended = wait_for_end(made.run, LOCAL, 60, lambda _: None)
+    ended = wait_for_end(made.run, LOCAL, math.inf, lambda _: None)
     assert ended.state == "ended-idle"
     assert ended.last_checkpoint_step == 6
     assert [(event["exit_code"], event["reason"]) for event in made.events("attempt-ended")] == [(75, "idle")]
@@ -363,7 +364,7 @@ def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_
     assert [finding.code for finding in found] == ["launch.exit-idle"]
     assert f"scaletrain resume {made.run.run_id} continues it" in found[0].actions
     resume(made.run, scheduler=LOCAL)
-    assert wait_for_end(made.run, LOCAL, 60, lambda _: None).state == "finished"
+    assert wait_for_end(made.run, LOCAL, math.inf, lambda _: None).state == "finished"
     assert read_attempts(made.run)[-1].checkpoint_at_start == 6
 
 
@@ -371,7 +372,7 @@ def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_
 def test_a_program_that_ends_with_0_when_it_is_asked_to_has_not_finished(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    server = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(600)"
+    server = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(100_000)"
     made = make_run("cluster.idle_timeout=10s", f"code.command={json.dumps([sys.executable, '-c', server])}")
     agent = start_agent(made)
     assert agent.wait() == ExitCode.PREEMPTED

@@ -40,7 +40,7 @@ def preempt(made: MadeRun, job: subprocess.Popen[bytes], attempt: int) -> int:
     """Send SIGTERM to a job whose ranks train; return its exit code."""
     wait_until(lambda: "up" in made.log(attempt, 0), f"attempt {attempt} is up")
     job.send_signal(signal.SIGTERM)
-    return job.wait(timeout=60)
+    return job.wait()
 
 
 def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: MakeRun, start: Start) -> None:
@@ -68,7 +68,7 @@ def test_the_budgets_of_a_requeued_job_count_over_all_its_starts(make_run: MakeR
     assert preempt(made, start(made, "--requeued"), 1) == 75
     assert preempt(made, start(made, "--requeued"), 2) == 93, "no third attempt, and no further start of the job"
     assert [event["code"] for event in made.events("stopped")] == ["launch.stop-budget-used-up"]
-    assert start(made, "--requeued").wait(timeout=60) == 93
+    assert start(made, "--requeued").wait() == 93
     assert len(read_attempts(made.run)) == 2
 
 
@@ -78,7 +78,7 @@ def test_a_requeued_job_of_a_cancelled_run_is_not_started_again(make_run: MakeRu
     wait_until(lambda: "up" in made.log(1, 0), "the attempt is up")
     made.run.stop_file.touch()
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=60) == 93
+    assert job.wait() == 93
     assert len(made.events("cancelled")) == 1
     (attempt,) = read_attempts(made.run)
     assert (attempt.exit_code, attempt.reason) == (75, "cancelled")

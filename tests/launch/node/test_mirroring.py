@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,6 @@ from scaletrain_cli.diagnosis.durability import mirror as mirror_findings
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.live_diagnosis import LiveDiagnosis
 from scaletrain_cli.launch.mirroring import mirror_now, release_mirror
-from scaletrain_cli.launch.node import mirroring
 from scaletrain_cli.launch.node.mirroring import MirrorProcess
 from scaletrain_cli.launch.restart import why_not_begin
 from scaletrain_cli.launch.resume_elsewhere import find_to_move
@@ -30,14 +30,16 @@ from tests.waiting import wait_until
 
 __all__ = ["make_mirrored"]
 
+SLOW = "checkpoint.mirror.bandwidth=20kB/s"
+LARGE = (20_000_000,)  # takes longer than a test may
+
 
 def folder_of(tmp_path: Path) -> str:
     return str(tmp_path / "other-disk")
 
 
-def finish(process: MirrorProcess, *, seconds: float, failed: bool = False) -> None:
-    end = time.monotonic() + seconds
-    process.finish(failed=failed, seconds_left=lambda: end - time.monotonic(), grace_seconds=5.0)
+def finish(process: MirrorProcess, *, seconds: float = math.inf, failed: bool = False) -> None:
+    process.finish(failed=failed, seconds_left=lambda: seconds, grace_seconds=5.0)
 
 
 def test_the_process_copies_each_checkpoint_and_the_last_one_at_the_end(
@@ -54,7 +56,7 @@ def test_the_process_copies_each_checkpoint_and_the_last_one_at_the_end(
     process.start_if_due()
     assert process.pid == pid
     made.commit(20)
-    finish(process, seconds=60)
+    finish(process)
     assert made.steps() == [10, 20]
     assert not is_running(pid)
 
@@ -62,34 +64,33 @@ def test_the_process_copies_each_checkpoint_and_the_last_one_at_the_end(
 def test_a_copy_that_the_grace_period_ends_leaves_the_checkpoint_before(
     make_mirrored: MakeMirrored, tmp_path: Path
 ) -> None:
-    made = make_mirrored(folder_of(tmp_path), "checkpoint.mirror.bandwidth=200kB/s")
+    made = make_mirrored(folder_of(tmp_path), SLOW)
     made.commit(10, (1000,))
     process = MirrorProcess(made.run, made.record)
     process.start_if_due()
     wait_until(lambda: made.steps() == [10], "the small checkpoint is copied")
-    made.commit(20, (20_000_000,))
-    began = time.monotonic()
+    made.commit(20, LARGE)
     finish(process, seconds=3)
-    assert time.monotonic() - began < 6
     assert process.pid is not None
     assert not is_running(process.pid)
     assert made.steps() == [10]
 
 
 def test_a_failed_attempt_does_not_wait_for_the_copy(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
-    made = make_mirrored(folder_of(tmp_path), "checkpoint.mirror.bandwidth=200kB/s")
-    made.commit(10, (20_000_000,))
+    made = make_mirrored(folder_of(tmp_path), SLOW)
+    made.commit(10, LARGE)
     process = MirrorProcess(made.run, made.record)
     process.start_if_due()
     wait_until(lambda: read_mirror_state(made.run) is not None, "it has begun")
-    began = time.monotonic()
-    finish(process, seconds=60, failed=True)
-    assert time.monotonic() - began < mirroring._FAILED_SECONDS + 3
+    finish(process, failed=True)
+    assert process.pid is not None
+    assert not is_running(process.pid)
+    assert made.steps() == []
 
 
 def test_an_agent_ends_as_without_a_mirror_when_the_mirror_fails(start_agent: StartAgent, tmp_path: Path) -> None:
     (tmp_path / "in-the-way").touch()
-    spec = make_spec(f"checkpoint.mirror.to={tmp_path}/in-the-way/mirror", fake={"run_seconds": 4})
+    spec = make_spec(f"checkpoint.mirror.to={tmp_path}/in-the-way/mirror", fake={"stay": {"1:*": 1}})
     from scaletrain_cli.launch.submit import create_run
 
     created = create_run(spec, make_plan(spec), "failing")
@@ -97,7 +98,7 @@ def test_an_agent_ends_as_without_a_mirror_when_the_mirror_fails(start_agent: St
     agent = start_agent(made)
     wait_until(lambda: len(made.events("mirror-failed")) == 1, "the failure is an event")
     agent.process.send_signal(signal.SIGTERM)
-    assert agent.wait(60) in (0, 75)
+    assert agent.wait() == 75
     (event,) = made.events("mirror-failed")
     assert "in-the-way" in event["message"]
 
@@ -148,17 +149,16 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_end_of_a_run(
         """A process that SIGKILL does not end, as one that waits for a dead file system."""
 
         def __init__(self, command: list[str], **options: Any) -> None:
-            super().__init__(["sleep", "15"], **options)
+            super().__init__(["sleep", "100000"], **options)
             started.append(self)
 
         def kill(self) -> None:
             """Do nothing."""
 
     monkeypatch.setattr("scaletrain_cli.launch.mirroring.subprocess.Popen", Stuck)
-    began = time.monotonic()
     release_mirror(made.run, made.record, os.environ, 0.2)
-    assert time.monotonic() - began < 10
     (process,) = started
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
 

@@ -29,7 +29,7 @@ def log_steps(made: MadeRun, first: int, last: int, *, rises: bool) -> None:
 
 
 def test_a_process_raises_what_a_program_of_the_user_logs_and_ends_when_asked(
-    make_run: MakeRun, tmp_path: Path
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_run("code.command=[python, train.py]", run_id=f"observed-{tmp_path.name}")
     made.run.attempt(1).mkdir(parents=True)
@@ -44,8 +44,10 @@ def test_a_process_raises_what_a_program_of_the_user_logs_and_ends_when_asked(
     record_event(made.run, "finished", step=200)
     wait_until(lambda: is_diagnosed(made.run, 1), "the last diagnosis, before the agent asks for it")
     assert made.events("finding")
-    observer.finish(failed=False)
-    assert not is_running(observer.pid)
+    monkeypatch.setattr("scaletrain_cli.launch.node.observer._LAST_SECONDS", 1e6)
+    observer.finish(1e6, failed=False)
+    assert observer._process is not None
+    assert observer._process.returncode == 0
     (raised,) = made.events("finding")
     assert (raised["code"], raised["severity"], raised["change"]) == ("diagnosis.loss-above-start", "error", "raised")
     assert raised["text"].startswith("the loss diverges: 8.0")
@@ -123,7 +125,7 @@ def test_a_finding_that_could_not_be_recorded_is_raised_later(
 def test_a_process_that_was_killed_is_started_again_after_a_time(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scaletrain_cli.launch.node.observer.python_command", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr("scaletrain_cli.launch.node.observer.python_command", lambda *_: ["sleep", "100000"])
     observer = Observer(make_run().run, 1, notifies=True, start_seconds=0.0)
     observer.start_if_due()
     first = observer.pid
@@ -140,7 +142,7 @@ def test_a_process_that_was_killed_is_started_again_after_a_time(
     assert observer.pid == second
     observer.finish(0.0, failed=False)
     assert observer._process is not None
-    assert observer._process.wait(5) == -signal.SIGKILL
+    assert observer._process.wait() == -signal.SIGKILL
 
 
 def test_the_pause_bounds_the_share_of_a_core() -> None:

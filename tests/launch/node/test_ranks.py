@@ -135,7 +135,7 @@ kill_descendants()
 
 def test_an_agent_ends_although_a_rank_hangs_in_the_kernel(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNKILLABLE, str(tmp_path / "log")]
-    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert result.stdout == "4 None 1\n", result.stderr
     assert "cannot be killed" in result.stderr
 
@@ -165,8 +165,6 @@ assert not descendants()
 
 
 def test_a_daemon_is_killed_with_the_other_descendants() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", KEEPER], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", KEEPER], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert identify(int(result.stdout)) is None

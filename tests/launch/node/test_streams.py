@@ -116,7 +116,7 @@ def test_received_data_are_acknowledged_once_they_are_written_and_a_failure_is_t
     frame = next(link.frames())
     assert (frame.kind, frame.channel, frame.number, written) == (Kind.TAKEN, 2, 4, [b"four"])
     incoming.put(b"bad")
-    incoming.join(10)
+    incoming.join()
     assert (len(failures), finished.is_set()) == (1, True)
 
 

@@ -77,19 +77,21 @@ def test_ranks_gpus_and_the_node_are_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "_FIRST_FLUSH_SECONDS", 0.0)
     rows = deque([(0, row(1, 0.5)), (1, row(1, 0.75))])
     telemetry = node(tmp_path / "x.series", rows)
+    monkeypatch.setattr(module, "FINISH_SECONDS", threading.TIMEOUT_MAX)
+    began = time.time()
     telemetry.start(GPUS)
     assert len(telemetry.pids) == 1
     wait_until((tmp_path / "x.series").exists, "the file is written")
     wait_until(lambda: "gpu 1" in read_series(tmp_path / "x.series"), "GPUs are written")
     rows.append((0, row(2, 0.25)))
-    telemetry.finish()
+    telemetry.finish(threading.TIMEOUT_MAX)
     found = read_series(tmp_path / "x.series")
     assert found.keys() == {"rank 0", "rank 1", "gpu 0", "gpu 1", "node"}  # the ranks have two of the GPUs
     assert list(found["rank 0"].mean["step_seconds"]) == [0.5, 0.25]
     assert list(found["rank 0"].steps) == [1, 2]
     assert found["gpu 1"].mean["utilization"][0] == pytest.approx(0.03)
     assert set(found["gpu 1"].steps) == set(found["node"].steps) == {7}
-    assert time.time() - 60 < found["node"].times[0] <= time.time()
+    assert began <= found["node"].times[0] <= time.time()
 
 
 @pytest.mark.parametrize("call", ["host", "file"])
@@ -100,7 +102,7 @@ def test_a_call_that_never_returns_does_not_delay_the_end(
 
     def hang(*_: Any) -> dict[str, float]:
         entered.set()
-        released.wait(30)
+        released.wait()
         return {}
 
     monkeypatch.setattr(module, "FINISH_SECONDS", 0.3)
@@ -111,10 +113,10 @@ def test_a_call_that_never_returns_does_not_delay_the_end(
     else:
         monkeypatch.setattr(SeriesWriter, "flush", hang)
     telemetry.start(CPU)
-    assert entered.wait(5)
-    began = time.monotonic()
+    assert entered.wait()
     telemetry.finish()
-    assert time.monotonic() - began < 1.0
+    assert telemetry._thread is not None
+    assert telemetry._thread.is_alive()
     released.set()
 
 
@@ -129,7 +131,8 @@ def test_a_node_that_cannot_be_measured_loses_its_own_rows_only(
     telemetry.start(CPU)
     wait_until(lambda: not telemetry.rows and not telemetry._measures_host, "a row is taken")
     telemetry.rows.append((0, row(2, 0.25)))
-    telemetry.finish()
+    monkeypatch.setattr(module, "FINISH_SECONDS", threading.TIMEOUT_MAX)
+    telemetry.finish(threading.TIMEOUT_MAX)
     assert caplog.text.count("the node is not measured: RuntimeError: unexpected") == 1
     found = read_series(tmp_path / "x.series")
     assert found.keys() == {"rank 0"}
@@ -145,6 +148,8 @@ def test_an_error_ends_telemetry_with_a_warning(
     monkeypatch.setattr(SeriesWriter, "add", fail)
     telemetry = node(tmp_path / "x.series", deque([(0, row(1, 0.5))]))
     telemetry.start(CPU)
+    assert telemetry._thread is not None
+    telemetry._thread.join()
     telemetry.finish()
     assert "no more telemetry is written: RuntimeError: unexpected" in caplog.text
 
@@ -153,6 +158,7 @@ def test_a_run_folder_that_cannot_be_written_loses_telemetry_alone(tmp_path: Pat
     (tmp_path / "telemetry").touch()
     telemetry = node(tmp_path / "telemetry/x.series")
     telemetry.start(CPU)
-    time.sleep(0.2)
     telemetry.finish()
+    assert telemetry._thread is not None
+    telemetry._thread.join()
     assert (tmp_path / "telemetry").stat().st_size == 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
-from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import documents_of
+from tests.forked import Forked
 from tests.launch.conftest import ENGINE, MadeRun
+from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 WORKLOAD = "jobset/fake-s1"
@@ -28,8 +27,8 @@ class Gang:
     volume: Path
     incarnation: int = 0
     workload: str = WORKLOAD
-    pods: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
-    port: int = field(default_factory=lambda: free_port("127.0.0.1"))
+    pods: dict[int, Forked] = field(default_factory=dict)
+    port: int = field(default_factory=reserved_port)
 
     def start(self, *numbers: int) -> Gang:
         """Start these pods; without numbers all of them."""
@@ -37,8 +36,7 @@ class Gang:
         documents.mkdir(parents=True, exist_ok=True)
         for name, text in documents_of(self.made.run, self.made.record).items():
             (documents / name).write_text(text)
-        command = [sys.executable, "-m", "scaletrain_cli.launch.backends.kubernetes.pod_agent", "--engine", ENGINE]
-        command += ["--documents", str(documents), "--runs-root", str(self.volume)]
+        words = ["--engine", ENGINE, "--documents", str(documents), "--runs-root", str(self.volume)]
         for number in numbers or range(self.made.record.spec.cluster.nodes):
             self.termination_log(number).touch()
             environment = {
@@ -50,13 +48,10 @@ class Gang:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
             }
-            self.pods[number] = subprocess.Popen(
-                [*command, "--termination-log", str(self.termination_log(number))],
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
+            self.pods[number] = Forked(
+                "scaletrain_cli.launch.backends.kubernetes.pod_agent",
+                [*words, "--termination-log", str(self.termination_log(number))],
+                {**os.environ, **environment},
             )
         return self
 
@@ -91,8 +86,8 @@ class Gang:
 
     def wait(self) -> list[int]:
         """Wait for the pods and return their exit codes; their output is then in ``output``."""
-        self.output = {number: pod.communicate(timeout=60)[0] for number, pod in sorted(self.pods.items())}
-        return [pod.returncode for _, pod in sorted(self.pods.items())]
+        self.output = {number: pod.communicate() for number, pod in sorted(self.pods.items())}
+        return [pod.wait() for _, pod in sorted(self.pods.items())]
 
     def end(self) -> None:
         for pod in self.pods.values():

@@ -172,7 +172,7 @@ def test_a_submitter_that_was_killed_is_resumed_with_the_same_job(controller: Co
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
     command = python_command("scaletrain_cli", "submit", str(SMALL), "--run-id", "r1", "--yes", *settings)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: any("r1-s1-data-0-abcde" in key for key in list(controller.api.objects)), "a pod runs", 30)
+        wait_until(lambda: any("r1-s1-data-0-abcde" in key for key in list(controller.api.objects)), "a pod runs")
         process.kill()
     assert status()["state"] == "queued"
     assert not controller.api.all("jobsets")

@@ -19,11 +19,11 @@ import pytest
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, manifest
 from scaletrain_cli.launch.backends.kubernetes.pod import DOCUMENTS_PATH
-from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.rendering import BACKENDS, NEEDED, container_of
 from tests.launch.conftest import ENGINE, MadeRun
 from tests.launch.working_tree import WorkingTree
+from tests.ports import reserved_port
 
 OPTIONS = (
     *NEEDED,
@@ -93,9 +93,9 @@ def mount_documents(made: Manifest, folder: Path) -> None:
 def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
     """Run both pods, require exit code 0, and return the output of each."""
     mount_documents(made, folder)
-    port = free_port("127.0.0.1")
+    port = reserved_port()
     pods = [start_pod(made, backend, number, folder, port) for number in (0, 1)]
-    output = [pod.communicate(timeout=60)[0] for pod in pods]
+    output = [pod.communicate()[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], output
     return output
 
@@ -114,7 +114,10 @@ def test_the_pods_of_a_manifest_train_its_run(backend: str, make_run: Callable[.
     assert "hf_0123" not in str(made.objects)
 
 
-@pytest.mark.parametrize("program", ["code.engine=train", 'code.command=[sh, -c, "exec python3 train.py"]'])
+COMMAND = 'code.command=[sh, -c, "exec python3 train.py"]'
+
+
+@pytest.mark.parametrize("program", ["code.engine=train", pytest.param(COMMAND, marks=pytest.mark.long)])
 def test_pods_without_the_submitters_files_run_the_submitted_code(
     tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path, program: str
 ) -> None:

@@ -6,6 +6,7 @@ The far end finds the files of the run in another folder than the submitter, as 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from scaletrain_cli.launch.node.view import _open_view, hold
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import place_documents, read_record
+from tests import forked
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod, put_kubectl
 from tests.launch.backends.kubernetes.fake_api import FakeApi, Object
@@ -36,6 +38,13 @@ from tests.launch.conftest import PROJECT
 from tests.waiting import wait_until
 
 GROUP = "jobset.x-k8s.io"
+
+
+def long(*rows: Any) -> list[Any]:
+    """Mark rows of the same mechanism, of which `make test` runs another one."""
+    return [pytest.param(row, marks=pytest.mark.long) for row in rows]
+
+
 # Notes its words, and starts the program of a pod here: with the volume of the pods in place of /runs, and without the
 # submitter's access to the cluster and runs.
 _KUBECTL = """#!/bin/sh
@@ -169,7 +178,7 @@ def test_once_the_run_is_over_a_small_pod_reads_the_files_for_this_view_and_the_
     assert first == second
 
 
-@pytest.mark.parametrize("hindrance", ["too old", "of another run", "ended", "deleted", "on a silent node"])
+@pytest.mark.parametrize("hindrance", ["deleted", *long("too old", "of another run", "ended", "on a silent node")])
 def test_a_pod_of_an_earlier_view_that_cannot_serve_is_left_alone(
     run: RunDir, api: FakeApi, tmp_path: Path, hindrance: str
 ) -> None:
@@ -244,12 +253,13 @@ def test_the_pod_of_a_view_can_change_nothing_and_ends_by_itself(run: RunDir, ap
 
 def test_the_pod_of_a_view_is_deleted_after_ctrl_c(run: RunDir, api: FakeApi, tmp_path: Path) -> None:
     over(api)
-    put_kubectl(tmp_path / "programs", "#!/bin/sh\ntouch started\nexec sleep 600\n")
-    view = started("status", "r1", output=tmp_path / "view")
+    put_kubectl(tmp_path / "programs", "#!/bin/sh\ntouch started\nexec sleep 100000\n")
+    with (tmp_path / "view").open("wb") as file:
+        view = subprocess.Popen([sys.executable, "-m", "scaletrain_cli", "status", "r1"], stdout=file)
     try:
         wait_until(lambda: (tmp_path / "started").exists(), "the session begins")
         view.send_signal(signal.SIGINT)
-        assert view.wait(60) == 130
+        assert view.wait() == 130
     finally:
         view.kill()
     assert [name for name, _ in api.deletions if name.startswith("jobs/r1-s1-view-")]
@@ -296,13 +306,14 @@ def test_followed_events_go_on_over_the_end_of_a_pod_each_shown_once(
         record_event(run, "checkpoint", step=30)
         wait_until(lambda: "checkpoint" in shown(), "the events after the connection are shown")
         over(api)
-        assert follower.wait(120) == ExitCode.DONE
+        assert follower.wait() == ExitCode.DONE
     finally:
         follower.kill()
     assert shown().count("submitted") == 1
     assert shown().count("checkpoint") == 1
 
 
+@pytest.mark.long
 def test_a_watch_that_begins_in_the_queue_goes_on_where_the_files_are(
     run: RunDir, api: FakeApi, tmp_path: Path
 ) -> None:
@@ -317,7 +328,7 @@ def test_a_watch_that_begins_in_the_queue_goes_on_where_the_files_are(
         running(api)
         wait_until(lambda: "step 40 of 100" in shown(), "the files are read")
         over(api)
-        assert watch.wait(120) == ExitCode.DONE
+        assert watch.wait() == ExitCode.DONE
     finally:
         watch.kill()
     assert "attempt 1 ended without reporting" in shown()  # as its files have it
@@ -332,7 +343,10 @@ def test_waiting_for_a_run_ends_with_the_exit_code_of_its_files(run: RunDir, api
 
 @pytest.mark.parametrize(
     "hindrance",
-    ["no right to exec", "no right to Jobs", "no kubectl", "another run", "another revision", "an image without views"],
+    [
+        *("no right to exec", "no kubectl", "another run"),
+        *long("no right to Jobs", "another revision", "an image without views"),
+    ],
 )
 def test_what_cannot_be_had_ends_as_the_view_of_the_cluster_and_is_not_seen(
     run: RunDir, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hindrance: str
@@ -419,13 +433,13 @@ def test_following_a_run_whose_volume_was_deleted_with_its_pod_ends(
     over(api)
     following = started(*verb, "r1", output=tmp_path / "shown")
     try:
-        assert following.wait(60) == ExitCode.DONE
+        assert following.wait() == ExitCode.DONE
     finally:
         following.kill()
     assert not api.all("jobs")
 
 
-@pytest.mark.parametrize("options", [(), ("--follow",)])
+@pytest.mark.parametrize("options", [(), *long(("--follow",))])
 def test_logs_of_a_run_that_is_over_are_those_of_its_files_where_a_part_was_fetched(
     run: RunDir, api: FakeApi, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -437,6 +451,7 @@ def test_logs_of_a_run_that_is_over_are_those_of_its_files_where_a_part_was_fetc
     assert "of the file on the volume" in shown["out"], shown
 
 
+@pytest.mark.long
 def test_a_login_node_without_the_volume_shows_the_files_of_the_run_too(
     run: RunDir, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,15 +466,13 @@ def test_events_of_a_run_that_waits_for_its_next_pods_are_not_shown_as_all_of_th
     assert "were not read" in one_line(shown["err"]), shown
 
 
-def started(*words: str, output: Path) -> subprocess.Popen[bytes]:
+def started(*words: str, output: Path) -> forked.Forked:
     """Start a verb, with its standard output in a file."""
     with output.open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "scaletrain_cli", *words], stdout=file)
+        return forked.Forked("scaletrain_cli", words, os.environ, stdout=file.fileno(), stderr=2)
 
 
 def subprocess_of(*words: str) -> dict[str, Any]:
     """Run a verb as a process, whose streams are those of the view."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scaletrain_cli", *words], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = forked.scaletrain(*words)
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr}

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +17,13 @@ from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.manifest import documents_for, manifest, require_submittable
 from scaletrain_cli.launch.backends.kubernetes.own_data import prepare_own_data
-from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.conftest import IMAGE
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.backends.kubernetes.rendering import container_of, template_of
 from tests.launch.backends.kubernetes.test_rendered_pods import start_pod
 from tests.launch.conftest import MadeRun, make_spec
+from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 ALONE = (
@@ -109,15 +108,16 @@ def run_pod(made: MadeRun, folder: Path) -> RunDir:
     documents = documents_for(made.run, made.record)
     for name, content in documents.items():
         (folder / "documents" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    pod = start_pod(manifest(made.record, documents), "jobset", 0, folder, free_port("127.0.0.1"))
+    pod = start_pod(manifest(made.record, documents), "jobset", 0, folder, reserved_port())
     try:
-        output = pod.communicate(timeout=120)[0]
+        output = pod.communicate()[0]
     finally:
         pod.kill()
     assert pod.returncode == 0, output
     return RunDir(folder / "volume" / made.run.run_id)
 
 
+@pytest.mark.long
 def test_the_attempts_of_later_pods_continue_the_numbers_of_earlier_ones(make_run: MakeRun, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     text = tmp_path / "text.txt"
@@ -161,9 +161,9 @@ def test_the_pod_prepares_the_data_on_its_own_volume(make_run: MakeRun, monkeypa
 def test_a_pod_that_is_terminated_while_it_prepares_data_ends_as_preempted_and_leaves_no_process(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The preparation is a process that runs for a minute; the signal comes once it has started."""
+    """The preparation is a process that does not end by itself; the signal comes once it has started."""
     started = tmp_path / "pid"
-    program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(100_000)"
     command = [sys.executable, "-c", program, str(started)]
     monkeypatch.setattr(engine_process, "python_command", lambda *_: command)
     monkeypatch.setattr(preparation, "reads_prepared_data", lambda *_: True)
@@ -175,7 +175,6 @@ def test_a_pod_that_is_terminated_while_it_prepares_data_ends_as_preempted_and_l
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as the agent has it
     handler = signal.getsignal(signal.SIGTERM)
-    began = time.monotonic()
     try:
         thread = threading.Thread(target=terminate)
         thread.start()
@@ -187,5 +186,4 @@ def test_a_pod_that_is_terminated_while_it_prepares_data_ends_as_preempted_and_l
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert ended.value.exit_code == ExitCode.PREEMPTED
-    assert time.monotonic() - began < 30, "the preparation was not waited for"
     assert not Path("/proc", started.read_text()).exists()

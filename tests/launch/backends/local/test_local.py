@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +93,7 @@ def test_a_preempted_run_continues_from_its_checkpoint_until_it_is_done(submit: 
     assert len(made.events("finished")) == 1
 
 
+@pytest.mark.long
 def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1})
     agent_pid(made, 1)
@@ -103,6 +103,7 @@ def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: MakeRun) 
     assert "heard SIGUSR1" in made.log(1, 0)
 
 
+@pytest.mark.long
 def test_crashes_are_retried_until_the_budget_is_used_up(submit: MakeRun) -> None:
     made = submit("restarts.crash=1", die={"*:*": 1}, die_at=3, checkpoint_every=1, steps=100)
     wait_for_end(made)
@@ -112,6 +113,7 @@ def test_crashes_are_retried_until_the_budget_is_used_up(submit: MakeRun) -> Non
     assert "restarts.crash = 1 is used up" in stopped["why"]
 
 
+@pytest.mark.long
 def test_a_run_that_makes_no_progress_stops_with_93(submit: MakeRun) -> None:
     made = submit("restarts.crash=50", die={"*:*": -9}, die_at=2)
     wait_for_end(made)
@@ -171,7 +173,7 @@ def test_the_run_survives_the_end_of_the_terminal_session(make_run: MakeRun) -> 
             agent_pid(made, 1)
         finally:
             os.close(terminal)
-        assert shell.wait(timeout=60) == -signal.SIGHUP
+        assert shell.wait() == -signal.SIGHUP
     os.kill(supervisor_pid(made), signal.SIGHUP)
     (made.run.path / "go").touch()
     wait_for_end(made)
@@ -200,6 +202,7 @@ def test_cancelling_saves_the_state_and_ends_the_run(submit: MakeRun) -> None:
     assert len(made.events("cancelled")) == 1
 
 
+@pytest.mark.long
 def test_a_stop_file_cancels_the_run(submit: MakeRun) -> None:
     made = submit(steps=10_000, step_seconds=0.02)
     agent_pid(made, 1)
@@ -210,6 +213,7 @@ def test_a_stop_file_cancels_the_run(submit: MakeRun) -> None:
     assert attempt.last_checkpoint_step
 
 
+@pytest.mark.long
 def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continues(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1}, save_seconds=2)
     agent_pid(made, 1)
@@ -244,8 +248,8 @@ def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: M
 
 def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: MakeRun) -> None:
     done, stuck = make_run(*ONE_RANK), make_run(*ONE_RANK, die={"*:*": 93})
-    ticks: list[float] = []
-    code = run_in_foreground(done.run, done.record, engine=ENGINE, on_tick=lambda: ticks.append(time.monotonic()))
+    ticks: list[None] = []
+    code = run_in_foreground(done.run, done.record, engine=ENGINE, on_tick=lambda: ticks.append(None))
     assert code == 0
     assert ticks
     assert run_in_foreground(stuck.run, stuck.record, engine=ENGINE) == 93
@@ -340,14 +344,14 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
 def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: MakeRun) -> None:
     """Other users who can write to the run directory could name any process of the user who cancels."""
     made = make_run(*ONE_RANK)
-    bystander = subprocess.Popen(["sleep", "60"])
+    bystander = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         identity = identify(bystander.pid)
         assert identity is not None
         write_supervisor(made.run, identity)
         LOCAL.cancel(made.run, made.record)
-        with pytest.raises(subprocess.TimeoutExpired):
-            bystander.wait(timeout=0.5)
+        assert bystander.communicate() == (None, None)
+        assert bystander.returncode == 0  # by the end of its input, and by no signal
     finally:
         bystander.kill()
         bystander.wait()

@@ -30,7 +30,7 @@ def save(number, frame):
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 print("up", flush=True)
-time.sleep(60)
+time.sleep(100_000)
 '
 echo "never reached"
 """
@@ -122,6 +122,7 @@ def torchrun(tmp_path: Path, *words: str) -> RunDir:
     return submitted(command, "code.processes_per_node=1")
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_ranks_of_a_node_and_they_save_when_preempted(tmp_path: Path) -> None:
     run = torchrun(tmp_path, "train")
     preempt(run, 2)
@@ -133,6 +134,7 @@ def test_torchrun_starts_the_ranks_of_a_node_and_they_save_when_preempted(tmp_pa
     assert second.reason == "done", logs(run, 2)
 
 
+@pytest.mark.long
 def test_the_failure_of_a_rank_below_torchrun_is_the_reason_of_the_attempt(tmp_path: Path) -> None:
     run = torchrun(tmp_path, "nan")
     first = ended(run)
@@ -142,7 +144,7 @@ def test_the_failure_of_a_rank_below_torchrun_is_the_reason_of_the_attempt(tmp_p
 
 def test_a_hang_is_found_after_the_first_heartbeat_also_below_a_shell(tmp_path: Path) -> None:
     program = "import time; from scaletrain_cli.worker import Rank; rank = Rank.start(); "
-    program += "rank.heartbeat.beat(1, 'step', 1.0); time.sleep(600)"
+    program += "rank.heartbeat.beat(1, 'step', 1.0); time.sleep(100_000)"
     script = f'[ $SCALETRAIN_ATTEMPT = 2 ] || "{sys.executable}" -c "{program}"'
     run = submitted(["bash", "-c", f"{script}; exit 0"], "cluster.gpus_per_node=1")
     first = ended(run)
