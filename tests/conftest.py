@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,8 +24,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 pytest.register_assert_rewrite("tests.drills.training_runs")
 
 TESTS = Path(__file__).parent
-# The folders that take longest, first: two at a time, the last file should be a short one.
+# The folders that take longest, first: the last file should be a short one.
 LONGEST = ("slurm_cluster", "drills", "engine")
+# Its tests share their clusters, so one worker has all of them.
+ONE_WORKER = "tests/slurm_cluster"
 GOLDEN_FOLDER = TESTS / "golden"
 
 # No deadline: on a shared machine a slow example says nothing. `make test` has few examples, the same ones every time;
@@ -59,6 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
 
     items.sort(key=turn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, and the files of ONE_WORKER to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_WORKER if nodeid.startswith(f"{ONE_WORKER}/") else str(super()._split_scope(nodeid))
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ def _count(event: str, _arguments: tuple[object, ...]) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Also of the children that still run, such as a server that forks, with the children that those have waited for."""
+    """Also of children that still run, such as a server that forks, with the children that those have waited for."""
     ticks = 0
     for thread in Path("/proc/self/task").iterdir():
         for pid in (thread / "children").read_text().split():
