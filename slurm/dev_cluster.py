@@ -134,7 +134,11 @@ def node_down(directory: Path, node: str, *, cut: bool) -> None:
         return
     processes.forget(directory, node)
     processes.thaw(cluster, node)
+    if cluster.netns:  # so that no daemon can report that its job was killed, before it is killed itself
+        network.set_link(directory, node, "down")
     processes.kill_all(lambda: processes.members(directory, node))
+    if cluster.netns:  # calls of the dead node are refused at once
+        network.set_link(directory, node, "up")
 
 
 def node_up(directory: Path, node: str) -> None:
@@ -206,7 +210,7 @@ def run(arguments: argparse.Namespace) -> None:
         possible = arguments.netns is not False and network.possible()
         if arguments.netns and not possible:
             raise ClusterError("--netns needs root, and a kernel that makes network namespaces, bridges and veths", 4)
-        subnet = network.free_subnet(directory) if possible else ""
+        subnet = network.free_subnet(arguments.port) if possible else ""
         cluster = Cluster(dir=str(directory), netns=possible, subnet=subnet, **options)
         start(cluster)
         print(

@@ -88,11 +88,11 @@ def start(cluster: Cluster) -> None:
 
 def _answers(cluster: Cluster, *argv: str) -> bool:
     environment = processes.environment(cluster.directory)
-    return subprocess.run(argv, env=environment, capture_output=True, timeout=60, check=False).returncode == 0
+    return subprocess.run(argv, env=environment, capture_output=True, check=False).returncode == 0
 
 
 def _run(cluster: Cluster, *argv: str) -> None:
     environment = processes.environment(cluster.directory)
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ClusterError(f"{shlex.join(argv)} failed:\n{done.stdout}{done.stderr}")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from dev_slurm.settings import Cluster, ClusterError, tag
+from dev_slurm.settings import PORTS_PER_CLUSTER, Cluster, ClusterError, tag
 
 NETNS_ROOT = Path("/run/netns")
 
@@ -27,10 +27,13 @@ def possible() -> bool:
     return subprocess.run(argv, capture_output=True, check=False).returncode == 0
 
 
-def free_subnet(directory: Path) -> str:
-    """Return a free /24 of 198.18.0.0/15, which is reserved for benchmarks, so that it hides no real network."""
+def free_subnet(port: int) -> str:
+    """Return a free /24 of 198.18.0.0/15, which is reserved for benchmarks, so that it hides no real network.
+
+    Clusters that start at the same time have other ports, and begin to look at other places.
+    """
     used = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=False).stdout
-    first = int(tag(directory).removeprefix("st-"), 16)
+    first = port // PORTS_PER_CLUSTER
     subnets = (f"198.{18 + index // 256}.{index % 256}" for index in ((first + step) % 512 for step in range(512)))
     return next(subnet for subnet in subnets if f" {subnet}." not in used)
 

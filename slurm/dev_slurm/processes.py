@@ -66,11 +66,11 @@ def environment(directory: Path) -> dict[str, str]:
 
 def query(directory: Path, *argv: str) -> str:
     """Return the output of a client of Slurm or munge; empty if it fails, as its daemon may not run yet."""
-    done = subprocess.run(argv, env=environment(directory), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=environment(directory), capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else ""
 
 
-def wait_for(directory: Path, what: str, ready: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(directory: Path, what: str, ready: Callable[[], bool], seconds: float = 600) -> None:
     """Poll until ready. Raises ClusterError with the log of a daemon as soon as one dies."""
     deadline = time.monotonic() + seconds
     while not ready():
@@ -118,7 +118,7 @@ def members(directory: Path, node: str | None = None) -> set[int]:
 
 
 def kill_all(pids_left: Callable[[], set[int]]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while pids := pids_left():
         if time.monotonic() > deadline:
             raise ClusterError(f"processes survive SIGKILL: {sorted(pids)}")

@@ -330,7 +330,7 @@ def test_a_run_that_is_removed_leaves_the_last_screen_with_the_reason(trained: R
         trained.record.unlink()
         wait_until(lambda: reading.shown is not None and reading.shown.problem, "the problem")
     assert reading.shown is not None
-    assert "run.json" in texts(reading.shown, Choices(), 120, 24)[0]
+    assert "run.json" in texts(reading.shown, Choices(), 400, 24)[0]
 
 
 class Terminal:

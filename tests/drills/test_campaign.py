@@ -57,6 +57,7 @@ def test_checkpoints_damaged_at_random_are_skipped_and_reported(
     assert found.unreported == []
 
 
+@pytest.mark.long
 def test_a_save_file_made_while_the_last_save_runs_does_not_stay_behind(dataset: Path) -> None:
     run = ForkedRun.create(drill_spec(dataset, training__steps=6, checkpoint__every=6))
 

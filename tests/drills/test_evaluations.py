@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,6 @@ metadata: {{version: 1.0}}
 """
 
 
-def wait_for_evaluations(run: RunDir, steps: list[int], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while [one.step for one in read_evaluations(run) if one.state in ("done", "failed")] != steps:
-        assert time.monotonic() < deadline, [(one.step, one.state, one.errors) for one in read_evaluations(run)]
-        time.sleep(0.2)
-
-
 @pytest.mark.long
 def test_each_checkpoint_is_evaluated_once_beside_the_training_and_the_best_one_is_kept(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,9 +61,11 @@ def test_each_checkpoint_is_evaluated_once_beside_the_training_and_the_best_one_
     )
     drill.wait_for_end()
     assert drill.events("finished"), drill.log()
-    wait_for_evaluations(drill.run, [20, 40])
+    over = ("done", "failed")
+    wait_until(lambda: [one.state in over for one in read_evaluations(drill.run)] == [True, True], "both are evaluated")
 
     evaluations = read_evaluations(drill.run)
+    assert [one.step for one in evaluations] == [20, 40]
     assert [one.run_id for one in evaluations] == [f"{drill.run.run_id}-evaluation-{n:08d}" for n in (20, 40)]
     for one in evaluations:
         assert set(one.metrics) >= {"code/loss", "code/perplexity", "harness/tiny/acc"}
@@ -94,6 +88,7 @@ def test_each_checkpoint_is_evaluated_once_beside_the_training_and_the_best_one_
     assert "samples: import" in scaletrain("evaluation", "show", drill.run.path).out
 
 
+@pytest.mark.long
 def test_the_checkpoint_with_the_least_validation_loss_is_kept(dataset: Path) -> None:
     spec = drill_spec(
         dataset,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.engine.leftovers import abandoned_shared_memory, children
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.drill
 _PROJECT = Path(__file__).parents[2]
@@ -28,19 +28,13 @@ def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_pa
     folder, abandoned = tmp_path / "killed", abandoned_shared_memory()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *_ROW]
     tests = subprocess.Popen(command, cwd=_PROJECT)
-    deadline = time.monotonic() + 300
-    while not _measured(folder):
-        assert time.monotonic() < deadline
-        assert tests.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: _measured(folder) or tests.poll() is not None, "a run trains")
+    assert tests.poll() is None
     started = children(tests.pid)
     assert len(started) >= 3  # the server and two ranks
     tests.kill()
     tests.wait()
-    while any(Path(f"/proc/{pid}").exists() for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    while not abandoned_shared_memory() <= abandoned:  # that of tests beside this one does not stay
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert subprocess.run(command, cwd=_PROJECT, timeout=300).returncode == 0
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), "its processes have ended")
+    # That of tests beside this one does not stay.
+    wait_until(lambda: abandoned_shared_memory() <= abandoned, "its shared memory is gone")
+    assert subprocess.run(command, cwd=_PROJECT).returncode == 0

@@ -43,7 +43,7 @@ def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over
         drill.wait_for(warned)
         drill.wait_for(lambda: "finding" in {message["kind"] for message in open_receiver.received})
         drill.preempt()
-        drill.wait_for_end(300)
+        drill.wait_for_end()
     finally:
         open_receiver.close()
         hanging.close()

@@ -14,7 +14,7 @@ from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.names import Workload
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
-from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
+from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
@@ -26,6 +26,7 @@ from tests.launch.backends.kubernetes.conftest import IMAGE, api
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.backends.kubernetes.test_preparation import Controller
 from tests.launch.backends.kubernetes.test_rendered_pods import mount_documents, start_pod
+from tests.ports import reserved_port
 from tests.slurm_cluster.cluster import DevCluster
 from tests.waiting import wait_until
 
@@ -47,7 +48,7 @@ clusters:
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[DevCluster]:
     """A Slurm of one node, which the commands of this process use."""
-    with DevCluster.running(nodes=1, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=15) as cluster:
+    with DevCluster.running(nodes=1, grace_seconds=60) as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         yield cluster
 
@@ -77,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def trained(run: RunDir, step: int) -> None:
     """Wait until the run has trained this step."""
-    wait_until(lambda: (read_metrics(run) or [{"step": 0}])[-1]["step"] >= step, f"step {step}", 240)
+    wait_until(lambda: (read_metrics(run) or [{"step": 0}])[-1]["step"] >= step, f"step {step}")
 
 
 def events(run: RunDir, name: str) -> list[dict[str, Any]]:
@@ -97,14 +98,14 @@ def run_pods_until(step: int, api: FakeApi, folder: Path, run: RunDir) -> list[i
     (jobset,) = api.all("jobsets")
     made = Manifest(Workload(run.run_id, 1), (config_map, jobset))
     mount_documents(made, folder)
-    port, pods = free_port("127.0.0.1"), list[subprocess.Popen[str]]()
+    port, pods = reserved_port(), list[subprocess.Popen[str]]()
     try:
         pods += (start_pod(made, "jobset", number, folder, port, ENGINE_MODULE) for number in (0, 1))
         trained(run, step)
         for pod in pods:
             pod.send_signal(signal.SIGTERM)
         for pod in pods:
-            pod.communicate(timeout=120)
+            pod.communicate()
     finally:
         for pod in pods:
             pod.kill()
@@ -131,7 +132,7 @@ def test_a_run_moves_from_slurm_to_pods_to_this_machine_with_the_same_losses(
     tracked = read_record(first).wandb_run_id
     trained(first, 12)
     slurm.submit("sleep 600", "-p", "high", "-N", "1", "--exclusive")
-    wait_until(lambda: events(first, "attempt-ended"), "it is preempted", 240)
+    wait_until(lambda: events(first, "attempt-ended"), "it is preempted")
     (left,) = events(first, "preempted")
     state = read_mirror_state(first)
     assert state is not None

@@ -172,6 +172,7 @@ def test_data_that_were_replaced_between_two_attempts_stop_the_run_before_a_step
     assert not [line for line in read_metrics(drill.run) if line["attempt"] == 2]
 
 
+@pytest.mark.long
 def test_a_nan_stops_the_run_and_the_save_in_flight_becomes_a_clean_checkpoint(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.drill
 def profiled(drill: Drill, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """Return the answer of ``scaletrain profile --json``."""
     capsys.readouterr()
-    code = run(["profile", str(drill.run.path), "--json", "--timeout", "60s", *words])
+    code = run(["profile", str(drill.run.path), "--json", "--timeout", "15m", *words])
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer | {"exit_code": code}
 

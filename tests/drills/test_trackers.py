@@ -54,7 +54,7 @@ def test_a_killed_and_preempted_run_is_one_run_in_tensorboard_and_mlflow(
     os.kill(drill.rank_pids()[0], signal.SIGKILL)  # steps 11 to 14 are trained again
     drill.wait_for_step(24)
     drill.preempt()
-    drill.wait_for_end(300)
+    drill.wait_for_end()
     assert drill.events("finished"), drill.log()
     assert len(drill.beginnings()) == 3
     assert drill.events("tracker-off") == []

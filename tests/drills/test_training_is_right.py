@@ -46,6 +46,7 @@ def test_metrics_jsonl_has_the_measured_values(undisturbed: Undisturbed) -> None
     assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40]
 
 
+@pytest.mark.long
 def test_a_run_trains_on_a_corpus_of_the_user(tmp_path: Path) -> None:
     rows = [{"text": f"the {n} quick brown foxes jump over {n * n} lazy dogs " * 30} for n in range(120)]
     corpus = tmp_path / "corpus.jsonl"
@@ -65,6 +66,7 @@ def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path
     assert "nothing.jsonl" in ended["message"]
 
 
+@pytest.mark.long
 def test_prepared_data_that_were_edited_between_attempts_are_rejected(dataset: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(dataset, tmp_path / "dataset"))
     run = ForkedRun.create(drill_spec(copy))

@@ -23,6 +23,7 @@ from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.checkpoint.whole_state import whole_state
+from tests.waiting import wait_until
 
 STEPS = 40
 _SPEC = """
@@ -51,10 +52,9 @@ class Drill:
     def active(self) -> bool:
         return self.scheduler.job(self.run, None).state == "running"  # type: ignore[arg-type]
 
-    def wait_for(self, reached: Callable[[], Any], seconds: float = 120) -> Any:
-        """Return the first true result of the condition; fail if the run ends or time runs out before."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def wait_for(self, reached: Callable[[], Any]) -> Any:
+        """Return the first true result of the condition; fail if the run ends before."""
+        while True:
             goes_on = self.active()  # which takes longer than most conditions
             for _ in range(20):
                 if answer := reached():
@@ -67,11 +67,8 @@ class Drill:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: self.step() >= step)
 
-    def wait_for_end(self, seconds: float = 180) -> None:
-        deadline = time.monotonic() + seconds
-        while self.active():
-            assert time.monotonic() < deadline, f"still running; events: {self.events()}"
-            time.sleep(0.05)
+    def wait_for_end(self) -> None:
+        wait_until(lambda: not self.active(), "the run has ended")
 
     def step(self) -> int:
         lines = read_metrics(self.run)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 SCALETRAIN = (sys.executable, "-m", "scaletrain_cli")
@@ -142,7 +143,7 @@ class Sessions:
 
         ``port``: of a server on the node that sends back what it receives.
         """
-        with self.start("port-forward", f"{local}:{port}", f"0:{closed_port()}", *options) as process:
+        with self.start("port-forward", f"{local}:{port}", f"0:{reserved_port()}", *options) as process:
             assert process.stderr is not None
             lines = [process.stderr.readline().decode() for _ in range(3)]
             found = re.search(r"127\.0\.0\.1:(\d+) leads to port \d+ of", lines[2])
@@ -218,13 +219,6 @@ def received(end: socket.socket) -> bytes:
 def pids(text: str, without: int = 0) -> list[int]:
     found = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, text=True, check=False).stdout.split()
     return [int(pid) for pid in found if int(pid) != without]
-
-
-def closed_port() -> int:
-    """Return a port at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def listens_at(port: int) -> list[str]:

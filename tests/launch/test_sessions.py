@@ -22,7 +22,8 @@ from scaletrain_cli.reasons import Reason
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.local.test_local import kill_all_of
 from tests.launch.conftest import LOCAL, PROJECT, MadeRun, MakeRun
-from tests.launch.sessions import ECHO_SERVER, Sessions, closed_port
+from tests.launch.sessions import ECHO_SERVER, Sessions
+from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 
@@ -58,7 +59,7 @@ def test_a_port_of_a_local_run_is_named_and_forwarded_only_to_another_one(sessio
         port = int(server.stdout.readline())
         named = scaletrain("port-forward", made.run.path, port)
         assert (named.code, f"is at 127.0.0.1:{port} already" in named.err) == (ExitCode.DONE, True)
-        sessions.forwards_a_port(port, closed_port())
+        sessions.forwards_a_port(port, reserved_port())
         taken = scaletrain("port-forward", made.run.path, f"{port}:1")
         assert taken.code == ExitCode.USAGE
         assert f"port {port} of this machine cannot be used" in taken.err

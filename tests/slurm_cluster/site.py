@@ -6,18 +6,22 @@ ended, whether each attempt resumed from the latest committed checkpoint, whethe
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from tests.launch.conftest import PROJECT
+from tests.cli.command_line import PROJECT, scaletrain
 from tests.slurm_cluster.cluster import DevCluster
+from tests.waiting import wait_until
 
-FOREVER = {"steps": 100_000, "step_seconds": 0.05, "checkpoint_every": 5}
+ENDED = ("cancelled", "ended-idle", "failed", "finished")
+FOREVER = {"steps": 100_000, "step_seconds": 0.2, "checkpoint_every": 5}
 
 
 class Site:
@@ -27,18 +31,8 @@ class Site:
         self.cluster, self.runs = cluster, runs
         cluster.environment |= {"SCALETRAIN_RUNS": str(runs), "PYTHONPATH": str(PROJECT)}
 
-    @classmethod
-    @contextlib.contextmanager
-    def visiting(cls, cluster: DevCluster, runs: Path) -> Iterator[Site]:
-        """Return a Site; at the end of the block all jobs are cancelled, and all nodes are up."""
-        try:
-            yield cls(cluster, runs)
-        finally:
-            cluster.restore()
-
     def scaletrain(self, *arguments: str, check: bool = True) -> Any:
-        done = self.cluster.run(sys.executable, "-m", "scaletrain_cli", *arguments, check=check)
-        return json.loads(done.stdout) if "--json" in arguments and check else done
+        return on_login_node(self.cluster, *arguments, check=check)
 
     def submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life", options: tuple[str, ...] = ()) -> str:
         done = self.try_to_submit(fake, *settings, run_id=run_id, options=options)
@@ -61,22 +55,24 @@ class Site:
     def status(self, run_id: str) -> dict[str, Any]:
         return dict(self.scaletrain("status", run_id, "--json"))
 
-    def wait(
-        self, run_id: str, reached: Callable[[dict[str, Any]], bool], what: str, seconds: float = 180
-    ) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
+    def wait(self, run_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        """Return the first status that is reached. Fails if the run stays at an end that is not."""
+        polls_after_end = 0
         while not reached(now := self.status(run_id)):
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}; {now}"
+            is_over = now["state"] in ENDED and now["job"]["state"] not in ("queued", "running")
+            polls_after_end = polls_after_end + 1 if is_over else 0
+            assert polls_after_end < 100, f"the run has ended, and not: {what}; {now}"
             time.sleep(0.3)
         return now
 
     def trains(self, run_id: str, attempt: int = 1) -> dict[str, Any]:
         """Wait until the attempt has committed a checkpoint; return the status."""
-        return self.wait(
-            run_id,
-            lambda now: now["attempt"] == attempt and (now["last_checkpoint_step"] or 0) > self.began_at(run_id),
-            f"attempt {attempt} saves",
-        )
+
+        def saves(now: dict[str, Any]) -> bool:
+            assert (now["attempt"] or 0) <= attempt, now
+            return now["attempt"] == attempt and (now["last_checkpoint_step"] or 0) > self.began_at(run_id)
+
+        return self.wait(run_id, saves, f"attempt {attempt} saves")
 
     def began_at(self, run_id: str) -> int:
         """Return the step of the checkpoint from which the newest attempt started; 0 for none."""
@@ -121,10 +117,7 @@ class Site:
     def controller_down(self, run_id: str) -> None:
         """Kill slurmctld once it has saved the state of the run's job: it restarts from its saved state."""
         saved = self.cluster.directory / "state" / "job_state"
-        deadline = time.monotonic() + 60
-        while saved.stat().st_mtime < self.attempts(run_id)[-1]["started"]:
-            assert time.monotonic() < deadline, "slurmctld saves its state every five seconds"
-            time.sleep(0.1)
+        wait_until(lambda: saved.stat().st_mtime >= self.attempts(run_id)[-1]["started"], "slurmctld has saved it")
         self.cluster.control("controller-down")
 
     def processes(self, run_id: str) -> list[str]:
@@ -133,7 +126,19 @@ class Site:
         return str(found.stdout).split()
 
     def nothing_is_left(self, run_id: str) -> None:
-        deadline = time.monotonic() + 60
-        while self.processes(run_id):
-            assert time.monotonic() < deadline, self.cluster.run("pgrep", "-fa", run_id, check=False).stdout
-            time.sleep(0.2)
+        wait_until(lambda: not self.processes(run_id), "no process is left")
+
+
+def on_login_node(cluster: DevCluster, *arguments: str, check: bool = True) -> Any:
+    """Run a command line on the login node of a cluster, in this process; return its JSON if it says ``--json``.
+
+    `exec` gets a process of its own, since its streams are those of the process.
+    """
+    if arguments[0] == "exec":
+        return cluster.run(sys.executable, "-m", "scaletrain_cli", *arguments, check=check)
+    with patch.dict(os.environ, cluster.environment, clear=True):
+        ended = scaletrain(*arguments)
+    assert ended.code == 0 or not check, f"{arguments} exited {ended.code}\n{ended.out}{ended.err}"
+    if "--json" in arguments and check:
+        return ended.data
+    return subprocess.CompletedProcess(arguments, ended.code, ended.out, ended.err)

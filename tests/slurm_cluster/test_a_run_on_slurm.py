@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.site import on_login_node
 
 pytestmark = pytest.mark.slurm
 PROJECT = Path(__file__).parents[2]
@@ -40,13 +40,6 @@ TINY = (
 HOSTILE = "the 'runs' of \"us\" $(touch canary-1) `touch canary-2` ; & * é\n"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
-    # On a busy machine a slurmd may take seconds to answer; Slurm would take its node for lost.
-    with DevCluster.running(nodes=4, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=15) as cluster:
-        yield cluster
-
-
 class Login:
     """The command line of a user on the login node of the cluster."""
 
@@ -56,8 +49,7 @@ class Login:
 
     def scaletrain(self, *arguments: str, sets: tuple[str, ...] = (), check: bool = True) -> Any:
         overrides = [word for override in sets for word in ("--set", override)]
-        done = self.cluster.run(sys.executable, "-m", "scaletrain_cli", *arguments, *overrides, check=check)
-        return json.loads(done.stdout) if "--json" in arguments and check else done
+        return on_login_node(self.cluster, *arguments, *overrides, check=check)
 
     def submit(self, *sets: str) -> str:
         return str(self.scaletrain("submit", str(RECIPE), "--yes", "--json", sets=sets)["run_id"])
@@ -65,13 +57,9 @@ class Login:
     def status(self, run_id: str) -> dict[str, Any]:
         return dict(self.scaletrain("status", run_id, "--json"))
 
-    def wait(
-        self, run_id: str, reached: Callable[[dict[str, Any]], bool], *ends: str, seconds: float = 240
-    ) -> dict[str, Any]:
+    def wait(self, run_id: str, reached: Callable[[dict[str, Any]], bool], *ends: str) -> dict[str, Any]:
         """Wait until `reached`; fail if the run ends in a state that is not one of `ends`."""
-        deadline = time.monotonic() + seconds
         while not reached(now := self.status(run_id)):
-            assert time.monotonic() < deadline, now
             assert now["state"] not in {"failed", "cancelled", "finished"} - set(ends), now
             time.sleep(0.5)
         return now
@@ -91,9 +79,8 @@ class Login:
 
 
 @pytest.fixture
-def login(cluster: DevCluster, tmp_path: Path) -> Iterator[Login]:
-    yield Login(cluster, tmp_path / HOSTILE)
-    cluster.restore()
+def login(slurm: DevCluster, tmp_path: Path) -> Login:
+    return Login(slurm, tmp_path / HOSTILE)
 
 
 def events(run_dir: str, name: str) -> list[dict[str, Any]]:
@@ -118,6 +105,7 @@ def curves(run_dir: str) -> dict[tuple[int, str], float]:
     return {(line["step"], name): line[name] for line in lines for name in names if name in line}
 
 
+@pytest.mark.long
 def test_a_preempted_run_continues_on_other_nodes_and_equals_the_local_run(login: Login) -> None:
     """A job of higher priority keeps the nodes; no step is lost, and the metrics are bitwise equal."""
     short = (*TINY, "training.steps=60", "evaluation.every=20", "checkpoint.every=25")
@@ -146,7 +134,7 @@ def sees_the_run_while_it_trains(login: Login, run_id: str, nodes: list[str], pa
         memory = (now["hardware"] or {}).get("memory_bytes")
         return now["step_seconds"]["measured"] is not None and memory is not None and memory["count"] == 2
 
-    now = login.wait(run_id, measures, seconds=60)
+    now = login.wait(run_id, measures)
     files = (Path(now["run_dir"]) / "attempts" / "0001" / "telemetry").glob("node-*.series")
     assert sorted(file.name for file in files) == [
         f"node-{number:04d}-{node}.series" for number, node in enumerate(nodes)
@@ -158,7 +146,7 @@ def sees_the_run_while_it_trains(login: Login, run_id: str, nodes: list[str], pa
     diagnosis = login.scaletrain("diagnose", run_id, "--json")
     assert diagnosis["run_id"] == run_id
     assert diagnosis["last_step"] >= now["step"]
-    profile = login.scaletrain("profile", run_id, "--ranks", "0,1", "--steps", "2", "--timeout", "3m", "--json")
+    profile = login.scaletrain("profile", run_id, "--ranks", "0,1", "--steps", "2", "--timeout", "15m", "--json")
     assert [(rank["rank"], rank.get("error")) for rank in profile["by_rank"]] == [(0, None), (1, None)]
     assert profile["measured"]["exposed_communication"]["median"] > 0
     login.scaletrain("report", run_id, "-o", str(page))
@@ -199,7 +187,7 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login, tmp_path: Pat
     assert cluster.job(job_id)["JobState"] == "CANCELLED"
 
     lost = resumed["nodes"][-1]
-    cluster.node_down(lost)
+    cluster.lose_node(lost)
     again = login.wait_for_steps(run_id, 4)
     cluster.node_up(lost)
     assert lost not in again["nodes"]
@@ -207,7 +195,7 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login, tmp_path: Pat
 
     restarts = cluster.job(again["job_id"])["Restarts"]
     cluster.end_soon(again["job_id"])
-    cluster.wait_for(again["job_id"], lambda job: job["Restarts"] != restarts, 240)
+    cluster.wait_for(again["job_id"], lambda job: job["Restarts"] != restarts)
     cluster.run("scontrol", "update", f"jobid={again['job_id']}", "TimeLimit=30")  # the short limit would stay
     in_time = login.wait_for_steps(run_id, 5)
     assert ends(in_time["run_dir"])[2:] == [(1, "node"), (75, "time-limit")], events(
@@ -250,6 +238,7 @@ def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> 
     login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
 
 
+@pytest.mark.long
 def test_a_probe_reports_the_nodes_and_leaves_only_the_run(login: Login, tmp_path: Path) -> None:
     sets = (*ON_SLURM, *TINY, "cluster.slurm.nodelist=n[1-2]", "cluster.slurm.extra={exclusive: true}")
     done = login.scaletrain("submit", str(RECIPE), "--yes", "--probe", sets=sets)

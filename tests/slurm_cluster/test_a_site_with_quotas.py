@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +11,23 @@ import pytest
 
 from scaletrain_cli.launch.backends.slurm.tables import NODES, nodes, partitions
 from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.site import on_login_node
 
 pytestmark = pytest.mark.slurm
 PROJECT = Path(__file__).parents[2]
 SMALL = PROJECT / "tests" / "cli" / "small.yaml"
-LITTLE_TEXT = (f"data.source={PROJECT}/docs/*.md", "evaluation.every=0")  # each test prepares it in its own runs root
+STAND_IN = "env.SCALETRAIN_ENGINE=tests.launch.fake_engine"  # no job trains, and no data are prepared for it
 ON_GPUS = (
     *("cluster.scheduler=slurm", "cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "cluster.cpus_per_gpu=1"),
     *("cluster.slurm={gres_type: h100, time: 30m}", "training.global_batch_size=192", "training.micro_batch_size=auto"),
-    *LITTLE_TEXT,
+    STAND_IN,
 )
-ON_CPUS = ("cluster.scheduler=slurm", "cluster.gpus_per_node=2", *LITTLE_TEXT)
+ON_CPUS = ("cluster.scheduler=slurm", "cluster.gpus_per_node=2", STAND_IN)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
-    with DevCluster.running("--gpu-type=h100", "--accounting", nodes=3, gpus=8, cpus=16) as cluster:
-        for words in (
-            "add qos scavenger PreemptMode=requeue GraceTime=10",
-            "add qos capped MaxTRESPerJob=gres/gpu=8",
-            "modify account lab set QOS+=scavenger,capped GrpTRES=gres/gpu=16",
-        ):
-            cluster.run("sacctmgr", "-i", *words.split())
-        yield cluster
+@pytest.fixture
+def cluster(accounting: DevCluster) -> DevCluster:
+    return accounting
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +39,7 @@ def runs(cluster: DevCluster, tmp_path: Path) -> Path:
 
 def scaletrain(cluster: DevCluster, *arguments: object, sets: tuple[str, ...] = ()) -> Any:
     overrides = [word for override in sets for word in ("--set", override)]
-    words = [sys.executable, "-m", "scaletrain_cli", *map(str, arguments), *overrides]
-    return cluster.run(*words, check=False)
+    return on_login_node(cluster, *map(str, arguments), *overrides, check=False)
 
 
 def submit(cluster: DevCluster, spec: Path, *sets: str) -> Any:
@@ -218,7 +209,7 @@ def test_jobs_of_a_sweep_depend_on_each_other_and_a_refused_sweep_leaves_nothing
     cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=-1")
     assert refused.returncode == 4
     assert "t-seed-3 (training.seed=3) could not be submitted, so none is submitted" in refused.stderr
-    assert sorted(path.name for path in runs.iterdir()) == ["datasets", "s-seed-1", "s-seed-2", "s-seed-3"]
+    assert sorted(path.name for path in runs.iterdir()) == ["s-seed-1", "s-seed-2", "s-seed-3"]
     assert cluster.run("squeue", "--noheader").stdout == ""
 
 

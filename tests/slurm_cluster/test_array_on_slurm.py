@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import FOREVER, Site
 
 pytestmark = pytest.mark.slurm
 SEEDS = (1, 2, 3, 4)
 RUNS = [f"sweep-seed-{seed}" for seed in SEEDS]
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=4, grace_seconds=50, kill_wait_seconds=20) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
-    with Site.visiting(shared, tmp_path / "runs") as site:
-        yield site
 
 
 def submit(site: Site, fake: dict[str, Any], *options: str) -> dict[str, Any]:
@@ -85,11 +70,12 @@ def test_a_task_is_requeued_canceled_and_resumed_on_its_own(site: Site) -> None:
         site.nothing_is_lost(name)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_requeues_only_its_own_task(site: Site) -> None:
     """The batch script requeues the last task of the array, whose number is that of the array."""
     fake = {"steps": 30, "checkpoint_every": 5, "die": {"1:1": -9}, "die_at": 12}
     submit(site, fake)
-    done = site.scaletrain("status", "sweep", "--wait", "175s", "--json")
+    done = site.scaletrain("status", "sweep", "--wait", "1h", "--json")
     assert [(run["state"], run["attempt"]) for run in done["runs"]] == [("finished", 2)] * 4
     for name in RUNS:
         assert site.ends(name) == [(1, "killed"), (0, "done")]

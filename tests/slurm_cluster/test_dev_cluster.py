@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm_cluster.cluster import HASTY, DevCluster
+from tests.slurm_cluster.cluster import DevCluster
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -60,16 +58,9 @@ while wait $!; code=$?; kill -0 $! 2>/dev/null; do true; done
 """
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=3, **HASTY) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared: DevCluster) -> Iterator[DevCluster]:
-    yield shared
-    shared.restore()
+def cluster(slurm: DevCluster) -> DevCluster:
+    return slurm
 
 
 def test_two_nodes_have_two_hostnames(cluster: DevCluster) -> None:
@@ -78,6 +69,7 @@ def test_two_nodes_have_two_hostnames(cluster: DevCluster) -> None:
     assert sorted(hosts) == ["n1", "n2"]
 
 
+@pytest.mark.long
 def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path) -> None:
     (tmp_path / "exchange.py").write_text(EXCHANGE)
     output = tmp_path / "out"
@@ -91,6 +83,7 @@ def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path)
 
 
 # With a grace time Slurm requeues only a job that still runs at its end; one that ends earlier must requeue itself.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("partition", "last_line"),
     [("spot", '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'), ("spot0", 'exit "$code"')],
@@ -102,63 +95,66 @@ def test_high_preempts_spot_and_the_job_is_requeued(
     (tmp_path / "task.py").write_text(TASK)
     output = tmp_path / "out"
     script = JOB.format(task=f"{sys.executable} {tmp_path}/task.py") + last_line
-    options = ("-N3", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
+    options = ("-N4", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
     spot = cluster.submit(script, f"-p{partition}", *options, f"-o{output}")
-    wait_until(lambda: output.exists() and output.read_text().count("started") == 3, "all tasks have started")
+    wait_until(lambda: output.exists() and output.read_text().count("started") == 4, "all tasks have started")
 
-    high = cluster.submit("true", "-phigh", "-N3", "--exclusive", "-o/dev/null")
+    high = cluster.submit("true", "-phigh", "-N4", "--exclusive", "-o/dev/null")
 
     cluster.wait_for_state(high, "COMPLETED")
     job = cluster.wait_for_state(spot, "COMPLETED")
     assert job["Restarts"] == "1"
     lines = output.read_text().splitlines()
-    assert {line for line in lines if line.startswith("got")} == {f"got SIGTERM on n{index}" for index in (1, 2, 3)}
-    assert lines.count("restarted") == 3
+    assert {line for line in lines if line.startswith("got")} == {f"got SIGTERM on n{index}" for index in range(1, 5)}
+    assert lines.count("restarted") == 4
 
 
 @pytest.mark.long
 def test_a_node_that_was_powered_off_can_be_started_again(cluster: DevCluster) -> None:
     job = cluster.submit("srun sleep 32323", "-N2", "-wn2,n3", "--no-requeue", "-o/dev/null")
     # A job is RUNNING before srun has launched its tasks; an srun that loses a node then fails, with the whole job.
-    wait_until(lambda: len(states_of("^/usr/bin/sleep 32323")) == 2, "both tasks run")
+    wait_until(lambda: len(states_of(cluster, "/usr/bin/sleep 32323")) == 2, "both tasks run")
 
-    cluster.node_down("n3")
+    cluster.lose_node("n3")
 
     assert not node_processes(cluster, "n3")
     assert node_processes(cluster, "n2")
-    cluster.wait_for_state(job, "NODE_FAIL", seconds=180)
+    cluster.wait_for_state(job, "NODE_FAIL")
     cluster.node_up("n3")
     assert cluster.run("srun", "-wn3", "hostname").stdout == "n3\n"
 
 
+@pytest.mark.long
 def test_stop_leaves_nothing_behind_and_no_other_cluster_is_affected(cluster: DevCluster, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with DevCluster.running(nodes=2, gpus=4) as other:
         # A process that is hard to find: in its own session, with an empty environment.
-        hiding = f"setsid env -i {HIDDEN} & sleep 0.5; echo gpus=$CUDA_VISIBLE_DEVICES; sleep 300"
+        hiding = f"setsid env -i {HIDDEN} & echo gpus=$CUDA_VISIBLE_DEVICES; sleep 300"
         other.submit(f"srun bash -c '{hiding}'", "-N2", "--gpus-per-node=3", f"-o{output}")
         wait_until(lambda: output.exists() and output.read_text() == "gpus=0,1,2\n" * 2, "both tasks print")
         name = tag(other)
         assert len(network(name)) == 2 + 3  # two namespaces, the bridge, two links
-        assert any(HIDDEN in process for process in leftovers(other))
+        wait_until(lambda: sum(HIDDEN in process for process in leftovers(other)) == 2, "both have started the hidden")
 
     assert leftovers(other) == []
     assert network(name) == []
     assert not other.directory.exists()
-    assert len(cluster.run("srun", "-N3", "hostname").stdout.split()) == 3
+    assert len(cluster.run("srun", "-N4", "hostname").stdout.split()) == 4
 
 
+@pytest.mark.long
 def test_a_cluster_with_a_suspended_job_stops_and_a_node_of_it_can_be_powered_off() -> None:
     with DevCluster.running(nodes=2) as cluster:
         job = cluster.submit("srun sleep 31313", "-N2", "--exclusive", "-o/dev/null")
-        wait_until(lambda: len(states_of("^/usr/bin/sleep 31313")) == 2, "both tasks run")
+        wait_until(lambda: len(states_of(cluster, "/usr/bin/sleep 31313")) == 2, "both tasks run")
         cluster.run("scontrol", "suspend", job)
-        wait_until(lambda: set(states_of("^/usr/bin/sleep 31313")) in ({"D"}, {"T"}), "both are frozen")
+        wait_until(lambda: set(states_of(cluster, "/usr/bin/sleep 31313")) in ({"D"}, {"T"}), "both are frozen")
         cluster.node_down("n2")
         cluster.stop()
         assert leftovers(cluster) == []
 
 
+@pytest.mark.long
 def test_the_example_of_partitions_is_valid() -> None:
     example = Path(__file__).parents[2] / "slurm" / "partitions.conf.example"
     lines = [line for line in example.read_text().splitlines() if line and not line.startswith("#")]
@@ -212,9 +208,9 @@ def test_a_directory_without_a_cluster_is_not_touched(tmp_path: Path) -> None:
 
 
 def node_processes(cluster: DevCluster, node: str) -> list[str]:
-    done = cluster.run("ip", "netns", "list")
-    space = next(name for name in done.stdout.split() if name.endswith(f"-{node}") and name.startswith(tag(cluster)))
-    return cluster.run("ip", "netns", "pids", space).stdout.split()
+    spaces = cluster.run("ip", "netns", "list").stdout.split()
+    mine = [name for name in spaces if name == f"{tag(cluster)}-{node}"]
+    return cluster.run("ip", "netns", "pids", *mine).stdout.split() if mine else []
 
 
 def tag(cluster: DevCluster) -> str:
@@ -229,12 +225,13 @@ def network(tag: str) -> list[str]:
     return [path.name for parent in ("/run/netns", "/sys/class/net") for path in Path(parent).glob(f"{tag}*")]
 
 
-def states_of(command: str) -> list[str]:
-    """Return the kernel's state letters of the processes with this command line."""
+def states_of(cluster: DevCluster, command: str) -> list[str]:
+    """Return the kernel's state letters of the processes with this command line on the cluster's nodes."""
     found = []
-    for pid in subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=False).stdout.split():
+    for pid in (pid for number in (1, 2, 3, 4) for pid in node_processes(cluster, f"n{number}")):
         with contextlib.suppress(OSError):
-            found.append(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0])
+            if Path("/proc", pid, "cmdline").read_text().replace("\0", " ").strip() == command:
+                found.append(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0])
     return found
 
 

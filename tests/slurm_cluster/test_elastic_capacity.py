@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import FOREVER, Site
 from tests.slurm_cluster.test_a_run_on_slurm import HOSTILE, TINY, Login, curves, ends, events
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 SAVED_EVERY = 10
 LOSS_TOLERANCE = 1e-4  # of sums in another order, as for a resized run
 RUN = (
@@ -31,16 +30,9 @@ ELASTIC = (
 SLOW = "env.SCALETRAIN_FAULT=slow-rank rank=0 seconds=0.3"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=4, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=15) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def login(cluster: DevCluster, tmp_path: Path) -> Iterator[Login]:
-    yield Login(cluster, tmp_path / HOSTILE)
-    cluster.restore()
+def login(slurm: DevCluster, tmp_path: Path) -> Login:
+    return Login(slurm, tmp_path / HOSTILE)
 
 
 def sizes(run_dir: str) -> list[tuple[int, int]]:
@@ -51,28 +43,26 @@ def losses(run_dir: str) -> dict[int, float]:
     return {step: value for (step, name), value in curves(run_dir).items() if name == "loss"}
 
 
-def test_nodes_that_no_size_uses_are_returned_to_slurm(cluster: DevCluster, tmp_path: Path) -> None:
+def test_nodes_that_no_size_uses_are_returned_to_slurm(site: Site) -> None:
     """Three nodes are free, and the run can use 1, 4 or 8: it trains on one and returns the others.
 
     Eight nodes are more than the partition has. The engine is a stand-in.
     """
-    with Site.visiting(cluster, tmp_path) as site:
-        cluster.run("scontrol", "update", "nodename=n4", "state=drain", "reason=test")
-        nodes = "cluster.nodes={min: 1, max: 8, grow: false}"
-        run_id = site.submit(FOREVER, nodes, "cluster.slurm.partition=main")
-        now = site.trains(run_id)
-        assert (now["nodes"], now["planned_nodes"], now["sizes"]) == (["n1"], 1, [1, 4, 8])
-        states = cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").stdout.splitlines()
-        assert {"n2 idle", "n3 idle"} <= set(states)
-        assert [(event["before"], event["nodes"]) for event in site.events(run_id, "resized")] == [(8, 1)]
-        cluster.run("scontrol", "update", "nodename=n4", "state=resume")
-        cluster.run("scontrol", "requeue", now["job_id"])
-        again = site.trains(run_id, attempt=2)
-        assert again["nodes"] == ["n1", "n2", "n3", "n4"], "the request of the job is still the whole range"
-        site.cancel(run_id)
+    site.cluster.run("scontrol", "update", "nodename=n4", "state=drain", "reason=test")
+    nodes = "cluster.nodes={min: 1, max: 8, grow: false}"
+    run_id = site.submit(FOREVER, nodes, "cluster.slurm.partition=main")
+    now = site.trains(run_id)
+    assert (now["nodes"], now["planned_nodes"], now["sizes"]) == (["n1"], 1, [1, 4, 8])
+    states = site.cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").stdout.splitlines()
+    assert {"n2 idle", "n3 idle"} <= set(states)
+    assert [(event["before"], event["nodes"]) for event in site.events(run_id, "resized")] == [(8, 1)]
+    site.cluster.run("scontrol", "update", "nodename=n4", "state=resume")
+    site.cluster.run("scontrol", "requeue", now["job_id"])
+    again = site.trains(run_id, attempt=2)
+    assert again["nodes"] == ["n1", "n2", "n3", "n4"], "the request of the job is still the whole range"
+    site.cancel(run_id)
 
 
-@pytest.mark.long
 def test_a_run_continues_on_the_nodes_that_are_left_and_returns_to_all_when_they_are_back(login: Login) -> None:
     """4 nodes, 2 of which are lost; 2 nodes; all 4 again. Every step trains the same samples as without this."""
     cluster = login.cluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,12 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=3, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=15) as cluster:
-        yield cluster
-
-
 def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_run(
-    cluster: DevCluster, tmp_path: Path
+    slurm: DevCluster, tmp_path: Path
 ) -> None:
     text = tmp_path / "held-out.txt"
     text.write_text("def main():\n    return 0\n" * 50)
-    login = Login(cluster, tmp_path / "runs")
+    login = Login(slurm, tmp_path / "runs")
     every = 2 * SAVED_EVERY
     run_id = login.submit(
         *ON_SLURM,
@@ -38,7 +31,7 @@ def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_
     )
     run = tmp_path / "runs" / run_id
     first = run / "evaluations" / f"step-{every:08d}.json"
-    wait_until(lambda: first.exists() and json.loads(first.read_text())["state"] == "done", "it is evaluated", 480)
+    wait_until(lambda: first.exists() and json.loads(first.read_text())["state"] == "done", "it is evaluated")
 
     evaluated = json.loads(first.read_text())
     assert evaluated["run_id"] == f"{run_id}-evaluation-{every:08d}"
@@ -50,7 +43,7 @@ def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_
     assert losses_by_step(run)[every] == evaluated["metrics"]["code/loss"]
 
     # Steps are faster than evaluations, and only the latest two checkpoints wait for theirs: which one is open.
-    wait_until(lambda: len(losses_by_step(run)) >= 2, "so is a later one", 240)
+    wait_until(lambda: len(losses_by_step(run)) >= 2, "so is a later one")
     login.scaletrain("cancel", run_id, "--yes")
     login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
     kept = {int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")}

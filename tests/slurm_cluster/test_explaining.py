@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,10 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=2) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared: DevCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[DevCluster]:
-    monkeypatch.setenv("SLURM_CONF", shared.environment["SLURM_CONF"])
-    yield shared
-    shared.restore()
+def cluster(slurm: DevCluster, monkeypatch: pytest.MonkeyPatch) -> DevCluster:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    return slurm
 
 
 def sleeping(cluster: DevCluster, *options: str) -> str:
@@ -44,15 +36,15 @@ def test_a_held_job_is_explained_with_the_command_that_releases_it(cluster: DevC
 
 
 def test_a_job_that_waits_for_nodes_is_explained_with_the_jobs_ahead_and_the_usable_nodes(cluster: DevCluster) -> None:
-    running = sleeping(cluster, "--nodes=2", "--exclusive", "--time=10")
+    running = sleeping(cluster, "--nodes=4", "--exclusive", "--time=10")
     wait_until(lambda: "R" in cluster.run("squeue", "-h", "-j", running, "-o", "%t").stdout, "it runs")
-    waiting = sleeping(cluster, "--nodes=2", "--time=10")
-    behind = sleeping(cluster, "--nodes=2", "--time=10", "--nice=1000")
+    waiting = sleeping(cluster, "--nodes=4", "--time=10")
+    behind = sleeping(cluster, "--nodes=4", "--time=10", "--nice=1000")
     wait_until(lambda: cause_of(waiting) == "resources" and cause_of(behind) == "priority", "both have a reason")
     texts = {evidence.source: evidence.text for evidence in why_it_waits(behind, "a-1").evidence}
     assert texts["squeue, partition main"] == "1 of 2 pending jobs are ahead of it"
-    assert texts["sinfo, partition main"] == "2 alloc; 2 usable"
-    assert "NumNodes=2" in texts["requested"]
+    assert texts["sinfo, partition main"] == "4 alloc; 4 usable"
+    assert "NumNodes=4" in texts["requested"]
     wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected")
 
 

@@ -12,7 +12,7 @@ from scaletrain_cli.launch.backends.slurm.site import Site, query_site
 from tests.launch.backends.slurm.test_preflight import ask
 from tests.slurm_cluster.cluster import DevCluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 GRES = ("n3=gpu:a100:4", "n4=gpu:h100:2,gpu:a100:2", "n5=gpu:a100_1g.10gb:7")
 
 

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import FOREVER, Site
 
-pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=2, grace_seconds=50, kill_wait_seconds=20) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
-    with Site.visiting(shared, tmp_path / "runs") as site:
-        yield site
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_an_idle_run_is_announced_saved_and_ended_without_a_requeue_and_can_be_resumed(site: Site) -> None:
@@ -48,7 +34,6 @@ def test_an_idle_run_is_announced_saved_and_ended_without_a_requeue_and_can_be_r
     assert site.attempts(run_id)[1]["checkpoint_at_start"] == 12
 
 
-@pytest.mark.long
 def test_a_run_of_which_one_node_works_is_not_ended(site: Site) -> None:
     """Rank 1 waits, and rank 0 trains; both are on nodes of their own."""
     fake = {**FOREVER, "stay": {"1:1": 5}, "silence": 600}

@@ -6,14 +6,15 @@ with the real engine in test_a_run_on_slurm.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import ECHO_SERVER, Sessions, closed_port
-from tests.slurm_cluster.cluster import DevCluster
+from tests.launch.sessions import ECHO_SERVER, Sessions
+from tests.ports import reserved_port
 from tests.slurm_cluster.site import FOREVER, Site
 from tests.slurm_cluster.test_preparation import DONE, corpus, settings
 from tests.waiting import wait_until
@@ -21,26 +22,12 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=4, grace_seconds=50, kill_wait_seconds=20) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
-    with Site.visiting(shared, tmp_path / "runs") as site:
-        yield site
-
-
 def test_a_restart_of_the_controller_does_not_interrupt_a_run_and_its_end_is_reported(site: Site) -> None:
-    run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}, "silence": 600})
-    nodes = site.trains(run_id)["nodes"]
-    commands_run_beside_its_ranks(site, run_id, nodes)
+    run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}})
+    site.trains(run_id)
     site.controller_down(run_id)
-    refused = site.scaletrain("exec", run_id, "--", "true", check=False)
-    assert refused.returncode in (2, 4), refused.stderr
-    silent = site.status(run_id)
+    with commands_that_give_up_soon(site):
+        silent = site.status(run_id)
     assert silent["state"] in ("unknown", "running")
     assert silent["step"] > 0
     site.cluster.control("controller-up")
@@ -50,8 +37,23 @@ def test_a_restart_of_the_controller_does_not_interrupt_a_run_and_its_end_is_rep
     site.nothing_is_lost(run_id)
 
 
-def commands_run_beside_its_ranks(site: Site, run_id: str, nodes: list[str]) -> None:
-    """Use `exec`, `shell` and `port-forward` on a run of one rank on each of two nodes, which hold all it asked for."""
+@contextlib.contextmanager
+def commands_that_give_up_soon(site: Site) -> Iterator[None]:
+    """Shorten the timeout of Slurm's commands, and not that of its daemons, while no controller answers."""
+    environment = site.cluster.environment
+    conf = Path(environment["SLURM_CONF"])
+    hasty = conf.with_name("hasty.conf")
+    hasty.write_text(conf.read_text().replace("MessageTimeout=100", "MessageTimeout=5"))
+    environment["SLURM_CONF"] = str(hasty)
+    yield
+    environment["SLURM_CONF"] = str(conf)
+
+
+@pytest.mark.long
+def test_commands_run_beside_the_ranks_of_a_run(site: Site) -> None:
+    """`exec`, `shell` and `port-forward` on a run of one rank on each of two nodes, which hold all it asked for."""
+    run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}})
+    nodes = site.trains(run_id)["nodes"]
     sessions = Sessions(run_id, site.cluster.environment)
     sessions.passes_streams_and_the_exit_code_on()
     sessions.has_the_environment_of_the_ranks(str(site.runs / run_id), rank=1)
@@ -64,10 +66,14 @@ def commands_run_beside_its_ranks(site: Site, run_id: str, nodes: list[str]) -> 
     sessions.opens_a_shell_with_a_terminal_of_the_same_size()
     with sessions.start("exec", "--node", "1", "--", sys.executable, "-c", ECHO_SERVER) as server:
         assert server.stdout is not None
-        sessions.forwards_a_port(int(server.stdout.readline()), closed_port(), "--node", "1")
+        sessions.forwards_a_port(int(server.stdout.readline()), reserved_port(), "--node", "1")
     refused = site.scaletrain("exec", run_id, "--node", "n9", "--", "true", check=False)
     assert (refused.returncode, "has no node n9" in refused.stderr) == (2, True)
-    wait_until(lambda: [step for step in steps(site) if step.endswith(".batch")] and len(steps(site)) == 2, "no step")
+    wait_until(lambda: len(found := steps(site)) == 2 and any(step.endswith(".batch") for step in found), "no step")
+    site.cluster.control("controller-down")
+    with commands_that_give_up_soon(site):
+        refused = site.scaletrain("exec", run_id, "--", "true", check=False)
+    assert refused.returncode in (2, 4), refused.stderr
 
 
 def steps(site: Site) -> list[str]:
@@ -91,13 +97,9 @@ def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_
 
 
 def test_a_submission_while_the_controller_is_down_is_refused_and_leaves_nothing(site: Site) -> None:
-    conf = Path(site.cluster.environment["SLURM_CONF"])
-    hasty = conf.with_name("hasty.conf")
-    hasty.write_text(f"{conf.read_text()}\nMessageTimeout=5\n")  # the timeout of the commands, not of a daemon
     site.cluster.control("controller-down")
-    site.cluster.environment["SLURM_CONF"] = str(hasty)
-    refused = site.try_to_submit(FOREVER, run_id="refused")
-    site.cluster.environment["SLURM_CONF"] = str(conf)
+    with commands_that_give_up_soon(site):
+        refused = site.try_to_submit(FOREVER, run_id="refused")
     site.cluster.control("controller-up")
     assert refused.returncode == 4, refused.stderr
     assert "slurm" in refused.stderr.lower()
@@ -129,11 +131,24 @@ def test_a_run_preempted_by_another_partition_continues_on_other_nodes_without_l
     assert site.ends(run_id) == [(75, "preempted"), (75, "cancelled")]
 
 
+def test_a_run_whose_node_is_lost_continues_on_other_nodes_without_it(site: Site) -> None:
+    """As soon as Slurm knows of it; test_lost_nodes.py waits until it does."""
+    run_id = site.submit(FOREVER)
+    before = site.trains(run_id)
+    lost = before["nodes"][-1]
+    site.cluster.lose_node(lost)
+    again = site.trains(run_id, attempt=2)
+    assert (lost in again["nodes"], again["job_id"]) == (False, before["job_id"])
+    assert site.ends(run_id)[0] == (1, "node")
+    assert [node["node"] for node in site.scaletrain("nodes", "list", "--json")["nodes"]] == [lost]
+    site.cancel(run_id)
+
+
 def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.time=30m")
     before = site.trains(run_id)
     site.cluster.end_soon(before["job_id"])
-    site.cluster.wait_for(before["job_id"], lambda job: job["Restarts"] == "1", 180)
+    site.cluster.wait_for(before["job_id"], lambda job: job["Restarts"] == "1")
     site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "TimeLimit=30")  # the short limit would stay
     site.trains(run_id, attempt=2)
     site.cancel(run_id)
@@ -143,14 +158,14 @@ def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(sit
 def test_the_gang_never_starts_if_its_data_cannot_be_prepared_and_resume_prepares_them_again(
     site: Site, tmp_path: Path
 ) -> None:
-    path = corpus(tmp_path, 5_000)
+    path = corpus(tmp_path, 500)
     whole = path.read_text(encoding="utf-8")
     path.write_text(f"{whole}not JSON\n", encoding="utf-8")
     run_id = site.submit(DONE, *settings(path), options=("--prepare", "job"))
     failed = site.wait(run_id, lambda now: now["state"] not in ("queued", "unknown"), "the gang is deleted")
     assert (failed["state"], failed["attempt"]) == ("failed", 0)
     finding = site.scaletrain("explain", run_id, "--json")["findings"][0]
-    assert f"{path}:5001" in finding["headline"]
+    assert f"{path}:501" in finding["headline"]
     assert any("scaletrain resume" in action for action in finding["actions"])
     recorded = site.runs / run_id / "preparation" / "failure.json"
     recorded.rename(recorded.with_name("aside"))  # as of a task that was killed

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,22 +17,6 @@ from tests.slurm_cluster.site import FOREVER, Site
 pytestmark = pytest.mark.slurm
 
 TIMED_OUT = "Socket timed out on send/recv operation"
-
-
-@pytest.fixture(scope="module")
-def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Mount a small file system before the cluster starts, since its nodes have their own mounts."""
-    folder = tmp_path_factory.mktemp("small")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", folder], check=False).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@pytest.fixture(scope="module")
-def shared(small_disk: Path) -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=2, grace_seconds=50, kill_wait_seconds=20) as cluster:
-        yield cluster
 
 
 class Front:
@@ -66,12 +49,10 @@ def front(tmp_path: Path) -> Front:
 
 
 @pytest.fixture
-def site(shared: DevCluster, tmp_path: Path, front: Front) -> Iterator[Site]:
-    path = shared.environment["PATH"]
-    with Site.visiting(shared, tmp_path / "runs") as site:
-        shared.environment["PATH"] = f"{front.folder}:{path}"
-        yield site
-        shared.environment["PATH"] = path
+def site(slurm: DevCluster, tmp_path: Path, front: Front) -> Site:
+    site = Site(slurm, tmp_path / "runs")
+    slurm.environment["PATH"] = f"{front.folder}:{slurm.environment['PATH']}"
+    return site
 
 
 def explained(site: Site, run_id: str) -> str:
@@ -100,18 +81,17 @@ def test_a_run_continues_after_suspension_and_lost_answers_and_cancel_saves_its_
         assert "lost" not in refused.stderr
     front.says("squeue", None)
 
-    site.cluster.run("scontrol", "suspend", job_id)
+    site.cluster.suspend(job_id, steps=3)  # the batch script, and an agent on each node
     suspended = site.wait(run_id, lambda now: now["state"] == "suspended", "it is suspended")
     assert suspended["why"] == "SUSPENDED"
     assert f"job {job_id} is suspended" in explained(site, run_id)
     refused = site.scaletrain("resume", run_id, "--yes", check=False)
     assert (refused.returncode, "SUSPENDED" in refused.stderr, "lost" in refused.stderr) == (2, True, False)
-    time.sleep(2)
     site.cluster.run("scontrol", "resume", job_id)
     step = suspended["step"]
-    site.wait(run_id, lambda now: now["step"] > step + 20, "it trains on")
+    site.wait(run_id, lambda now: now["step"] > step + 5, "it trains on")
 
-    site.cluster.run("scontrol", "suspend", job_id)
+    site.cluster.suspend(job_id, steps=3)  # the batch script, and an agent on each node
     site.wait(run_id, lambda now: now["state"] == "suspended", "it is suspended again")
     said = site.scaletrain("cancel", run_id, "--yes").stderr
     assert "resumed and asked to save and stop" in said
@@ -121,6 +101,7 @@ def test_a_run_continues_after_suspension_and_lost_answers_and_cancel_saves_its_
     site.nothing_is_lost(run_id)
 
 
+@pytest.mark.long
 def test_a_requeue_by_slurm_continues_in_the_same_job_and_scancel_cancels_the_run(site: Site) -> None:
     run_id = site.submit(FOREVER)
     job_id = site.trains(run_id)["job_id"]
@@ -143,10 +124,21 @@ def test_a_requeue_by_slurm_continues_in_the_same_job_and_scancel_cancels_the_ru
     site.nothing_is_left(starting)
 
 
-def test_a_full_runs_root_ends_the_run_with_disk_full_and_resume_continues_it(
-    shared: DevCluster, small_disk: Path
-) -> None:
-    with Site.visiting(shared, small_disk / "runs") as site:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", folder], check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.long
+def test_a_full_runs_root_ends_the_run_with_disk_full_and_resume_continues_it(small_disk: Path) -> None:
+    # A cluster of its own: nodes see only what was mounted before they started.
+    with DevCluster.running(nodes=2, grace_seconds=60) as cluster:
+        site = Site(cluster, small_disk / "runs")
         run_id = site.submit(FOREVER)
         job_id = site.trains(run_id)["job_id"]
         filler = small_disk / "filler"
@@ -155,7 +147,7 @@ def test_a_full_runs_root_ends_the_run_with_disk_full_and_resume_continues_it(
                 with contextlib.suppress(OSError):
                     while file.write(bytes(size)):
                         pass
-        job = shared.wait_for_state(job_id, "FAILED", "COMPLETED")
+        job = cluster.wait_for_state(job_id, "FAILED", "COMPLETED")
         assert job["ExitCode"] == "93:0"
         failed = site.status(run_id)
         assert (failed["state"], "is full" in failed["why"] or "No space left" in failed["why"]) == ("failed", True)

@@ -1,32 +1,32 @@
-"""Nodes that a run of a stand-in for the engine loses on a real Slurm: switched off, or cut off and still at work.
+"""Nodes that a run of a stand-in for the engine loses on a real Slurm, until Slurm itself finds out that they are lost.
 
-A cluster of its own, which gives up its nodes sooner than is good for one whose controller restarts: what a node cannot
-tell the controller within MessageTimeout is lost, and its job completes for minutes.
+They are switched off, or cut off and still at work. A cluster of its own, which gives up its nodes sooner.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm_cluster.cluster import HASTY, DevCluster
+from tests.slurm_cluster.cluster import HASTY, SharedCluster
 from tests.slurm_cluster.site import FOREVER, Site
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=4, kill_wait_seconds=10, **HASTY) as cluster:
-        yield cluster
+def shared() -> Iterator[SharedCluster]:
+    with contextlib.closing(SharedCluster(nodes=4, **HASTY)) as shared:
+        yield shared
 
 
 @pytest.fixture
-def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
-    with Site.visiting(shared, tmp_path / "runs") as site:
-        yield site
+def site(shared: SharedCluster, tmp_path: Path) -> Iterator[Site]:
+    with shared.lent() as cluster:
+        yield Site(cluster, tmp_path / "runs")
 
 
 def test_a_node_without_network_cannot_write_to_the_checkpoints_of_the_next_attempt(site: Site) -> None:
@@ -58,7 +58,6 @@ def test_a_node_that_is_powered_off_is_excluded_and_the_run_continues(site: Site
     site.cancel(run_id)
 
 
-@pytest.mark.long
 def test_a_job_that_is_lost_with_its_node_is_resumed_by_recover_and_one_that_its_user_deletes_is_not(
     site: Site,
 ) -> None:
@@ -71,7 +70,7 @@ def test_a_job_that_is_lost_with_its_node_is_resumed_by_recover_and_one_that_its
     site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it is lost")
     (waiting,) = site.scaletrain("recover", "--json")["runs"]
     assert (waiting["run_id"], waiting["state"], waiting["number"], waiting["allowed"]) == (run_id, "waiting", 1, 2)
-    waited = site.scaletrain("status", run_id, "--wait", "100s", "--resume", check=False)
+    waited = site.scaletrain("status", run_id, "--wait", "150s", "--resume", check=False)
     assert waited.returncode == 124, "it was resumed and trains"
     after = site.trains(run_id, attempt=2)
     assert after["job_id"] != before["job_id"]

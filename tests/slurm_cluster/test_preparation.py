@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.conftest import PROJECT
-from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import Site
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 DONE = {"steps": 6, "checkpoint_every": 5}
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
-    with Site.visiting(shared, tmp_path / "runs") as site:
-        yield site
 
 
 def corpus(folder: Path, documents: int) -> Path:
@@ -64,8 +50,8 @@ def test_the_gang_starts_after_the_preparation_job_whose_preempted_tasks_change_
     assert waiting["state"] == "queued"
     said = site.scaletrain("explain", run_id, "--json")["findings"][0]
     assert job["job_id"] in said["headline"]
-    urgent = site.cluster.submit("sleep 3", "-phigh", "-N2", "--exclusive", "-o/dev/null")
-    site.cluster.wait_for(urgent, lambda job: job["JobState"] == "COMPLETED", 60)
+    urgent = site.cluster.submit("sleep 3", "-phigh", "-N4", "--exclusive", "-o/dev/null")
+    site.cluster.wait_for(urgent, lambda job: job["JobState"] == "COMPLETED")
     tasks = [site.cluster.job(f"{job['others']}_{task}") for task in range(2)]
     assert [task["Restarts"] for task in tasks] == ["1", "1"]
     done = site.wait(run_id, lambda now: now["state"] in ("finished", "failed"), "it trains")
@@ -101,7 +87,7 @@ def test_rows_are_prepared_by_a_job_and_data_by_one_for_later_runs(site: Site, t
     spec = str(PROJECT / "tests" / "cli" / "small.yaml")
     queued = site.scaletrain("data", "prepare", spec, "--submit", "--workers", "2", "--json", *sets)["job"]
     assert queued["tasks"] == 2
-    ended = site.cluster.wait_for(queued["job_id"], lambda job: job["JobState"] == "COMPLETED", 120)
+    ended = site.cluster.wait_for(queued["job_id"], lambda job: job["JobState"] == "COMPLETED")
     assert ended["ExitCode"] == "0:0"
     assert datasets(site.runs)
     assert site.scaletrain("data", "prepare", spec, "--submit", "--json", *sets)["prepared"]

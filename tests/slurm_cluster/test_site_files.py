@@ -20,20 +20,16 @@ SICK = 'echo "    Remapped Rows"; echo "        Pending                         
 WELL = 'echo "        Pending                           : No"'
 
 
-@pytest.fixture
-def accounting() -> Iterator[DevCluster]:
+@pytest.mark.long
+def test_the_example_of_qos_and_quotas_loads_as_written() -> None:
     with DevCluster.running("--accounting", nodes=1, gpus=2) as cluster:
-        yield cluster
-
-
-def test_the_example_of_qos_and_quotas_loads_as_written(accounting: DevCluster) -> None:
-    for _ in range(2):  # an administrator runs it again after a change
-        accounting.run("bash", str(SLURM / "qos.example.sh"))
-    listed = accounting.run("sacctmgr", "-nP", "show", "qos", "format=name,priority,gracetime,preempt,flags").stdout
+        for _ in range(2):  # an administrator runs it again after a change
+            cluster.run("bash", str(SLURM / "qos.example.sh"))
+        listed = cluster.run("sacctmgr", "-nP", "show", "qos", "format=name,priority,gracetime,preempt,flags").stdout
+        teams = cluster.run("sacctmgr", "-nP", "show", "assoc", "format=account,grptres,fairshare,qos").stdout
     rows = {row[0]: row[1:] for row in (line.split("|") for line in listed.splitlines())}
     assert rows["spot"][:2] == ["1", "00:02:00"]
     assert rows["prod"][2:] == ["spot", "DenyOnLimit"]
-    teams = accounting.run("sacctmgr", "-nP", "show", "assoc", "format=account,grptres,fairshare,qos").stdout
     assert re.search(r"^language\|gres/gpu=128\|50\|normal,prod,spot$", teams, re.MULTILINE)
 
 
@@ -57,6 +53,7 @@ def say(tool: Path, words: str) -> None:
     tool.chmod(0o755)
 
 
+@pytest.mark.long
 def test_the_prolog_drains_a_node_with_a_failed_gpu_and_the_job_runs_on_another_node(
     prolog: tuple[DevCluster, Path],
 ) -> None:

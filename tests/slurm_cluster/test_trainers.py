@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,16 +42,9 @@ rank.run(train)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=2, grace_seconds=60, kill_wait_seconds=20) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def login(cluster: DevCluster, tmp_path: Path) -> Iterator[Login]:
-    yield Login(cluster, tmp_path / "runs")
-    cluster.restore()
+def login(slurm: DevCluster, tmp_path: Path) -> Login:
+    return Login(slurm, tmp_path / "runs")
 
 
 def submitted(login: Login, spec: Path, *sets: str) -> str:
@@ -62,7 +54,7 @@ def submitted(login: Login, spec: Path, *sets: str) -> str:
 
 def preempted_by_a_higher_partition(login: Login, run_id: str) -> str:
     """Preempt the run, wait until its first attempt has ended, and return its run directory."""
-    urgent = login.cluster.submit("sleep 600", "-p", "high", "-N", "2", "--exclusive", "-o/dev/null")
+    urgent = login.cluster.submit("sleep 600", "-p", "high", "-N", "4", "--exclusive", "-o/dev/null")
     before = login.wait(run_id, lambda now: len(ends(now["run_dir"])) == 1)
     login.cluster.run("scancel", urgent)
     assert ends(before["run_dir"]) == [(75, "preempted")]

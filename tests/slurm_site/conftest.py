@@ -30,8 +30,8 @@ class SlurmOfThisMachine:
     def __init__(self) -> None:
         self.environment = dict(OUTSIDE)
 
-    def run(self, *argv: str, check: bool = True, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
+    def run(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0 or not check, f"{argv} exited {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
@@ -53,9 +53,7 @@ class RealSite(Site):
     def nothing_is_left(self, run_id: str) -> None:
         """Check that Slurm has no job of the run; processes of other nodes are not seen from here."""
         job_id = self.status(run_id)["job_id"]
-        deadline = time.monotonic() + 90
         while self.cluster.run("squeue", "--noheader", "--jobs", job_id, check=False).stdout.strip():
-            assert time.monotonic() < deadline, f"job {job_id} is still there"
             time.sleep(1)
 
 

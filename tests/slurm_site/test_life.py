@@ -8,17 +8,16 @@ from tests.slurm_cluster.site import FOREVER
 from tests.slurm_site.conftest import RealSite, nodes
 
 pytestmark = pytest.mark.slurm_site
-PATIENCE = 900.0  # seconds that a job may wait in the queue of a busy site
 
 
 def trains(site: RealSite, run_id: str, attempt: int = 1) -> dict[str, object]:
-    site.wait(run_id, lambda now: now["attempt"] == attempt, f"attempt {attempt} begins", PATIENCE)
+    site.wait(run_id, lambda now: now["attempt"] == attempt, f"attempt {attempt} begins")
     return site.trains(run_id, attempt)
 
 
 def test_a_run_finishes(site: RealSite) -> None:
     run_id = site.submit({"steps": 5, "checkpoint_every": 5})
-    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it ends", PATIENCE)
+    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it ends")
     assert (ended["state"], ended["step"]) == ("finished", 5)
     site.nothing_is_left(run_id)
 
@@ -48,14 +47,14 @@ def test_a_cancelled_run_is_resumed_on_another_number_of_nodes(site: RealSite) -
 @pytest.mark.parametrize(("code", "reason"), [(93, "nan"), (3, "usage"), (2, "usage")])
 def test_a_final_exit_code_ends_the_run_at_once(site: RealSite, code: int, reason: str) -> None:
     run_id = site.submit({"die": {"1:0": code}, "reason": reason})
-    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it ends", PATIENCE)
+    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it ends")
     assert (ended["state"], ended["attempt"]) == ("failed", 1)
     assert site.ends(run_id)[0][0] == code
 
 
 def test_a_crash_is_restarted_by_the_same_job(site: RealSite) -> None:
     run_id = site.submit({"steps": 5, "die": {"1:0": 1}}, "restarts.crash=1")
-    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it ends", PATIENCE)
+    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "it ends")
     assert (ended["state"], ended["attempt"]) == ("finished", 2)
 
 

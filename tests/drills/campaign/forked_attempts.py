@@ -31,8 +31,6 @@ from tests.drills.training_runs import differences
 from tests.engine.checkpoint.whole_state import whole_state
 from tests.engine.ranks import RanksFailedError, on_ranks
 
-_SECONDS = 240.0
-
 
 @dataclass
 class Attempt:
@@ -94,9 +92,8 @@ class ForkedRun:
 
     def _ranks(self, attempt: Attempt) -> None:
         try:
-            attempt.exit_codes = on_ranks(
-                attempt.world_size, self.be_rank, self.run.path, attempt.number, connected=False, seconds=_SECONDS
-            )
+            ranks = on_ranks(attempt.world_size, self.be_rank, self.run.path, attempt.number, connected=False)
+            attempt.exit_codes = ranks
         except RanksFailedError:
             pass
         finally:
