@@ -30,8 +30,8 @@ def _cpu_seconds() -> float:
     """Also of children that still run, such as a server that forks, with the children that those have waited for."""
     ticks = 0
     for thread in Path("/proc/self/task").iterdir():
-        for pid in (thread / "children").read_text().split():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a thread or a child that has ended
+            for pid in (thread / "children").read_text().split():
                 fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
                 ticks += sum(map(int, fields[11:15]))
     return sum(os.times()[:4]) + ticks / os.sysconf("SC_CLK_TCK")
