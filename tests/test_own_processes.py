@@ -18,6 +18,7 @@ from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.own_processes import START, absolute_paths, leave_current_folder, python_command
 from tests.launch.conftest import LOCAL, MadeRun, make_plan, make_spec
+from tests.source_trees import nodes_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "scaletrain_cli"
@@ -62,7 +63,7 @@ def test_supervisor_agent_and_ranks_import_nothing_from_the_submission_folder(
     made = MadeRun(created.run, created.record)
     assert made.record.working_folder == os.getcwd()
     submit_run(made.run, made.record, LOCAL)
-    assert wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state == "finished"
+    assert wait_for_end(made.run, LOCAL, 1200.0, lambda status: None).state == "finished"
     assert "up" in made.log(1, 0)
     assert hostile() == []
 
@@ -179,7 +180,7 @@ def test_relative_entries_of_pythonpath_are_removed_and_absolute_ones_kept(
 
 def command_lines_made_elsewhere(path: Path) -> Iterator[str]:
     """Yield every place of a file that may build a Python command line."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         where = f"{path.relative_to(PROJECT)}:{getattr(node, 'lineno', 0)}"
         match node:
             case ast.Attribute(value=ast.Name(id="sys"), attr="executable" | "_base_executable"):

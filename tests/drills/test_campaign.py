@@ -48,6 +48,7 @@ def test_kills_with_muon_and_local_sgd_at_random_times_lose_nothing(
     assert found.different == []
 
 
+@pytest.mark.long  # tests/worker and tests/engine/checkpoint damage checkpoints, too
 def test_checkpoints_damaged_at_random_are_skipped_and_reported(
     undisturbed: Undisturbed, chance: random.Random
 ) -> None:
