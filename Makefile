@@ -65,7 +65,7 @@ check: setup ## Lint, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-unit: setup ## Run the tests that need neither torch nor a process, in less than a minute
+unit: setup ## Run the tests that need neither torch nor a process, in a minute and a half
 	$(BIN)/python -m pytest -p tests.unit -n $(WORKERS) $(UNIT) $(ARGS)
 
 test-oldest: ## Run the unit tests with the oldest Python found and the oldest libraries that pyproject.toml admits

@@ -1,7 +1,7 @@
 """The unit tests, for ``make unit``: every test that needs neither torch nor a process. Load with ``-p tests.unit``.
 
 A test file is left out when it, or a file of the tests that it imports, imports torch, the engine or a module that
-starts processes; a single test is left out by ``@pytest.mark.process``. What is left runs in an environment where
+starts processes; a single test by ``@pytest.mark.process`` or ``long``. What is left runs in an environment where
 importing torch fails and where starting a process fails, so that nothing slips in.
 """
 
@@ -54,7 +54,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if item.get_closest_marker("process")]
+    left_out = [item for item in items if item.get_closest_marker("process") or item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
