@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,7 +149,10 @@ def test_a_connection_that_sends_a_byte_at_a_time_delays_no_other(
     assert words == {1: {"attempt": 1}, 2: {"attempt": 1}}
 
 
-def test_a_connection_that_sends_a_byte_at_a_time_does_not_delay_a_pod_that_leaves(host: RendezvousServer) -> None:
+def test_a_connection_that_sends_a_byte_at_a_time_does_not_delay_a_pod_that_leaves(
+    host: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_LINE_SECONDS", LONG)  # a host that waits for the line never leaves
     stop = threading.Event()
     with socket.create_connection(("127.0.0.1", PORT)) as slow:
         slow.send(b"{")
@@ -179,8 +183,9 @@ def test_a_terminated_pod_exits_while_its_answer_arrives_a_byte_at_a_time() -> N
         def answer() -> None:
             connection, _ = impostor.accept()
             with connection, contextlib.suppress(OSError):
-                while not stop.wait(0.05):
-                    connection.send(b"{")
+                while True:  # until the pod has left
+                    connection.send(b" ")
+                    time.sleep(0.05)
 
         answering = threading.Thread(target=answer)
         answering.start()
