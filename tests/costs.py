@@ -1,7 +1,8 @@
-"""What each test costs, for ``-p tests.costs``: CPU seconds of this process and of ended children, started processes.
+"""A plugin (``-p tests.costs``) that prints the CPU seconds and started processes of tests.
 
-``--costs=dear`` prints the tests that cost more than a test of ``make test`` may, ``--costs=files`` all files, too.
-What a fixture of a module or of the session costs counts for its first test. Daemons do not count.
+``--costs=dear`` prints the tests that exceed the limits of ``make test``, ``--costs=files`` also each file. CPU seconds
+are those of the test process and its children. The first test that uses a fixture of a module or of the session pays
+for it. Daemons do not count.
 """
 
 from __future__ import annotations

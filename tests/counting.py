@@ -1,4 +1,4 @@
-"""What a piece of work costs, in counts that are the same on every machine, busy or not."""
+"""Count the calls and the bytes read of a piece of work: unlike seconds, they are the same on every machine."""
 
 from __future__ import annotations
 

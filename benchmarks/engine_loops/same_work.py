@@ -1,9 +1,12 @@
 """Loops on DeepSpeed and DDP that do in each step all that the spec asks of the engine.
 
-Beyond the minimal loops: batches are read from the tokenized file by a thread while the step before trains, the
-learning rate follows the schedule, the gradient is clipped to the same norm, a gradient that is not finite ends the run
-before the update, the loss is averaged over the ranks and read, all ranks agree whether one of them has been told to
-stop (in the same all-reduce), and rank 0 writes loss, norm, rate and time to a JSON file and its log.
+They add to the minimal loops:
+
+* A thread reads the next batch from the tokenized file while a step trains.
+* The learning rate follows the schedule, and the gradient is clipped to the same norm.
+* A gradient that is not finite ends the run before the update.
+* One all-reduce averages the loss, which each rank reads, and tells all ranks whether one of them has to stop.
+* Rank 0 writes loss, norm, rate and time to a JSON file and to its log.
 
 They have no heartbeat, no checkpoint of any kind, and no further measurement.
 """

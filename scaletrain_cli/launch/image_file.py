@@ -41,7 +41,7 @@ class ScaletrainSource(Enum):
 
 @dataclass(frozen=True)
 class Image:
-    """What to build. ``base``: the image to build on; ``uid``: of the user, not root; ``version``: of this package."""
+    """An image to build on ``base``. ``uid``: the user that it runs as, not root; ``version``: that of this package."""
 
     source: Source
     scaletrain: ScaletrainSource

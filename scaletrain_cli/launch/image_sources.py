@@ -1,4 +1,4 @@
-"""What an image of training pods installs: the user's lock file or requirements, or ScaleTrain's own constraints."""
+"""Read the packages of an image for training pods: from the user's lock file or requirements, or our constraints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who owns a run in its mirror: one immutable claim per generation, ``claims/0001.json``; the highest one holds.
+"""Read and make claims on a run in its mirror. The claim with the highest number (``claims/0001.json``) owns the run.
 
-A place that continues the run elsewhere makes the next claim. Only one of several can: a claim is created only if its
-name is free. It also records where it continues from, so that what an earlier owner writes later is never restored.
+A claim never changes. A place that continues the run makes the next claim, and of several places only one can: a claim
+is created only if its name is free. A claim records the step that it continues from, so that checkpoints which an
+earlier owner writes later are never restored.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Activity:
-    """What the owner has last reported: the time, its step, and whether the run has ended there for good."""
+    """The last report of the owner. ``released``: the run has ended there for good."""
 
     time: float
     step: int | None

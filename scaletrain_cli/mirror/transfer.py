@@ -1,4 +1,4 @@
-"""What both kinds of mirror share: bounded bandwidth, hashing while files are read, and downloads that continue."""
+"""Copy files for both kinds of mirror: with bounded bandwidth, hashed while they are read, continued after a cut."""
 
 from __future__ import annotations
 

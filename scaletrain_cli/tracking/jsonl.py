@@ -68,7 +68,8 @@ class JsonlWriter:
             items = [self._queue.get()]
             if isinstance(items[0], dict) and not self._awaited.is_set():
                 self._awaited.wait(max(0.0, written + _SECONDS_BETWEEN_WRITES - time.monotonic()))
-            self._awaited.clear()  # whoever sets it puts an item first, which is taken below
+            # No wake-up is lost: flush() and close() put an item before they set the event; the loop below takes it.
+            self._awaited.clear()
             while not self._queue.empty():  # lines that arrived since the last write
                 items.append(self._queue.get())
             lines = [item for item in items if isinstance(item, dict)]

@@ -1,4 +1,4 @@
-"""How many combining marks in a row reach Python's normalization, which takes quadratic time in them."""
+"""Count the combining marks in a row that reach Python's normalization, whose time is quadratic in their number."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a login node needs for a verb: the spec, its model's config.json, the cluster's entries, code and secrets.
+"""Pack the files that a verb needs on the login node: spec, config.json of the model, cluster entries, code, secrets.
 
-The files are sent through ssh into a private folder of the user there, which the verb's shell script removes. The code
-is in a folder with the name of the run, so that a repeated submission names the same path and is recognized as the same
-run; it is removed a day later.
+ssh puts them into a private folder of the user there, which the shell script of the verb removes. The code has a folder
+of its own, named after the run and removed a day later: a repeated submission names the same path, and is recognized as
+the same run.
 """
 
 from __future__ import annotations

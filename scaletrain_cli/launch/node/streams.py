@@ -181,8 +181,8 @@ class Outgoing:
 class Incoming:
     """The data that one channel receives, written by a thread of its own.
 
-    ``write`` takes bytes and writes all of them; ``finish`` is called once, after the last byte or when ``write`` has
-    raised OSError, of which ``failed`` is told.
+    ``write`` takes bytes and writes all of them; ``finish`` is called once: after the last byte, or after ``write`` has
+    raised OSError. In the second case ``failed`` gets the error.
     """
 
     def __init__(

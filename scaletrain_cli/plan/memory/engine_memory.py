@@ -122,10 +122,10 @@ class _FixedBytes(NamedTuple):
 
 
 class _Run:
-    """What else than the layout decides the states of a run; equal if the sections are the same objects.
+    """A cache key: all inputs of the states of a run except the layout. Keys of the same section objects are equal.
 
-    Sections are frozen. The specs of one run on clusters of different sizes share them, so that a search over clusters
-    counts the states of a stage once.
+    Sections are frozen, and specs of one run on clusters of different sizes share them: a search over clusters counts
+    the states of a stage once.
     """
 
     def __init__(self, spec: RunSpec, device: Accelerator, program: Program) -> None:

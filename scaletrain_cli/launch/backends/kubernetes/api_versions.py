@@ -1,7 +1,7 @@
-"""Which version of a kind a cluster serves: asked once for each API group (``/apis/GROUP``), not tried one by one.
+"""Choose the version in which a cluster serves a kind. The API server is asked once for each group (``/apis/GROUP``).
 
-A group may serve several versions, and a kind only in some of them: Cohorts of early versions of Kueue were v1alpha1
-beside ClusterQueues of v1beta1.
+A group may serve several versions, and a kind only in some of them: early versions of Kueue served Cohorts as v1alpha1
+and ClusterQueues as v1beta1.
 """
 
 from __future__ import annotations

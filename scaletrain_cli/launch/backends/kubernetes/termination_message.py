@@ -1,8 +1,8 @@
-"""How a training pod ended, in the termination message of its container: one JSON object of at most 4096 bytes.
+"""Write and read how a training pod ended: its termination message, one JSON object of at most 4096 bytes.
 
-The kubelet copies the file to the status of the pod, where it stays as long as the pod object: also for a reader who
-sees neither the volume of the run nor the pod's log. A pod that writes none, as one that was killed or of an older
-version, has the last lines of its log there (``terminationMessagePolicy: FallbackToLogsOnError``).
+The kubelet copies the message into the status of the pod. A reader who sees neither the volume of the run nor the log
+of the pod finds it there as long as the pod object exists. A pod that was killed writes no message; the kubelet then
+copies the last lines of its log (``terminationMessagePolicy: FallbackToLogsOnError``).
 """
 
 from __future__ import annotations
