@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,20 @@ from typing import Any
 
 def calls_of(work: Callable[[], Any]) -> int:
     """Return how many functions of Python and of C ``work`` calls in this thread."""
-    calls, before = 0, sys.getprofile()
+    calls, before, collects = 0, sys.getprofile(), gc.isenabled()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.disable()  # finalizers of what other tests have left are no calls of the work
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return calls
 
 

@@ -47,12 +47,17 @@ CHOSEN = {"slurm_cluster/cluster.py": 1}  # reserves it, by a folder of its name
 
 
 def measures(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return any(name.name in MEASURES for name in node.names)
     return isinstance(node, ast.Attribute) and node.attr in MEASURES
 
 
 def limits_a_wait(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and any(
-        word.arg == "timeout" and isinstance(word.value, ast.Constant) and 0 < (word.value.value or 0) < 1200
+        word.arg == "timeout"
+        and isinstance(word.value, ast.Constant)
+        and isinstance(word.value.value, int | float)
+        and 0 < word.value.value < 1200
         for word in node.keywords
     )
 

@@ -367,10 +367,13 @@ def write_module(project: Path, file: str, source: str) -> None:
         (["init", "-o", "-"], 570),
         (["validate", RECIPE], 630),
         (["plan", RECIPE], 720),
+        (["plan", RECIPE, "--json"], 720),
         (["submit", RECIPE, "--dry-run", "--set", "cluster.scheduler=slurm"], 750),
         (["watch", "--help"], 330),
+        (["diagnose", "--help"], 330),
+        (["report", "--help"], 330),
     ],
-    ids=lambda given: given[0] if isinstance(given, list) else "",
+    ids=lambda given: " ".join(given[:3]) if isinstance(given, list) else "",
 )
 def test_verbs_that_only_read_load_few_modules_and_no_heavy_library(
     arguments: list[str], most_modules: int, tmp_path: Path

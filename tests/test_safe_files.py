@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -225,11 +226,27 @@ def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_temporary_file
     assert sorted(path.name for path in root.iterdir()) == ["folder", "plan.json"]
 
 
-def test_waiting_for_a_held_lock_times_out(root: Path) -> None:
-    with safe_files.locked(root / "lock") as got:
-        assert got
-        with safe_files.locked(root / "lock", wait_seconds=0.1) as second:
-            assert not second
+def test_waiting_for_a_held_lock_times_out_and_one_that_is_released_meanwhile_is_taken(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, released_at = 0.0, 1e9
+    first = contextlib.ExitStack()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now >= released_at:
+            first.close()
+
+    monkeypatch.setattr(safe_files, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert first.enter_context(safe_files.locked(root / "lock"))
+    with safe_files.locked(root / "lock", wait_seconds=5) as second:
+        assert not second
+    assert 5 <= now < 6
+    released_at = 8.0
+    with safe_files.locked(root / "lock", wait_seconds=5) as second:
+        assert second
+    assert 8 <= now < 9
 
 
 def test_a_folder_that_cannot_be_created_is_an_error() -> None:

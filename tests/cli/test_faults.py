@@ -167,7 +167,7 @@ class Refusing:
         return False
 
 
-@patient
+@settings(patient, max_examples=120)  # of many pairs of a verb and a call
 @given(words=verbs, state=states, call=st.sampled_from(CALLS), nth=st.integers(1, 25), number=st.sampled_from(FAULTS))
 def test_every_failed_system_call_gives_an_error_message(
     words: tuple[str, ...], state: str, call: str, nth: int, number: int, prepared: dict[str, Path], tmp_path: Path

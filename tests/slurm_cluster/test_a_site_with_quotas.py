@@ -204,9 +204,12 @@ def test_jobs_of_a_sweep_depend_on_each_other_and_a_refused_sweep_leaves_nothing
     cluster.run("scancel", *jobs)
     assert depends == ["(null)", f"afterany:{jobs[0]}(unfulfilled)", f"afterany:{jobs[1]}(unfulfilled)"]
 
-    cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=2")
-    refused = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "t", *cap, sets=held)
-    cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=-1")
+    limit = ("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set")
+    cluster.run(*limit, "MaxSubmitJobs=2")
+    try:
+        refused = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "t", *cap, sets=held)
+    finally:
+        cluster.run(*limit, "MaxSubmitJobs=-1")
     assert refused.returncode == 4
     assert "t-seed-3 (training.seed=3) could not be submitted, so none is submitted" in refused.stderr
     assert sorted(path.name for path in runs.iterdir()) == ["s-seed-1", "s-seed-2", "s-seed-3"]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slurm
 def test_a_restart_of_the_controller_does_not_interrupt_a_run_and_its_end_is_reported(site: Site) -> None:
     run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}})
     site.trains(run_id)
+    assert site.scaletrain("exec", run_id, "--node", "1", "--", "sh", "-c", "exit 7", check=False).returncode == 7
     site.controller_down(run_id)
     with commands_that_give_up_soon(site):
         silent = site.status(run_id)

@@ -27,6 +27,7 @@ from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from tests.data.pipeline.test_prepare import files_below, ignore, preparation, tokenizer
+from tests.waiting import wait_until
 
 __all__ = ["tokenizer"]  # a fixture
 QUICK = Timing(heartbeat_seconds=0.05, stale_seconds=0.6, poll_seconds=0.02)
@@ -68,6 +69,13 @@ def test_a_signal_while_a_process_registers_leaves_no_file_of_it(
     with pytest.raises(KeyboardInterrupt), claims:
         pass
     assert list(tmp_path.rglob("workers/*")) == []
+
+
+def test_a_process_shows_again_and_again_that_it_lives(tmp_path: Path) -> None:
+    with Claims(tmp_path, timing=Timing(heartbeat_seconds=0.01)) as own:
+        for _ in range(2):
+            os.utime(own._own, (1, 1))
+            wait_until(lambda: own._own.stat().st_mtime > 1, "it beats")
 
 
 def test_a_unit_belongs_to_one_process_until_that_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

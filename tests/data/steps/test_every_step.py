@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -53,6 +53,7 @@ def test_no_step_raises_or_remembers_and_a_second_time_changes_nothing(tmp_path:
     assert len({type(one).__name__ for one, _ in steps}) == len(STEPS)
     first: dict[int, list[tuple[str, Kept | Removed]]] = {}
 
+    @settings(max_examples=100)  # it has no marker of a property, so `make test-long` does not select it
     @given(TEXTS)
     def check(text: str) -> None:
         for number, (one, _) in enumerate(steps):

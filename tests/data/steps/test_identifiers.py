@@ -131,6 +131,8 @@ def test_each_repetition_has_a_limit() -> None:
         operators = re.sub(r"\\.|\[\^?[^]]*\]", "_", pattern)  # escaped characters and classes are none
         if re.search(r"[*+]|\{\d+,\}", operators):
             without_limit.add(name)
+        most = max(map(int, re.findall(r"\{(?:\d+,)?(\d+)\}", operators)), default=0)
+        assert most <= (16_384 if name == "_KEY" else 64), name
     # The one is for what _PHONE has matched; the other matches where it is asked to, without going back.
     assert without_limit == {"_PHONE_SEPARATORS", "_PEM_LINES"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -169,6 +170,7 @@ def test_a_preempted_rank_does_not_wait_for_the_summary_of_its_trace(
     has_signal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler, "_PREEMPTED_SECONDS", 0.1)
+    monkeypatch.setattr(profiler, "_SUMMARY_SECONDS", math.inf)
     run, found = profiler_of(tmp_path)
     found._preempted = lambda: has_signal
     if not has_signal:

@@ -155,7 +155,7 @@ CAPACITY = "model.capacity_factor=0.8"
 UPDATED = ("model.scoring_func=sigmoid", "model.topk_method=noaux_tc", "model.bias_update_speed=0.05")
 RUNS = {
     "ZeRO-2, two replicas": Run(2, data=4, accumulation=2),
-    "ZeRO-3 and tensor": Run(3, data=2, tensor=2),
+    "ZeRO-3 and tensor": Run(3, data=2, tensor=2, overrides=UPDATED),
     "sequence, some tokens dropped": Run(2, sequence=2, accumulation=4, overrides=(CAPACITY,)),
     "sequence, padded": Run(2, sequence=2, accumulation=4, padded=True, overrides=(CAPACITY,)),
     "pipeline, padded": Run(1, data=2, pipeline=2, accumulation=4, padded=True, overrides=UPDATED),
