@@ -15,7 +15,7 @@ from scaletrain_cli.text import visible
 if TYPE_CHECKING:
     from scaletrain_cli.api import Reason, Run
 
-EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
 
 def command(

@@ -23,7 +23,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.node.mirroring import MODULE
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
-from scaletrain_cli.mirror.opening import open_store
+from scaletrain_cli.mirror.opening import open_store, store_variables
 from scaletrain_cli.mirror.sync import Mirror
 from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.own_processes import python_command
@@ -96,7 +96,7 @@ def mirror_now(run: RunDir, record: RunRecord) -> MirrorState:
     to = record.spec.checkpoint.mirror.to
     if to is None:
         raise UsageError(Reason("mirror.no-mirror-set", {"run": run.run_id}))
-    with locked(run.path / LOCK, wait_seconds=0) as alone:
+    with store_variables(record.spec.env), locked(run.path / LOCK, wait_seconds=0) as alone:
         if not alone:
             raise UsageError(Reason("mirror.other-process", {"run": run.run_id}))
         mirror = Mirror(run, record, open_store(to, run.run_id))

@@ -27,6 +27,7 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.mirror_state import read_superseded
 from scaletrain_cli.rundir.paths import RunDir, list_runs
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.unexpected import known_error
 
 # From the loss to the resume: a scheduler may be requeueing the job, and the cause may last. It doubles each time.
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
@@ -190,8 +191,8 @@ def recover_runs(runs: Sequence[RunDir], on_found: Callable[[Recovery], None] = 
     for run in runs:
         try:
             one = recover(run)
-        except ScaletrainError as error:
-            errors[run.run_id] = error
+        except (ScaletrainError, OSError) as error:  # such as a stale directory of a network file system
+            errors[run.run_id] = known_error(error, "recover")
             continue
         if one is not None:
             on_found(one)

@@ -318,7 +318,8 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
     """
     record = _record_of(run)
     environment = None if record is None else _receivers_environment(run, record)  # before they are forgotten
-    if decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled or decision.code == "launch.stop-idle":
+    is_over = decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled or decision.code == "launch.stop-idle"
+    if is_over:
         forget_secrets(run)
     if decision.exit_code != ExitCode.DONE:
         if run.is_cancelled and _superseded(run) is None:
@@ -329,8 +330,7 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
         if record.spec.checkpoint.mirror.to is not None and not decision.left_to_scheduler:
             from scaletrain_cli.launch.mirroring import release_mirror
 
-            preempted = decision.exit_code == ExitCode.PREEMPTED and not run.is_cancelled
-            release_mirror(run, record, environment, _NOTIFY_SECONDS if preempted else _RELEASE_SECONDS)
+            release_mirror(run, record, environment, _RELEASE_SECONDS if is_over else _NOTIFY_SECONDS)
     return decision.exit_code
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from scaletrain_cli.launch.attempts import close_unended
 from scaletrain_cli.launch.mirroring import is_known_over
 from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.mirror.claims import own_claim
+from scaletrain_cli.mirror.opening import store_variables
 from scaletrain_cli.mirror.restore import (
     FoundRun,
     Restored,
@@ -32,12 +33,9 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, add_revision, is_elsewhere, read_record, read_size_plans
-from scaletrain_cli.spec import RunSpec, override_spec
+from scaletrain_cli.spec import override_spec
 from scaletrain_cli.spec.clusters_file import choose_cluster
 from scaletrain_cli.spec.mirror import is_in_store, place_problem
-
-# Variables of the run that a store reads, such as its endpoint.
-_OF_STORES = ("AWS_", "GOOGLE_", "AZURE_", "SCALETRAIN_ALLOW_HTTP")
 
 
 def find_to_move(place: str, run_id: str, *, take_over: bool = False, root: Path | None = None) -> FoundRun:
@@ -165,7 +163,7 @@ def complete_from_mirror(run: RunDir, record: RunRecord) -> bool:
     own, to = own_claim(run), record.spec.checkpoint.mirror.to
     if to is None or own is None or own.from_step is None or is_complete(run, own):
         return False
-    with store_variables(record.spec):
+    with store_variables(record.spec.env):
         found = find_in_mirror(to, run.run_id)
         if found.owner.token != own.token:
             return False  # the mirroring process finds the new owner, and stops the run
@@ -200,23 +198,3 @@ def set_older_aside(documents: Path, root: Path) -> Path | None:
         return None
     before = own.generation if own is not None else generation - 1
     return run.path.rename(root / f".{run.run_id}.generation-{before}")
-
-
-@contextlib.contextmanager
-def store_variables(spec: RunSpec) -> Iterator[None]:
-    """Set the variables of stores that the run will have, and forget them and the stores again."""
-    from scaletrain_cli.data.sources.stores import forget_stores
-
-    given = {name: value for name, value in spec.env.items() if name.startswith(_OF_STORES)}
-    before = {name: os.environ.get(name) for name in given}
-    forget_stores()
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        forget_stores()

@@ -196,7 +196,8 @@ class KnownRun:
         def send() -> None:
             nonlocal asked
             while not ended.wait(_SEND_EVERY_SECONDS):
-                if asked is not None and time.monotonic() - asked > _SILENT_SECONDS:
+                since = asked  # the other thread may forget it at any time
+                if since is not None and time.monotonic() - since > _SILENT_SECONDS:
                     session.process.terminate()
                     return
                 with contextlib.suppress(UsageError):  # a record that is damaged meanwhile

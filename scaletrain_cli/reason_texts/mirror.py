@@ -28,10 +28,6 @@ TEXTS: dict[str, Text] = {
     # ---- settings --------------------------------------------------------------------------------------------------
     "no-library": Text("a mirror in an object store needs obstore, which is not installed here", ("Run `{command}`",)),
     "not-writable": Text("cannot be written to: {cause}"),
-    "owned-elsewhere": Text(
-        "{place} already has a run {run}, of {run_dir} on {host}",
-        ("Use another --run-id or another mirror, or `scaletrain resume {run} --from-mirror {place}`",),
-    ),
     "inside-run": Text("{place} is in the runs root itself, which it should survive", ("Use another file system",)),
     "not-checked": Text("the mirror {place} was not checked here: {cause}"),
     # ---- resume ----------------------------------------------------------------------------------------------------

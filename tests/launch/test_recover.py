@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -255,8 +256,9 @@ def test_a_resume_by_a_person_grants_all_resumes_again(make_run: MakeRun) -> Non
     assert [first_attempt_of_job(made.run, str(job), job) for job in range(1, 6)] == [1, 1, 1, 4, 4]
 
 
-def test_a_run_whose_scheduler_does_not_answer_does_not_keep_the_others(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [SchedulerError("no answer."), OSError(errno.ESTALE, "Stale file handle")])
+def test_a_run_that_cannot_be_judged_does_not_keep_the_others(
+    error: Exception, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [make_run("restarts.lost=1", run_id=name) for name in ("one", "two")]
     for made in runs:
@@ -267,7 +269,7 @@ def test_a_run_whose_scheduler_does_not_answer_does_not_keep_the_others(
 
     def job(self: LocalBackend, run: object, record: object) -> Job:
         if run == runs[0].run:
-            raise SchedulerError("no answer.")
+            raise error
         return GONE
 
     monkeypatch.setattr(LocalBackend, "job", job)

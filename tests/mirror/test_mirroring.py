@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from scaletrain_cli.data.sources import places
+from scaletrain_cli.launch.mirroring import mirror_now
 from scaletrain_cli.mirror import object_store, transfer
 from scaletrain_cli.mirror.checkpoints import list_folders, read_mirrored
 from scaletrain_cli.mirror.claims import read_claims
@@ -22,7 +25,7 @@ from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.worker.checkpoint_commit import mark_clean
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy
-from tests.mirror.conftest import MakeMirrored, MirroredRun
+from tests.mirror.conftest import PLACE, MakeMirrored, MirroredRun
 
 _PART = object_store._PART_BYTES
 
@@ -411,3 +414,14 @@ def test_a_pause_follows_each_failure(make_mirrored: MakeMirrored, tmp_path: Pat
     assert mirror.has_news()
     assert not mirror.look()
     assert not mirror.has_news()
+
+
+def test_the_verb_uses_the_store_that_the_env_of_the_spec_names(
+    s3: FaultyProxy, make_mirrored: MakeMirrored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv(places.TIMEOUT, "1")
+    made = make_mirrored(PLACE)
+    made.commit(10)
+    spec = made.record.spec.model_copy(update={"env": {"AWS_ENDPOINT_URL": s3.url}})
+    assert mirror_now(made.run, replace(made.record, spec=spec)).steps == [10]

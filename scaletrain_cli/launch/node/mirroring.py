@@ -27,13 +27,6 @@ _PREEMPTION = frozenset(AGENT_SIGNALS[:3])
 logger = logging.getLogger(__name__)
 
 
-def mirror_environment(run: RunDir, record: RunRecord) -> dict[str, str]:
-    """Return the variables of the process: of this one, of the spec, and the values of ``secret_env``."""
-    from scaletrain_cli.notify.notifier import receivers_environment
-
-    return receivers_environment(run, record)
-
-
 @dataclass
 class MirrorProcess:
     """Starts the process, and starts it again if it has ended. No method raises."""
@@ -55,13 +48,15 @@ class MirrorProcess:
         self._started = time.monotonic()
         if self._process is not None and self._process.poll() is None:
             return
+        from scaletrain_cli.notify.notifier import receivers_environment
+
         command = python_command(MODULE, str(self.run.path), "--parent-pid", str(os.getpid()))
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=mirror_environment(self.run, self.record),
+                env=receivers_environment(self.run, self.record),
             )
         except OSError as error:
             logger.warning("the run is not mirrored: %s", error)

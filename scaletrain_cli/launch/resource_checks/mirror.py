@@ -11,7 +11,6 @@ from typing import NamedTuple
 from scaletrain_cli.errors import Problem, ScaletrainError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.resource_checks.view import View
-from scaletrain_cli.launch.resume_elsewhere import store_variables
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.safe_files import expand_home
@@ -49,8 +48,10 @@ def _check(view: View) -> tuple[Reason | None, Reason | None]:
     if find_spec("obstore") is None:
         reason = Reason("mirror.no-library", {"command": install_command("remote")})
         return (reason, None) if view.spec.cluster.traits.runs_here else (None, reason)
+    from scaletrain_cli.mirror.opening import store_variables
+
     try:
-        with store_variables(view.spec):
+        with store_variables(view.spec.env):
             _write_and_delete(to)
     except ScaletrainError as error:
         cause = error.reason or Reason("recorded.text", {"text": str(error)})

@@ -14,11 +14,12 @@ import pytest
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.durability import mirror as mirror_findings
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.live_diagnosis import LiveDiagnosis
 from scaletrain_cli.launch.mirroring import mirror_now, release_mirror
 from scaletrain_cli.launch.node.mirroring import MirrorProcess
-from scaletrain_cli.launch.restart import why_not_begin
+from scaletrain_cli.launch.restart import conclude_run, why_not_begin
 from scaletrain_cli.launch.resume_elsewhere import find_to_move
 from scaletrain_cli.mirror.claims import read_activity, read_claims
 from scaletrain_cli.reasons import Reason, recorded
@@ -137,6 +138,16 @@ def test_the_end_of_a_run_releases_its_mirror(make_mirrored: MakeMirrored, tmp_p
     assert made.steps() == [10]
     found = find_to_move(made.to, "moving", root=tmp_path / "second")
     assert found.activity.released
+
+
+@pytest.mark.parametrize(("code", "seconds"), [("launch.stop-idle", 60.0), ("launch.job-stopped", 5.0)])
+def test_a_run_that_is_over_has_a_minute_to_release_its_mirror_and_a_preempted_one_seconds(
+    code: str, seconds: float, make_mirrored: MakeMirrored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = make_mirrored(folder_of(tmp_path)), list[float]()
+    monkeypatch.setattr("scaletrain_cli.launch.mirroring.release_mirror", lambda *words: given.append(words[-1]))
+    conclude_run(made.run, Decision.because(False, ExitCode.PREEMPTED, Reason(code)))
+    assert given == [seconds]
 
 
 def test_a_process_that_cannot_be_killed_does_not_keep_the_end_of_a_run(

@@ -7,14 +7,17 @@ archive has the hash of that list as its name, so that runs with the same code s
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder, replace_file
-from scaletrain_cli.spec import RunSpec
+
+if TYPE_CHECKING:  # a pod imports this module before it can receive SIGTERM
+    from scaletrain_cli.rundir.record import RunRecord
+    from scaletrain_cli.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
 from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names
 from scaletrain_cli.launch.node.ranks import free_port
-from scaletrain_cli.launch.node_sizes import take_size
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
     conclude_attempt,
@@ -105,6 +104,8 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
 
 def _begin_elastic(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
     """Begin an attempt on the largest usable size; prints its number of nodes and their names, too."""
+    from scaletrain_cli.launch.node_sizes import take_size
+
     job_id = own_job_id(environment)
     names = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     size = max((one for one in record.sizes if one <= len(names)), default=None)
