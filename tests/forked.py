@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ from scaletrain_cli.spec import load_spec
 
 _PROJECT = Path(__file__).parent.parent
 # Not imported by the server: what needs torch, whose threads a fork would lose.
-_HEAVY = ("engine", "data", "worker.hugging_face", "worker.lightning", "__main__")
+_HEAVY = ("engine", "data", "worker.hugging_face", "worker.lightning")
+AUDIT_EVENT = "scaletrain.tests.forked"
 _NUMBER = struct.Struct("i")
 _MOST_BYTES = 1 << 20
 
@@ -56,6 +58,7 @@ class Forked:
         folder: Path | None = None,
     ) -> None:
         """Start it with these open files: None is an empty stdin, else a pipe that communicate() reads."""
+        sys.audit(AUDIT_EVENT)
         self.returncode: int | None = None
         self._status, status = os.pipe()
         self._output, output = os.pipe()
@@ -148,7 +151,9 @@ def _server() -> socket.socket:
     """Return the channel to the server, which starts now."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "PYTHONPATH": str(_PROJECT)}
-    process = subprocess.Popen([sys.executable, "-m", __name__], stdin=theirs, cwd=_PROJECT, env=environment)
+    command = [sys.executable, "-m", __name__]
+    # In a session of its own, so that Ctrl-C reaches the tests alone, and they end what they have started.
+    process = subprocess.Popen(command, stdin=theirs, cwd=_PROJECT, env=environment, start_new_session=True)
     theirs.close()
 
     def end() -> None:
@@ -172,31 +177,33 @@ def _serve(channel: socket.socket) -> None:
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, int] = {}
-    while True:
-        ready = select.select([channel, wakes], [], [])[0]
-        if wakes in ready:
-            os.read(wakes, _MOST_BYTES)
-            for pid, code in reap():
-                status = running.pop(pid)
-                with contextlib.suppress(OSError):  # nobody waits for it any more
-                    os.write(status, _NUMBER.pack(code))
-                os.close(status)
-        if channel in ready:
-            data, descriptors, *_ = socket.recv_fds(channel, _MOST_BYTES, 4)
-            if not data:  # the test process has ended
-                break
-            status, *files = descriptors
-            request = pickle.loads(data)
-            mask = signal.pthread_sigmask(signal.SIG_SETMASK, request.pop("mask"))
-            if (pid := os.fork()) == 0:
-                _be(files, **request)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for descriptor in files:
-                os.close(descriptor)
-            running[pid] = status
-            os.write(status, _NUMBER.pack(pid))
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
+    try:
+        while True:
+            ready = select.select([channel, wakes], [], [])[0]
+            if wakes in ready:
+                os.read(wakes, _MOST_BYTES)
+                for pid, code in reap():
+                    status = running.pop(pid)
+                    with contextlib.suppress(OSError):  # nobody waits for it any more
+                        os.write(status, _NUMBER.pack(code))
+                    os.close(status)
+            if channel in ready:
+                data, descriptors, *_ = socket.recv_fds(channel, _MOST_BYTES, 4)
+                if not data:  # the test process has ended
+                    break
+                status, *files = descriptors
+                request = pickle.loads(data)
+                mask = signal.pthread_sigmask(signal.SIG_SETMASK, request.pop("mask"))
+                if (pid := os.fork()) == 0:
+                    _be(files, **request)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                for descriptor in files:
+                    os.close(descriptor)
+                running[pid] = status
+                os.write(status, _NUMBER.pack(pid))
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _import(path: Iterable[str], prefix: str) -> None:
@@ -233,11 +240,14 @@ def _be(files: list[int], *, module: str, arguments: list[str], environment: dic
         code = end.code or 0
     except BaseException:
         traceback.print_exc()
-    finally:
+    finally:  # as the interpreter ends: it waits for threads, and 120 is its code for output that was lost
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
+            try:
                 stream.flush()
+            except OSError:
+                code = 120
         os._exit(int(code))
 
 

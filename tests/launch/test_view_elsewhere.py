@@ -103,6 +103,7 @@ def test_a_view_whose_connection_stays_silent_ends(
         for _ in arriving:
             if now[0] > 3 * view_elsewhere._SILENT_SECONDS:
                 break
+    assert now[0] > view_elsewhere._SILENT_SECONDS
     assert (process.poll() is None) == answers
     process.kill()
     process.wait()

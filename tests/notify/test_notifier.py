@@ -179,7 +179,8 @@ def test_a_receiver_that_never_answers_delays_the_end_by_a_bounded_time(hook: Ma
     fail(made)
     send_waiting(made.run, made.record, {"HOOK": server.url}, 0.3)
     (left,) = (thread for thread in threading.enumerate() if thread.name == "notify")
-    wait_until(lambda: receiver_of(made).pending, "it has begun")
+    wait_until(lambda: server.received, "the request has arrived")
+    assert receiver_of(made).pending
     clock.now += 1.0
     server.released.set()
     left.join()
@@ -188,6 +189,16 @@ def test_a_receiver_that_never_answers_delays_the_end_by_a_bounded_time(hook: Ma
     assert len(server.received) == 2
     assert len(set(server.ids)) == 1
     assert receiver_of(made).pending == []
+
+
+def test_a_request_that_is_never_answered_is_given_up(hook: MakeHook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "REQUEST_SECONDS", 0.3)
+    made, server = notifying(), hook("hang")
+    fail(made)
+    work(made, {"HOOK": server.url}, 1.0)
+    assert receiver_of(made).pending
+    assert receiver_of(made).problem
+    assert not server.released.is_set()
 
 
 def test_a_crash_between_reading_and_sending_neither_loses_nor_repeats(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.launch.node import gpu_usage
 from scaletrain_cli.launch.node.gpu_usage import GpuSampler, times_to_sample
 from scaletrain_cli.own_processes import python_command
 from tests.launch.node.test_gpu_health import FAKE, fake_nvml
@@ -153,6 +155,17 @@ def test_samples_are_taken_once_per_interval_and_none_is_made_up_for() -> None:
         taken.append(now[0])
         now[0] += cost
     assert taken == [0.0, 1.0, 2.0, 4.5, 5.5]
+
+
+def test_the_process_samples_at_the_interval_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setitem(sys.modules, "pynvml", NVML)
+    monkeypatch.setattr(gpu_usage, "GpuSampler", lambda *_: None)
+    monkeypatch.setattr(gpu_usage, "die_with_parent", lambda *_: True)
+    monkeypatch.setattr(gpu_usage, "times_to_sample", lambda interval: asked.append(interval) or ())
+    monkeypatch.setattr(sys, "argv", ["gpu_usage", "--parent-pid=1", "--count=1", "--interval=0.5"])
+    gpu_usage.main()
+    assert asked == [0.5]
 
 
 @pytest.mark.process

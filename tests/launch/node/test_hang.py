@@ -251,9 +251,16 @@ def test_the_node_with_a_suspect_is_the_cause_and_not_those_that_only_waited(
 def test_a_hang_after_a_signal_is_left_to_the_end_of_the_grace_period(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    made = make_run("cluster.grace_seconds=8", hang={"1:1": 1}, deaf=[1], steps=10_000, silence=1.0)
-    assert signalled_at_its_start(start_agent, made).wait() == 1
+    made = make_run("cluster.grace_seconds=3600", hang={"1:1": 1}, deaf=[0, 1], steps=10**7, silence=0.001)
+    agent = signalled_at_its_start(start_agent, made)
+    wait_until(lambda: "hanging" in made.log(1, 1), "rank 1 hangs")
+    for number in (2, 3):  # the agent has looked at the ranks between them
+        agent.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda number=number: len(made.events("signal")) == number, "the signal is passed on")
+    assert made.events("hang") == []
     assert read_failures(made.run, 1) == []
+    os.kill(agent.node.ranks[1].pid, signal.SIGKILL)
+    assert agent.wait() == 1
 
 
 def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun, start_agent: StartAgent) -> None:

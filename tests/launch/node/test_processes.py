@@ -55,6 +55,14 @@ def test_a_pending_signal_is_returned_once_and_none_after_the_timeout() -> None:
     assert next_signal((signal.SIGUSR1, signal.SIGHUP), 0.1) is None
 
 
+@pytest.mark.usefixtures("blocked")
+def test_the_wait_for_a_signal_has_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, no_time = list[tuple[int, int]](), processes._Timespec(0, 0)
+    monkeypatch.setattr(processes, "_Timespec", lambda *time: asked.append(time) or no_time)
+    assert next_signal((signal.SIGUSR1,), 2.5) is None
+    assert asked == [(2, 500_000_000)]
+
+
 def test_a_process_that_was_stopped_during_its_wait_receives_only_signals_that_were_sent() -> None:
     command = [sys.executable, "-c", LISTENER]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -153,22 +154,22 @@ def test_a_connection_that_sends_a_byte_at_a_time_does_not_delay_a_pod_that_leav
     host: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_LINE_SECONDS", LONG)  # a host that waits for the line never leaves
-    stop = threading.Event()
     with socket.create_connection(("127.0.0.1", PORT)) as slow:
         slow.send(b"{")
-        threading.Timer(0.3, stop.set).start()
-        listen_until(host, stop.is_set)
+        listen_until(host, lambda: any(line.data for line in host._pending.values()))
 
 
 def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LINE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_LINE_SECONDS", LONG)
     monkeypatch.setattr(rendezvous, "_MOST_UNKNOWN_CONNECTIONS", 1)
     slow, *many = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(6)]
     large = many.pop()
     with contextlib.suppress(OSError):
         large.sendall(b"x" * 100_000)
-    listen_until(host, lambda: bool(host._pending))
-    assert len(host._pending) < 6
+    listen_until(host, lambda: len(host._pending) == 3)
+    assert all(line.deadline > LONG for line in host._pending.values())
+    for line in host._pending.values():
+        line.deadline = 0.0
     listen_until(host, lambda: not host._pending)
     for one in (slow, large, *many):
         with contextlib.suppress(ConnectionError):
@@ -183,13 +184,14 @@ def test_a_terminated_pod_exits_while_its_answer_arrives_a_byte_at_a_time() -> N
         def answer() -> None:
             connection, _ = impostor.accept()
             with connection, contextlib.suppress(OSError):
-                while True:  # until the pod has left
+                for number in itertools.count():  # until the pod has left
                     connection.send(b" ")
+                    if number == 3:
+                        stop.set()
                     time.sleep(0.05)
 
         answering = threading.Thread(target=answer)
         answering.start()
-        threading.Timer(0.4, stop.set).start()
         with pytest.raises(RendezvousInterruptedError):
             join("127.0.0.1", impostor.getsockname()[1], SEAL, 1, {}, LONG, stop.is_set)
         answering.join()
