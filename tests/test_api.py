@@ -8,8 +8,11 @@ import pytest
 
 from scaletrain_cli import api
 from tests.cli.command_line import SMALL
+from tests.launch.conftest import forked_jobs
 from tests.tiny_program import settings
 from tests.waiting import wait_until
+
+__all__ = ["forked_jobs"]
 
 
 @pytest.fixture
@@ -33,6 +36,7 @@ def test_a_run_is_submitted_once_and_shown_to_its_end(spec: api.RunSpec, capsys:
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_run_is_cancelled_with_its_state_and_resumed(spec: api.RunSpec, tmp_path: Path) -> None:
     slow = api.load_spec(SMALL, settings(tmp_path / "program", steps=100_000, step_seconds=0.02))
     run = api.submit(slow).run
@@ -78,6 +82,7 @@ def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
     assert not text.startswith(f"{name}(")  # which a dataclass writes itself
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_run_of_another_user_is_not_cancelled_whatever_status_is_given(
     spec: api.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from scaletrain_cli.spec.backend_traits import BUILT_IN
-from tests.source_trees import dotted, nodes_of
+from tests.source_trees import dotted, files_with, nodes_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "scaletrain_cli"
@@ -67,7 +67,7 @@ said = "slurm"
 
 def files() -> Iterator[tuple[str, Iterable[ast.AST]]]:
     """Yield the path below the package, and the nodes, of each module outside the back ends."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in files_with(PACKAGE, *(f'"{name}"' for name in BUILT_IN), *OWN_PACKAGES):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith(HOMES):
             yield name, nodes_of(path)

@@ -26,7 +26,7 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, scaletrain
-from tests.source_trees import nodes_of
+from tests.source_trees import files_with, nodes_of
 
 PROJECT = Path(__file__).parent.parent
 PAGES = [
@@ -371,7 +371,7 @@ def test_the_development_cluster_accepts_the_documented_verbs() -> None:
 
 def _commands_in_messages() -> Iterator[tuple[str, str]]:
     """Yield ``(file, scaletrain ...)`` for each command in the messages of the package."""
-    for path in sorted((PROJECT / "scaletrain_cli").rglob("*.py")):
+    for path in files_with(PROJECT / "scaletrain_cli", "scaletrain "):
         for node in nodes_of(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "scaletrain " in node.value:
                 for reported in re.findall(r"\bscaletrain (?:[a-z]+)(?: [a-z]+)?(?: --?[a-z-]+)*", node.value):

@@ -17,52 +17,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import dotted, nodes_of, tree_of
+from tests.source_trees import dotted, nodes_of, text_of, tree_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = "scaletrain_cli"
 RECIPE = "recipes/llama-10m-cpu.yaml"
 
 # Beside these, every package may import what is in this layer.
-BASE_LAYER = {
-    "available_memory",
-    "errors",
-    "event_texts",
-    "extras",
-    "full_disk",
-    "hub",
-    "log_setup",
-    "own_processes",
-    "plugins",
-    "project_files",
-    "reason_texts",
-    "reasons",
-    "safe_files",
-    "secret_text",
-    "sent_command",
-    "sent_run",
-    "text",
-    "unexpected",
-    "__init__",
-}
-MAY_IMPORT = {
+BASE_LAYER = set(
+    "available_memory errors event_texts extras full_disk hub log_setup own_processes plugins project_files "
+    "reason_texts reasons safe_files secret_text sent_command sent_run text unexpected __init__".split()
+)
+MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "api": {"launch", "mirror", "plan", "rundir", "spec", "telemetry"},
-    "cli": {
-        "api",
-        "data",
-        "diagnosis",
-        "notify",
-        "report",
-        "ui",
-        "launch",
-        "plan",
-        "spec",
-        "rundir",
-        "telemetry",
-        "tracking",
-        "worker",
-    },
+    "cli": set("api data diagnosis notify report ui launch plan spec rundir telemetry tracking worker".split()),
     "ui": {"data", "diagnosis", "launch", "plan", "spec", "rundir", "telemetry", "worker"},
     "report": {"diagnosis", "launch", "plan", "spec", "rundir", "telemetry"},
     "diagnosis": {"plan", "spec", "rundir", "telemetry"},
@@ -77,25 +46,8 @@ MAY_IMPORT = {
     "plan": {"spec"},
     "spec": {"tracking"},
     "tracking": set(),
-    "available_memory": set(),
-    "project_files": set(),
-    "reason_texts": set(),
-    "reasons": set(),
-    "safe_files": set(),
-    "secret_text": set(),
-    "sent_command": set(),
-    "sent_run": set(),
-    "text": set(),
+    **{module: set() for module in BASE_LAYER},
     "errors": {"reasons"},
-    "event_texts": set(),
-    "extras": set(),
-    "full_disk": set(),
-    "hub": set(),
-    "log_setup": set(),
-    "own_processes": set(),
-    "plugins": set(),
-    "unexpected": set(),
-    "__init__": set(),
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
@@ -103,28 +55,13 @@ LIBRARIES_ALLOWED = {
     "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
-    "launch": {
-        "kubernetes",
-        "psutil",
-        "pynvml",
-        "ruamel",  # writes Kubernetes objects
-        "submitit",
-        "urllib3",
-    },  # the errors of the Kubernetes client are urllib3's
-    "engine": {
-        "PIL",
-        "bitsandbytes",
-        "deepspeed",
-        "jinja2",  # chat templates
-        "liger_kernel",
-        "numpy",
-        "pyarrow",
-        "safetensors",
-        "tokenizers",
-        "torch",
-        "torchao",
-        "torchvision",  # optional: a decoder of images
-    },
+    # ruamel writes Kubernetes objects; the errors of the Kubernetes client are urllib3's
+    "launch": {"kubernetes", "psutil", "pynvml", "ruamel", "submitit", "urllib3"},
+    # jinja2 for chat templates; torchvision is optional, a decoder of images
+    "engine": set(
+        "PIL bitsandbytes deepspeed jinja2 liger_kernel numpy pyarrow safetensors tokenizers torch "
+        "torchao torchvision".split()
+    ),
     "rundir": {"pydantic"},
     "spec": {"pydantic", "pydantic_core", "ruamel"},
     "tracking": {"mlflow", "pydantic", "tensorboard", "wandb"},
@@ -253,7 +190,9 @@ def test_every_package_imports_only_what_it_may() -> None:
 @functools.cache
 def lines_for_types(file: str) -> frozenset[int]:
     """Return the numbers of the lines within ``if TYPE_CHECKING``."""
-    blocks = [node for node in nodes_of(PROJECT / file) if isinstance(node, ast.If) and is_for_types(node)]
+    path = PROJECT / file
+    nodes = nodes_of(path) if "TYPE_CHECKING" in text_of(path) else ()
+    blocks = [node for node in nodes if isinstance(node, ast.If) and is_for_types(node)]
     return frozenset(
         line for block in blocks for line in range(block.body[0].lineno, (block.body[-1].end_lineno or 0) + 1)
     )
@@ -360,18 +299,18 @@ def write_module(project: Path, file: str, source: str) -> None:
     ("arguments", "most_modules"),
     [
         (["--help"], 260),
-        (["schema"], 430),
+        pytest.param(["schema"], 430, marks=pytest.mark.long),
         (["list"], 520),
         (["status"], 640),
-        (["doctor"], 730),
-        (["init", "-o", "-"], 570),
-        (["validate", RECIPE], 630),
+        pytest.param(["doctor"], 730, marks=pytest.mark.long),
+        pytest.param(["init", "-o", "-"], 570, marks=pytest.mark.long),
+        pytest.param(["validate", RECIPE], 630, marks=pytest.mark.long),
         (["plan", RECIPE], 720),
-        (["plan", RECIPE, "--json"], 720),
+        pytest.param(["plan", RECIPE, "--json"], 720, marks=pytest.mark.long),
         (["submit", RECIPE, "--dry-run", "--set", "cluster.scheduler=slurm"], 750),
         (["watch", "--help"], 330),
-        (["diagnose", "--help"], 330),
-        (["report", "--help"], 330),
+        pytest.param(["diagnose", "--help"], 330, marks=pytest.mark.long),
+        pytest.param(["report", "--help"], 330, marks=pytest.mark.long),
     ],
     ids=lambda given: " ".join(given[:3]) if isinstance(given, list) else "",
 )

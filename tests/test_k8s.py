@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.backends.kubernetes.names import Workload
 from scaletrain_cli.launch.submit import plan_for_engine
 from scaletrain_cli.spec import load_spec
+from tests.launch.backends.kubernetes.schemas import require_valid
 
 PROJECT = Path(__file__).parent.parent
 KUBERNETES = PROJECT / "k8s"
@@ -28,6 +30,7 @@ FILES = [
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
+@cache
 def documents(name: str) -> list[dict[str, Any]]:
     return list(YAML(typ="safe").load_all((KUBERNETES / name).read_text(encoding="utf-8")))
 
@@ -50,6 +53,7 @@ def objects_of(folder: str) -> list[dict[str, Any]]:
     return found
 
 
+@cache
 def objects(overlay: str = "overlays/kueue") -> Objects:
     """Return every Kubernetes object of an overlay and its base."""
     return by_name(objects_of(overlay))
@@ -93,10 +97,9 @@ def test_kubectl_renders_the_same_objects(folder: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_core_objects_are_valid_by_the_schemas_of_kubernetes(overlay: str) -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="is in the extra dev")
     for one in objects_of(overlay):
         if "kueue" not in one["apiVersion"]:
-            kubernetes_validate.validate(one, "1.36", strict=True)
+            require_valid(one)
 
 
 def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:

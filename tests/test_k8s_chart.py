@@ -18,8 +18,7 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from tests.launch.backends.kubernetes.test_api_versions import kueue_crds
-from tests.launch.backends.kubernetes.test_schemas import CRDS, strict
+from tests.launch.backends.kubernetes.schemas import crd_problems, needs_crds
 from tests.test_k8s import Objects, by_name, objects
 
 CHART = Path(__file__).parent.parent / "k8s" / "chart"
@@ -88,16 +87,12 @@ def test_an_older_kueue_gets_the_same_queues_in_its_own_version() -> None:
     assert older.keys() == newer.keys()
 
 
-@pytest.mark.skipif(CRDS is None, reason="$SCALETRAIN_CRDS names no folder with CRDs")
+@needs_crds
 @pytest.mark.parametrize("name", ["kueue", "kueue-v1beta1"])
 def test_the_queues_are_valid_by_the_released_crds_of_their_version(name: str) -> None:
     found = [one for one in recorded(name)[1].values() if "kueue" in one["apiVersion"]]
     assert len(found) > 8
-    for one in found:
-        schema = copy.deepcopy(kueue_crds()[one["apiVersion"].partition("/")[2], one["kind"]])
-        schema["properties"] |= {"metadata": {"type": "object"}, "apiVersion": {}, "kind": {}}
-        problems = jsonschema.Draft7Validator(strict(schema)).iter_errors(json.loads(json.dumps(one)))
-        assert [f"{one['kind']}: {problem.message[:200]}" for problem in problems] == []
+    assert [problem for one in found for problem in crd_problems(json.loads(json.dumps(one)))] == []
 
 
 @pytest.fixture(scope="module")

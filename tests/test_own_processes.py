@@ -18,7 +18,7 @@ from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.own_processes import START, absolute_paths, leave_current_folder, python_command
 from tests.launch.conftest import LOCAL, MadeRun, make_plan, make_spec
-from tests.source_trees import nodes_of
+from tests.source_trees import files_with, nodes_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "scaletrain_cli"
@@ -55,9 +55,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_supervisor_agent_and_ranks_import_nothing_from_the_submission_folder(
-    hostile: Callable[[], list[str]],
-) -> None:
+def test_supervisor_agent_and_ranks_import_nothing_from_the_submission_folder(hostile: Callable[[], list[str]]) -> None:
     spec = make_spec("cluster.gpus_per_node=1", "training.steps=2")
     created = create_run(spec, make_plan(spec))
     made = MadeRun(created.run, created.record)
@@ -72,8 +70,10 @@ def test_supervisor_agent_and_ranks_import_nothing_from_the_submission_folder(
     ("module", "arguments", "says"),
     [
         ("scaletrain_cli.engine", ["nowhere"], "SCALETRAIN_ATTEMPT"),
-        ("scaletrain_cli.engine.commands", ["prepare", "nowhere", "nowhere"], "nowhere"),
-        ("scaletrain_cli.engine.commands", ["export", "--help"], "Hugging Face"),
+        pytest.param(
+            "scaletrain_cli.engine.commands", ["prepare", "nowhere", "nowhere"], "nowhere", marks=pytest.mark.long
+        ),
+        pytest.param("scaletrain_cli.engine.commands", ["export", "--help"], "Hugging Face", marks=pytest.mark.long),
         ("scaletrain_cli.launch.backends.slurm.job", ["begin", "nowhere"], "nowhere"),
         ("scaletrain_cli.launch.backends.kubernetes.pod_agent", ["--help"], "--runs-root"),
     ],
@@ -198,7 +198,7 @@ def is_text(node: ast.expr, text: str) -> bool:
 def test_python_command_lines_are_built_in_one_place() -> None:
     found = [
         place
-        for path in sorted(PACKAGE.rglob("*.py"))
+        for path in files_with(PACKAGE, "executable", '"-m', "-m scaletrain_cli")
         if path.name != "own_processes.py"
         for place in command_lines_made_elsewhere(path)
     ]

@@ -21,6 +21,7 @@ from scaletrain_cli.text import visible
 
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 _PATIENCE_SECONDS = 10.0  # after Ctrl-C, for the process to remove partial files
+_SIGNAL_SECONDS = 1.0  # within which a signal is handled
 _SIGNALS = {number.value for number in signal.Signals}
 
 
@@ -78,12 +79,18 @@ def run_engine_command(
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        talk = threading.Thread(target=_pass_on, args=(process.stderr, on_line or _to_stderr), daemon=True)
-        talk.start()
+        printed: list[str] = []
+        readers = [
+            threading.Thread(target=_pass_on, args=(process.stderr, on_line or _to_stderr), daemon=True),
+            threading.Thread(target=printed.extend, args=(process.stdout,), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
         try:
             with _passing_on_termination(process):
-                text = process.stdout.read()
-                talk.join()
+                for reader in readers:
+                    while reader.is_alive():  # without a limit, a signal that comes just before the wait would be lost
+                        reader.join(_SIGNAL_SECONDS)
                 process.wait()
         except BaseException as error:  # Ctrl-C reaches the process as well: let it exit
             if isinstance(error, PreemptedError):  # raised by a handler of the caller for a signal to it alone
@@ -92,7 +99,7 @@ def run_engine_command(
                 process.wait(_PATIENCE_SECONDS)
             process.kill()
             raise
-    answer = _last_object(text)
+    answer = _last_object(printed)
     if process.returncode == 130:
         raise KeyboardInterrupt
     if process.returncode != 0 or not answer:
@@ -131,9 +138,9 @@ def _to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
-def _last_object(text: str) -> dict[str, Any]:
+def _last_object(lines: Sequence[str]) -> dict[str, Any]:
     try:
-        found = json.loads(text.splitlines()[-1])
+        found = json.loads(lines[-1])
     except (IndexError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -179,7 +179,10 @@ def _fits(kind: str, named: str) -> bool:
 
 def _standard_library() -> tuple[Path, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
+    found = list[Path]()
+    for folder, below, names in os.walk(root):
+        below[:] = set(below) - _SKIPPED_FOLDERS  # not read: site-packages may have a hundred thousand files
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     return tuple(sorted(found))
 
 

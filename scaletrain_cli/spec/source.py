@@ -5,6 +5,7 @@ Independent of the keys of the schema.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -173,7 +174,9 @@ def _is_nested_too_deeply(text: str) -> bool:
     return max(itertools.accumulate(steps)) > 100
 
 
+@functools.lru_cache(maxsize=128)  # of a spec, each override is applied twice and the file read for each sweep point
 def _load(text: str, file: str) -> Any:
+    """Return the tree of ruamel, which nobody changes."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError

@@ -31,7 +31,9 @@ def test_attempts_that_never_train_count_as_restart_time() -> None:
     assert found.share == 0
 
 
-@pytest.mark.parametrize("costs", [CHEAP, *LARGER.values()], ids=["cheap", *LARGER])
+@pytest.mark.parametrize(
+    "costs", [pytest.param(CHEAP, marks=pytest.mark.long), *LARGER.values()], ids=["cheap", *LARGER]
+)
 def test_the_mean_goodput_is_that_of_the_plan(costs: Costs) -> None:
     between = 3 * HOUR
     interval = best_interval_steps(costs.step, costs.save, costs.blocked, 1 / between)

@@ -11,9 +11,9 @@ import pytest
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, run_in_foreground
 from tests.cli.command_line import PROJECT
 from tests.cli.prepared_runs import STATES, living_process, prepare
-from tests.launch.conftest import ENGINE, no_preparation
+from tests.launch.conftest import ENGINE, forked_jobs, no_preparation
 
-__all__ = ["no_preparation"]  # a fixture of all tests here
+__all__ = ["forked_jobs", "no_preparation"]  # the second is a fixture of all tests here
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.result import SCHEMA
 from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import PROJECT, RECIPES, SMALL, scaletrain
 
+LARGE = [pytest.param(preset, marks=pytest.mark.long) for preset in ("mixtral-8x7b", "gpt3-175b")]
 TOO_LARGE = ["--set=model={preset: llama-70b}", "--set=data.tokenizer.vocab_size=4096"]
 
 
@@ -29,7 +30,7 @@ def test_a_spec_written_by_init_is_valid_and_can_be_planned(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-70b", "mixtral-8x7b", "gpt3-175b"])
+@pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-70b", *LARGE])
 def test_init_chooses_the_fewest_nodes_that_fit_the_preset(preset: str) -> None:
     assert scaletrain("init", "--preset", preset, "-o", "a.yaml").code == 0
     ended = scaletrain("plan", "a.yaml", "--json")
@@ -202,11 +203,21 @@ def test_an_unknown_accelerator_is_rejected(verb: str) -> None:
     assert "Did you mean h100-sxm-80gb?" in ended.err
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_is_planned(path: Path) -> None:
+# tests/plan/test_planning.py plans all of them.
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=[] if number % 4 == 0 else pytest.mark.long)
+        for number, path in enumerate(RECIPES)
+    ],
+)
+def test_every_recipe_is_planned_with_finite_numbers(path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
     ended = scaletrain("plan", path, "--json")
     assert ended.code == 0, ended.err
-    assert ended.data["schema"] == SCHEMA
+    assert json.loads(ended.out, parse_constant=refuse)["schema"] == SCHEMA
 
 
 def test_a_plan_that_does_not_fit_is_shown_with_what_would_fit() -> None:
@@ -215,20 +226,6 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would_fit() -> None:
     assert "does not fit" in ended.out.splitlines()[0]
     assert "over capacity" in ended.out
     assert "does not fit on 1 x 2 cpu: the smallest layout needs" in ended.err
-    as_json = scaletrain("plan", SMALL, *TOO_LARGE, "--json")
-    assert (as_json.code, as_json.data["memory"]["fits"]) == (ExitCode.INFEASIBLE, False)
-
-
-def test_a_layout_that_does_not_divide_has_no_plan() -> None:
-    ended = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
-    assert (ended.code, ended.data["feasible"]) == (ExitCode.INFEASIBLE, False)
-    assert "layout" not in ended.data
-    assert "layout.data_parallel = 3" in ended.err
-
-
-def test_all_shows_the_assumptions() -> None:
-    assert "PaLM" not in scaletrain("plan", SMALL).out
-    assert "PaLM" in scaletrain("plan", SMALL, "--all").out
 
 
 def test_a_plan_that_the_engine_does_not_support_is_not_submitted(tmp_path: Path) -> None:
@@ -241,10 +238,6 @@ def test_a_plan_that_the_engine_does_not_support_is_not_submitted(tmp_path: Path
         assert ended.code == ExitCode.INFEASIBLE
         assert "layout.virtual_pipeline = 2" in ended.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_schema_is_printed() -> None:
-    assert scaletrain("schema").data["title"] == "ScaleTrain run spec scaletrain/v1"
 
 
 def test_doctor_checks_every_part_of_the_machine() -> None:
@@ -311,11 +304,3 @@ def test_piped_output_has_no_colors_and_no_trailing_spaces() -> None:
         for line in lines:
             assert "\x1b" not in line
             assert line == line.rstrip()
-
-
-def test_numbers_in_json_are_finite() -> None:
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    for path in RECIPES:
-        assert json.loads(scaletrain("plan", path, "--json").out, parse_constant=refuse)["ok"]

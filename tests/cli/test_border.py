@@ -24,25 +24,6 @@ def test_a_closed_stdout_prints_no_error() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("scaletrain_cli.spec.load_spec", interrupt)
-    ended = scaletrain("plan", SMALL)
-    assert (ended.code, ended.out) == (130, "")
-    assert "Traceback" not in ended.err
-
-
-@pytest.mark.parametrize("arguments", [["list"], ["status"], ["doctor"]], ids=str)
-def test_an_impossible_runs_root_prints_no_traceback(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", "/dev/null/runs")
-    ended = scaletrain(*arguments)
-    assert ended.code in (0, 1, 2)
-    assert "Traceback" not in ended.err
-    assert "/dev/null/runs" in ended.out + ended.err
-
-
 def test_a_bug_is_one_message_with_the_path_of_the_traceback_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -140,7 +121,9 @@ def test_the_text_of_an_error_has_file_and_line() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("options", [[], ["--json"]], ids=["words", "json"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], id="words", marks=pytest.mark.long), pytest.param(["--json"], id="json")]
+)
 def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
     command = [sys.executable, "-m", "scaletrain_cli", "plan", str(SMALL), *options]
     with Path("/dev/full").open("w") as full:

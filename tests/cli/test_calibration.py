@@ -118,7 +118,7 @@ def test_the_step_time_of_a_rehearsal_calibrates_plans() -> None:
     assert rehearsed("passed", step_seconds=None).kept is None
 
 
-@pytest.mark.usefixtures("stand_in_engine")
+@pytest.mark.usefixtures("stand_in_engine", "forked_jobs")
 @pytest.mark.parametrize(("verdict", "code"), [("passed", 0), ("failed", 3)])
 def test_a_run_is_submitted_only_after_a_rehearsal_without_failure(
     verdict: str, code: int, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.cli.command_line import PROJECT, SMALL, Ended
+from tests.cli.forked_command_line import forked_scaletrain
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs the extra train")
@@ -27,7 +28,7 @@ def find_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def prepare(source: str, *more: str) -> Ended:
     small = ["--set", "data.tokenizer.vocab_size=300", "--set", "model.seq_len=8"]
-    return scaletrain("data", "prepare", SMALL, *small, "--set", f"data.source={source}", *more)
+    return forked_scaletrain("data", "prepare", SMALL, *small, "--set", f"data.source={source}", *more)
 
 
 def test_text_is_tokenized_once() -> None:

@@ -11,6 +11,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.ui.data_rows import show_rows
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.cli.forked_command_line import forked_scaletrain
 
 pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs the extra train")
 
@@ -29,7 +30,7 @@ def rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def show(*more: str) -> Ended:
     settings = ("data.source=rows.jsonl", "data.tokenizer.vocab_size=300", "training.objective=sft")
-    return scaletrain("data", "show", SMALL, *(word for each in settings for word in ("--set", each)), *more)
+    return forked_scaletrain("data", "show", SMALL, *(word for each in settings for word in ("--set", each)), *more)
 
 
 def test_what_is_in_the_loss_stands_in_brackets_and_nothing_is_prepared() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.cli.forked_command_line import forked_scaletrain
 
 pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs the extra train")
 
@@ -101,6 +102,6 @@ def test_a_dataset_is_reported_alone_without_another_process(monkeypatch: pytest
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
 def test_what_cannot_be_shown_ends_with_2_and_the_reason(words: list[str], named: str) -> None:
-    ended = scaletrain("data", *words)
+    ended = forked_scaletrain("data", *words)
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
     assert named in ended.err

@@ -12,7 +12,7 @@ from scaletrain_cli.launch.drill import KINDS
 from scaletrain_cli.rundir.paths import list_runs, runs_root
 from tests.cli.command_line import SMALL, Ended, scaletrain
 
-pytestmark = pytest.mark.usefixtures("stand_in_engine")
+pytestmark = pytest.mark.usefixtures("stand_in_engine", "forked_jobs")
 
 
 def drill(*arguments: str) -> Ended:

@@ -51,6 +51,7 @@ ENVELOPE = {
     "then": {"not": {"required": ["error"]}},
     "else": {"required": ["error"], "properties": {"error": ERROR}},
 }
+LIKE_FINISHED = ("preempted", "failed", "cancelled")
 CHECK = jsonschema.Draft202012Validator(ENVELOPE)
 
 
@@ -118,7 +119,9 @@ def test_an_unknown_verb_prints_the_json_envelope(arguments: list[str]) -> None:
     assert data["error"]["code"] == "usage"
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state", [pytest.param(state, marks=pytest.mark.long) if state in LIKE_FINISHED else state for state in STATES]
+)
 def test_in_every_state_of_a_run_every_command_prints_the_json_envelope(
     state: str, prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_without_matplotlib_the_error_has_the_install_command(monkeypatch: pytes
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
-@pytest.mark.parametrize("kind", ["svg", "png", "html"])
+@pytest.mark.parametrize("kind", ["svg", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("png", "html"))])
 def test_a_figure_is_complete_and_reproducible(kind: str, tmp_path: Path) -> None:
     drawn = []
     for _ in range(2):
@@ -204,6 +204,7 @@ def test_plan_json_is_valid_with_plot(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs the extra [plot]")
     ended = scaletrain("plan", SMALL, "--json", "--plot", "a.png")
     assert json.loads(ended.out)["memory"]["fits"]
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def _must_not_run(*_: Any, **__: Any) -> Any:

@@ -71,11 +71,7 @@ def test_a_resume_shows_job_cost_start_and_changes(capsys: pytest.CaptureFixture
     assert shown[0] == "Job 4 nodes × 8 GPUs = 32 on Slurm, partition gpu, QOS high, requeued after 24 h"
     assert shown[1] == "submitted as a batch script for sbatch; --dry-run prints it"
     assert "Start unknown: sbatch gave no time" in shown
-    assert shown[-3:] == [
-        "Changed differences from the last submission:",
-        "-#SBATCH --nodes=2",
-        "+#SBATCH --nodes=4",
-    ]
+    assert shown[-3:] == ["Changed differences from the last submission:", "-#SBATCH --nodes=2", "+#SBATCH --nodes=4"]
 
 
 def test_the_submitted_code_is_shown_by_hash_and_commit(capsys: pytest.CaptureFixture[str]) -> None:

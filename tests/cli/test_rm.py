@@ -142,9 +142,7 @@ def test_a_new_run_with_the_name_of_a_deleted_one_is_kept() -> None:
     assert (runs_root() / "r1" / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_an_interrupted_removal_is_completed_by_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_removal_is_completed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare("finished", "r1")
     prepare("finished", "r2")
     with monkeypatch.context() as patch:

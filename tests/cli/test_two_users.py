@@ -7,13 +7,13 @@ is imported before.
 
 from __future__ import annotations
 
-import ast
 import encodings.ascii  # noqa: F401 (what the standard library imports late)
 import grp  # noqa: F401
 import importlib
 import json
 import os
 import pwd  # noqa: F401
+import re
 import shutil
 import stat
 import sys
@@ -35,7 +35,7 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter, commit_checkpoint, open_attempt, stage_checkpoint
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
-from tests.source_trees import nodes_of
+from tests.cli.every_command import start_nothing
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
 
@@ -107,13 +107,11 @@ def _preloaded() -> None:
         if parts[1] == "engine" or parts[-1] in ("__main__", "__init__"):
             continue
         importlib.import_module(".".join(parts))
-        for node in nodes_of(path):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            for name in names:
-                if name.partition(".")[0] in sys.stdlib_module_names:
-                    importlib.import_module(name)
+        for name in re.findall(r"^ +(?:import|from) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            if name.partition(".")[0] in sys.stdlib_module_names:
+                importlib.import_module(name)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        start_nothing(patch)
         with_a_backend_that_starts_nothing(patch)
         patch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
         patch.setenv("SCALETRAIN_RUNS", folder)

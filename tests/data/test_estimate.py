@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("plain", "gz", "zst", "parquet"):
         (tmp_path / kind).mkdir()
     for number in range(2):
-        texts = documents(1500, number)
+        texts = documents(1100, number)
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
         (tmp_path / "plain" / f"{number}.jsonl").write_bytes(lines)
         (tmp_path / "gz" / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines))

@@ -168,7 +168,7 @@ def test_a_source_of_which_nothing_is_left_is_named_with_what_removed_most(
         "score": r"source web is left: 39 of 40 cannot be used, the first one: .*web\.jsonl:2: the column score",
     }
     with pytest.raises(UsageError, match=said[column]):
-        prepare_data(spec, tmp_path / "runs", 2, ignore)
+        prepare_data(spec, tmp_path / "runs", 1, ignore)
     assert not [*(tmp_path / "runs").rglob("tokenizer.json")]
     assert find_prepared(spec, tmp_path / "runs") is None
 

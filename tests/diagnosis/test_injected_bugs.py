@@ -10,7 +10,7 @@ from tests.diagnosis.injected_bugs.bugs import BUGS
 from tests.diagnosis.injected_bugs.verdicts import Verdict, judged
 
 pytestmark = pytest.mark.drill
-FEW = {"bugs": ("an exploding block",), "healthy": ("language model",)}
+FEW = {"bugs": ("an exploding block",), "healthy": ("60 steps, validated four times",)}
 
 
 def wrong(verdicts: list[Verdict]) -> dict[str, str]:

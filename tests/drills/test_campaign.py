@@ -17,38 +17,21 @@ from tests.drills.campaign.requests import request
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import drill_spec
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.long]
 
 
-@pytest.mark.long  # test_nothing_is_lost kills a run, too; this is about the campaign that `make drills` prints
-def test_kills_at_random_times_lose_nothing(dataset: Path, chance: random.Random) -> None:
-    found = kill(text_specs(dataset, {"stage 2": ZERO_STAGES["stage 2"]}), 3, chance)
-    assert found.kills >= 3
-    assert found.failed_resumes == []
-    assert found.different == []
+KILLED = {"stage 2": ZERO_STAGES["stage 2"], **FINE_TUNING}
+KILLED |= {name: OPTIMIZERS[name] for name in ("Muon, ZeRO-3", "local SGD of Muon, ZeRO-2")}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", FINE_TUNING)
-def test_kills_of_fine_tuning_at_random_times_lose_nothing(kind: str, dataset: Path, chance: random.Random) -> None:
-    found = kill(text_specs(dataset, {kind: FINE_TUNING[kind]}), 2, chance)
+@pytest.mark.parametrize("kind", KILLED)
+def test_kills_at_random_times_lose_nothing(kind: str, dataset: Path, chance: random.Random) -> None:
+    found = kill(text_specs(dataset, {kind: KILLED[kind]}), 2, chance)
     assert found.kills >= 2
     assert found.failed_resumes == []
     assert found.different == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["Muon, ZeRO-3", "local SGD of Muon, ZeRO-2"])
-def test_kills_with_muon_and_local_sgd_at_random_times_lose_nothing(
-    kind: str, dataset: Path, chance: random.Random
-) -> None:
-    found = kill(text_specs(dataset, {kind: OPTIMIZERS[kind]}), 2, chance)
-    assert found.kills >= 2
-    assert found.failed_resumes == []
-    assert found.different == []
-
-
-@pytest.mark.long  # tests/worker and tests/engine/checkpoint damage checkpoints, too
 def test_checkpoints_damaged_at_random_are_skipped_and_reported(
     undisturbed: Undisturbed, chance: random.Random
 ) -> None:
@@ -58,7 +41,6 @@ def test_checkpoints_damaged_at_random_are_skipped_and_reported(
     assert found.unreported == []
 
 
-@pytest.mark.long
 def test_a_save_file_made_while_the_last_save_runs_does_not_stay_behind(dataset: Path) -> None:
     run = ForkedRun.create(drill_spec(dataset, training__steps=6, checkpoint__every=6))
 
@@ -71,7 +53,6 @@ def test_a_save_file_made_while_the_last_save_runs_does_not_stay_behind(dataset:
     assert not run.run.save_file.exists()
 
 
-@pytest.mark.long
 def test_save_requests_at_random_times_are_fulfilled(dataset: Path, chance: random.Random) -> None:
     found = request(dataset, 8, chance)
     assert found.requests == 8
@@ -79,7 +60,6 @@ def test_save_requests_at_random_times_are_fulfilled(dataset: Path, chance: rand
     assert found.different == []
 
 
-@pytest.mark.long
 def test_runs_resumed_with_other_sizes_train_on_the_same_samples(dataset: Path) -> None:
     found = reshard(dataset)
     assert found.reshards == 10
@@ -88,7 +68,6 @@ def test_runs_resumed_with_other_sizes_train_on_the_same_samples(dataset: Path) 
     assert found.loss < 1e-4
 
 
-@pytest.mark.long
 def test_a_run_with_muon_resumed_in_other_stages_keeps_every_value(dataset: Path) -> None:
     found = reshard(dataset, ["ZeRO 3, 1, 2"], training__optimizer="{name: muon, lr: 1.0e-3}")
     assert found.reshards == 2

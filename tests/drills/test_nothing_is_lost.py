@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,23 @@ import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
+from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, slowed, submit_drill
+from tests.drills.training_runs import (
+    STEPS,
+    Drill,
+    assert_same_run,
+    differences,
+    drill_spec,
+    slowed,
+    submit_drill,
+)
 
 pytestmark = pytest.mark.drill
 LAST_MOMENT = STEPS - 14
@@ -29,17 +40,57 @@ _RECOMPUTED = {"layout__activation_checkpointing": "selective"}
 every_kind = pytest.mark.parametrize(
     ("kind", "asks", "workers"),
     [
-        pytest.param({"layout__zero_stage": 0}, (signal.SIGTERM,), 0, marks=pytest.mark.long),
-        pytest.param({"layout__zero_stage": 1, **_RECOMPUTED}, (signal.SIGUSR1,), 1, marks=pytest.mark.long),
+        ({"layout__zero_stage": 0}, (signal.SIGTERM,), 0),
+        ({"layout__zero_stage": 1, **_RECOMPUTED}, (signal.SIGUSR1,), 1),
         ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1), 0),
-        pytest.param(
-            {"layout__zero_stage": 3, **_RECOMPUTED}, (signal.SIGTERM, signal.SIGTERM), 2, marks=pytest.mark.long
-        ),
+        ({"layout__zero_stage": 3, **_RECOMPUTED}, (signal.SIGTERM, signal.SIGTERM), 2),
     ],
     ids=["stage 0", "stage 1", "stage 2 in bf16", "stage 3"],
 )
 
 
+def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing_without_a_node_agent(
+    dataset: Path, undisturbed: Undisturbed, chance: random.Random
+) -> None:
+    run = ForkedRun.create(drill_spec(dataset))
+
+    def reaches(attempt: Attempt, first: int) -> bool:
+        step = chance.randrange(first, LAST_MOMENT)
+        lines = partial(read_metrics, run.run)
+        return attempt.wait_for(
+            lambda: any(each["attempt"] == attempt.number and each["step"] >= step for each in lines())
+        )
+
+    def kill(attempt: Attempt) -> None:
+        assert reaches(attempt, 11)  # after a checkpoint
+        attempt.send(signal.SIGKILL, chance.randrange(2))
+
+    def preempt(attempt: Attempt) -> None:
+        assert reaches(attempt, run.newest_step() + 1)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+            attempt.send(number, chance.randrange(2))
+
+    fault = slowed({1: LAST_MOMENT, 2: LAST_MOMENT})
+    ends = [run.attempt(kill, fault), run.attempt(preempt, fault), run.attempt()]
+    assert [attempt.exit_codes for attempt in ends] == [None, [75, 75], [0, 0]]
+    assert run.events("resumed")[1]["lost_steps"] == 0
+    assert_same_run(Drill(run.run, LocalBackend()), undisturbed())
+
+
+def test_a_preempted_run_of_one_rank_continues_without_losing_a_step(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, slowed({1: 6}))
+    drill = submit_drill(dataset, cluster__gpus_per_node=1)
+    drill.wait_for_step(5)
+    drill.preempt()
+    drill.wait_for_end()
+    assert [event["reason"] for event in drill.events("attempt-ended")] == ["preempted", "done"]
+    assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
+    assert_same_run(drill, undisturbed(cluster__gpus_per_node=1))
+
+
+@pytest.mark.long
 @every_kind
 def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing(
     kind: dict[str, Any],

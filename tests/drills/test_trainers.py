@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,40 +57,50 @@ def test_trl_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied_recipe(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path / "mine")
-    undisturbed = submitted("undisturbed", "env.OMP_NUM_THREADS='1'")
-    undisturbed.wait_for_end()
-    assert undisturbed.events("finished"), undisturbed.log()
 
-    drill = submitted("hurt", "env={SLOW: '0.2', OMP_NUM_THREADS: '1'}", "tracking=[tensorboard]")
-    drill.wait_for_step(13)
-    drill.preempt()
-    drill.wait_for(lambda: len(drill.beginnings()) == 2)
-    first = drill.events("attempt-ended")[0]
-    assert (first["exit_code"], first["reason"]) == (75, "preempted")
-    left = drill.events("preempted")[0]["step"]
-    assert drill.beginnings()[1]["step"] == left >= 13
+    def write_half_a_checkpoint(drill: Drill) -> None:
+        """While the ranks start again: a later one than the last."""
+        drill.wait_for(lambda: len(drill.events("attempt-ended")) == 2)
+        half = drill.run.checkpoints / "step-00000022"
+        shutil.copytree(drill.run.checkpoints / "step-00000020", half)
+        with (half / "optimizer.pt").open("r+b") as file:
+            file.truncate(1000)
 
-    drill.wait_for_step(23)  # the checkpoint of step 20 is committed
-    os.kill(drill.rank_pids()[1], signal.SIGKILL)
-    drill.wait_for(lambda: len(drill.events("attempt-ended")) == 2)
-    # While the ranks start again: a later checkpoint that is half-written.
-    half = drill.run.checkpoints / "step-00000022"
-    shutil.copytree(drill.run.checkpoints / "step-00000020", half)
-    with (half / "optimizer.pt").open("r+b") as file:
-        file.truncate(1000)
-    drill.wait_for_end()
-    assert drill.events("finished"), drill.log()
-    assert drill.events("attempt-ended")[1]["reason"] == "killed"
-    assert [event["step"] for event in drill.beginnings()] == [0, left, 20]
-    assert losses(drill) == losses(undisturbed)
-    assert [step for step, _ in losses(drill)] == list(range(1, 41))
+    drill = hurt_run(tmp_path / "mine", monkeypatch, write_half_a_checkpoint, "tracking=[tensorboard]")
     kept = [checkpoint for checkpoint in list_checkpoints(drill.run.checkpoints) if checkpoint.step % 10 == 0]
     assert kept[-1].step == 40
     assert all(verify(checkpoint) == [] for checkpoint in kept)
     assert [step for step, _ in tensorboard_scalars(drill)["loss"]] == list(range(1, 41))
     listed = scaletrain("checkpoint", "verify", "hurt", "--step", "40")
     assert listed.code == 0, listed.err
+
+
+def hurt_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, after_the_kill: Callable[[Drill], None], *sets: str
+) -> Drill:
+    """Preempt a run, then kill a rank of it; compare it with an undisturbed one."""
+    monkeypatch.chdir(folder)
+    undisturbed = submitted("undisturbed", "env.OMP_NUM_THREADS='1'")
+    undisturbed.wait_for_end()
+    assert undisturbed.events("finished"), undisturbed.log()
+    drill = submitted("hurt", "env={SLOW: '0.2', OMP_NUM_THREADS: '1'}", *sets)
+    drill.wait_for_step(13)
+    drill.preempt()
+    drill.wait_for(lambda: len(drill.beginnings()) == 2)
+    first = drill.events("attempt-ended")[0]
+    assert (first["exit_code"], first["reason"]) == (75, "preempted")
+    left = drill.events("preempted")[0]["step"]
+    assert left >= 13
+    drill.wait_for_step(23)  # the checkpoint of step 20 is committed
+    os.kill(drill.rank_pids()[1], signal.SIGKILL)
+    after_the_kill(drill)
+    drill.wait_for_end()
+    assert drill.events("finished"), drill.log()
+    assert drill.events("attempt-ended")[1]["reason"] == "killed"
+    assert [event["step"] for event in drill.beginnings()] == [0, left, 20]
+    assert losses(drill) == losses(undisturbed)
+    assert [step for step, _ in losses(drill)] == list(range(1, 41))
+    return drill
 
 
 LIGHTNING = """
@@ -147,21 +158,4 @@ def test_lightning_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_
     shutil.copytree(PROJECT / "recipes/trl-sft", tmp_path / "mine")
     (tmp_path / "mine/train.py").write_text(LIGHTNING)
     WorkingTree(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path / "mine")
-    undisturbed = submitted("undisturbed", "env.OMP_NUM_THREADS='1'")
-    undisturbed.wait_for_end()
-    assert undisturbed.events("finished"), undisturbed.log()
-
-    drill = submitted("hurt", "env={SLOW: '0.2', OMP_NUM_THREADS: '1'}")
-    drill.wait_for_step(13)
-    drill.preempt()
-    drill.wait_for(lambda: len(drill.beginnings()) == 2)
-    assert drill.events("attempt-ended")[0]["exit_code"] == 75
-    left = drill.events("preempted")[0]["step"]
-    drill.wait_for_step(23)
-    os.kill(drill.rank_pids()[1], signal.SIGKILL)
-    drill.wait_for_end()
-    assert drill.events("finished"), drill.log()
-    assert [event["step"] for event in drill.beginnings()] == [0, left, 20]
-    assert losses(drill) == losses(undisturbed)
-    assert [step for step, _ in losses(drill)] == list(range(1, 41))
+    hurt_run(tmp_path / "mine", monkeypatch, lambda drill: None)

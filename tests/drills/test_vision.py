@@ -28,7 +28,7 @@ from tests.drills.campaign.forked_attempts import ForkedRun, be_rank, strays
 from tests.drills.vision_runs import draw_pairs, vision_spec, vision_text
 from tests.engine.checkpoint.whole_state import whole_state
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.long]
 EMA = "{name: ema, every: 1, decay: 0.9}"
 
 
@@ -76,7 +76,6 @@ def contents_by_sample(run: RunDir) -> dict[int, str]:
     return found
 
 
-@pytest.mark.long
 def test_a_vit_on_2_then_1_then_3_ranks_has_the_same_images_augmentations_and_losses(prepared: Path) -> None:
     folder = draw_pairs(prepared / "shapes")
     images = {"data__source": folder / "pairs", "model__num_channels": 3, "model__num_labels": 2}
@@ -96,7 +95,6 @@ def test_a_vit_on_2_then_1_then_3_ranks_has_the_same_images_augmentations_and_lo
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.long
 def test_pairs_preempted_and_then_killed_beside_a_damaged_checkpoint_train_to_the_same_bits(prepared: Path) -> None:
     settings = {"checkpoint__every": 5, "training__steps": 20, "training__averaging": EMA, "layout__zero_stage": 1}
     spec = prepared_spec("clip", prepared, **settings)
@@ -113,7 +111,6 @@ def test_pairs_preempted_and_then_killed_beside_a_damaged_checkpoint_train_to_th
     assert strays(run, undisturbed) == []
 
 
-@pytest.mark.long
 def test_images_with_a_loss_that_is_no_number_are_skipped_as_if_from_the_start(prepared: Path) -> None:
     settings = {"layout__zero_stage": 1, "training__averaging": EMA, "guard__nan": "rollback"}
     spec = prepared_spec("resnet", prepared, **settings, data__loader__workers=1)
@@ -128,7 +125,6 @@ def test_images_with_a_loss_that_is_no_number_are_skipped_as_if_from_the_start(p
     assert strays(run, skipping) == []
 
 
-@pytest.mark.long
 def test_layers_that_are_frozen_in_a_stage_keep_their_batch_norm_statistics_to_the_bit(prepared: Path) -> None:
     """The classifier trains, then everything, then the classifier again; a run that is killed in between as well."""
     stages = "[{match: 'classifier*', end_step: 4}, {match: '*', start_step: 5, end_step: 8},"
@@ -165,7 +161,6 @@ def drawn_weights(spec: RunSpec) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.long
 def test_the_drill_verb_reports_that_runs_on_images_and_pairs_recovered(prepared: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.yaml"
     pairs.write_text(vision_text("clip", draw_pairs(tmp_path / "shapes")))

@@ -56,10 +56,10 @@ class Drill:
         """Return the first true result of the condition; fail if the run ends before."""
         while True:
             goes_on = self.active()  # which takes longer than most conditions
-            for _ in range(20):
+            for _ in range(5):
                 if answer := reached():
                     return answer
-                time.sleep(0.005)
+                time.sleep(0.02)
             if not goes_on:
                 break
         raise AssertionError(f"did not happen; events: {self.events()}; log: {self.log()[-3000:]}")

@@ -37,6 +37,7 @@ _LAYOUTS = {
     "pipeline, last stage": ("zero_stage=1", "pipeline_parallel=2", "precision=fp32"),
     "pipeline in bf16": ("zero_stage=1", "pipeline_parallel=2", "precision=bf16"),
 }
+_LONG = ("ZeRO-1", "tensor without ZeRO", "sequence", "pipeline, last stage")
 
 
 def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
@@ -83,7 +84,9 @@ def _overrides(keys: tuple[str, ...]) -> list[str]:
     return [f"{'training' if key.startswith('precision') else 'layout'}.{key}" for key in keys]
 
 
-@pytest.mark.parametrize("name", _LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in _LONG else []) for name in _LAYOUTS]
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none(name: str) -> None:
     keys, nan_rank = _LAYOUTS[name], list(_LAYOUTS).index(name) % 2
     for loss, norm, moved, changed in on_ranks(2, _step_with_nan, _overrides(keys), nan_rank):

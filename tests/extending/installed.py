@@ -12,7 +12,7 @@ from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from tests.drills.training_runs import spec_text
 from tests.extending.pages import install
-from tests.forked import scaletrain
+from tests.forked import FORKS_PYTHON, scaletrain
 
 PROJECT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ class Cli:
         self.site, self.runs = folder / "site", folder / "runs"
         install("extending.md", heading, self.site)
         path = f"{self.site}{os.pathsep}{PROJECT}"
-        self.environment = {**os.environ, "PYTHONPATH": path, "SCALETRAIN_RUNS": str(self.runs)}
+        self.environment = {**os.environ, "PYTHONPATH": path, "SCALETRAIN_RUNS": str(self.runs), FORKS_PYTHON: ""}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return scaletrain(*arguments, environment=self.environment, folder=self.site)

@@ -215,6 +215,7 @@ def test_nothing_is_read_from_the_hub_for_another_training_program(hub: Hub) -> 
     assert not hub_uses(made_spec("code.engine=train"))
 
 
+@pytest.mark.usefixtures("fetched_here")
 def test_the_shared_cache_is_filled_before_the_job_is_submitted(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +249,7 @@ def test_pods_fetch_to_a_volume_of_their_own_unless_env_names_another_place(hub:
     assert '"value": "/models/hf"' in mounted
 
 
+@pytest.mark.usefixtures("fetched_here")
 def test_every_verb_works_offline_with_a_complete_cache(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +285,7 @@ def test_the_endpoint_in_env_is_used_by_every_verb_as_on_the_nodes(
     assert len(resolve_commits(spec, os.environ)) == 2
 
 
+@pytest.mark.usefixtures("fetched_here")
 def test_offline_mode_in_env_lets_no_verb_send_a_request(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from tests.data.images.pictures import files_below, ignore, image_bytes, write_f
 from tests.data.images.test_prepared import spec
 from tests.hub.server import Hub
 
+pytestmark = pytest.mark.usefixtures("fetched_here")
+
 
 def test_shards_tables_and_folders_of_the_hub_are_indexed(hub: Hub, tmp_path: Path) -> None:
     write_shards(tmp_path / "all/shards", 2, 4)

@@ -87,6 +87,7 @@ def test_two_nodes_with_two_ranks_each_fetch_each_file_once_per_node(
     assert {event["node"] for event in made.events("hub-fetched")} == {"n0", "n1"}
 
 
+@pytest.mark.long  # tests/hub/test_fetch.py has two fetches at a time
 def test_nodes_that_share_a_cache_fetch_once(hub: Hub, make: MakeHubRun, start: StartAgent) -> None:
     made = make(nodes=2)
     hub.chunk_bytes, hub.delay_seconds = 8192, 0.05
@@ -151,12 +152,13 @@ def test_no_rank_starts_on_a_node_that_does_not_see_that_another_one_has_stopped
     assert not late.ranks
 
 
+@pytest.mark.usefixtures("fetched_here")
 @pytest.mark.parametrize(
     ("sets", "fetched"),
     [
         ((), 0),
         (("model.adapter={name: lora, rank: 2, weights: 'hf://acme/adapter'}",), 1),
-        pytest.param(("training.trainable=[{match: lm_head}]",), 1, marks=pytest.mark.long),
+        (("training.trainable=[{match: lm_head}]",), 1),
     ],
     ids=["full", "adapter", "frozen"],
 )
@@ -196,7 +198,7 @@ def test_the_token_of_the_run_reads_a_gated_model_and_is_written_nowhere_else(
 
 @pytest.mark.parametrize(
     ("status", "token", "code", "exit_code"),
-    [(None, "hf_revoked", "hub.token-refused", 2), (503, "", "hub.busy", 1)],
+    [(503, "", "hub.busy", 1), pytest.param(None, "hf_revoked", "hub.token-refused", 2, marks=pytest.mark.long)],
 )
 def test_a_refusal_ends_the_attempt_with_its_reason_and_without_a_rank(
     hub: Hub, make: MakeHubRun, start: StartAgent, status: int | None, token: str, code: str, exit_code: int

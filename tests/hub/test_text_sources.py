@@ -13,6 +13,8 @@ from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.hub import tiny
 from tests.hub.server import Hub
 
+pytestmark = pytest.mark.usefixtures("fetched_here")
+
 FILES = {
     "web/a.jsonl.zst": b"1",
     "web/b.arrow": b"2",

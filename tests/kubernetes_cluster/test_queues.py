@@ -47,9 +47,7 @@ def queue(place: Place, offers: Offers) -> Queue:
     spec = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": place.namespace}},
         "preemption": {"withinClusterQueue": "LowerPriority"},
-        "resourceGroups": [
-            {"coveredResources": ["cpu", "memory"], "flavors": [{"name": name, "resources": quotas}]},
-        ],
+        "resourceGroups": [{"coveredResources": ["cpu", "memory"], "flavors": [{"name": name, "resources": quotas}]}],
     }
     made("ClusterQueue", "clusterqueues", {"spec": spec})
     made("LocalQueue", "localqueues", {"spec": {"clusterQueue": name}}, outside=False)

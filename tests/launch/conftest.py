@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import pytest
 
 from scaletrain_cli.launch import submit
 from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.backends.local import backend as local_backend
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.own_processes import START
 from scaletrain_cli.plan import result
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec, parse_spec
-from tests.forked import Forked, RealProcess
+from tests.forked import FORKS_PYTHON, Forked, RealProcess
 from tests.launch.working_tree import WorkingTree
 from tests.waiting import wait_until
 
@@ -121,7 +124,8 @@ class Agent:
         words = [*module, str(made.run.path), "--engine", ENGINE, "--attempt", str(self.attempt), *options]
         words += ["--node-rank", str(node_rank), "--master-addr", "127.0.0.1", "--master-port", "29500"]
         environment = {**os.environ, **(environment or {})}
-        self.process = (RealProcess if real else Forked)(words[0], words[1:], environment, stdout=1)
+        kind, given = (RealProcess, environment) if real else (Forked, forking(environment))
+        self.process = kind(words[0], words[1:], given, stdout=1)
 
     def wait(self) -> int:
         self.errors = self.process.communicate()
@@ -146,6 +150,29 @@ class Agent:
 
 
 StartAgent = Callable[..., Agent]
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors of local runs, their agents and ranks, as forks."""
+    started: dict[int, Forked] = {}
+    commands: dict[int, list[str]] = {}  # those of forks are the server's
+
+    def spawn(command: list[str], log: Path) -> int:
+        module, *arguments = command[command.index(START) + 1 :]
+        with log.open("ab") as file:
+            process = Forked(module, arguments, forking(os.environ), stdout=file.fileno(), stderr=file.fileno())
+        started[process.pid], commands[process.pid] = process, command
+        return process.pid
+
+    monkeypatch.setattr(local_backend, "_spawn", spawn)
+    monkeypatch.setattr(local_backend, "command_line", lambda pid: commands.get(pid, []))
+    monkeypatch.setattr(local_backend, "_exit_code", lambda pid: started[pid].poll())
+
+
+def forking(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a forked process that forks the Python programs that it starts, too."""
+    return {**environment, FORKS_PYTHON: "scaletrain_cli.engine.faults"}
 
 
 @pytest.fixture(autouse=True)
@@ -188,8 +215,11 @@ def signalled_at_its_start(start_agent: StartAgent, made: MadeRun, *, real: bool
     return agent
 
 
+@pytest.fixture(scope="session")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WorkingTree(tmp_path_factory.mktemp("tree")).folder
+
+
 @pytest.fixture
-def tree(tmp_path: Path) -> WorkingTree:
-    folder = tmp_path / "it's a tree"
-    folder.mkdir()
-    return WorkingTree(folder)
+def tree(tmp_path: Path, committed: Path) -> WorkingTree:
+    return WorkingTree(shutil.copytree(committed, tmp_path / "it's a tree"))

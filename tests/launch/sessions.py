@@ -15,57 +15,74 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import Forked
+from tests.launch.conftest import forking
 from tests.ports import reserved_port
 from tests.waiting import wait_until
 
-SCALETRAIN = (sys.executable, "-m", "scaletrain_cli")
+
+@dataclass(frozen=True)
+class Started:
+    """A command line by a fork, and the open files that it writes to."""
+
+    process: Forked
+    stdout: int
+    stderr: int
+
+    @property
+    def out(self) -> bytes:
+        return os.pread(self.stdout, 1 << 20, 0)
+
+    @property
+    def errors(self) -> list[str]:
+        return os.pread(self.stderr, 1 << 20, 0).decode().splitlines()
 
 
 class Sessions:
-    """The command line of a user of one run."""
+    """The command line of a user of one run, by forks."""
 
     def __init__(self, run: str, environment: Mapping[str, str]) -> None:
-        self.run, self.environment = run, dict(environment)
-
-    def exec(self, *words: str, options: Sequence[str] = (), given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        command = [*SCALETRAIN, "exec", self.run, *options, "--", *words]
-        return subprocess.run(command, env=self.environment, input=given, capture_output=True)
+        self.run, self.environment = run, forking(environment)
 
     @contextlib.contextmanager
-    def start(self, verb: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    def start(self, verb: str, *words: str, given: bytes = b"") -> Iterator[Started]:
         """Start a verb; it is killed at the end of the block."""
-        with subprocess.Popen(
-            [*SCALETRAIN, verb, self.run, *words],
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        ) as process:
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            os.pwrite(stdin.fileno(), given, 0)
+            streams = {"stdin": stdin.fileno(), "stdout": stdout.fileno(), "stderr": stderr.fileno()}
+            process = Forked("scaletrain_cli", [verb, self.run, *words], self.environment, **streams)
             try:
-                yield process
+                yield Started(process, stdout.fileno(), stderr.fileno())
             finally:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    def exec(self, *words: str, options: Sequence[str] = (), given: bytes = b"") -> tuple[int, bytes, list[str]]:
+        """Return the exit code of a command, its output and the lines of its errors."""
+        with self.start("exec", *options, "--", *words, given=given) as started:
+            return started.process.wait(), started.out, started.errors
 
     def passes_streams_and_the_exit_code_on(self) -> None:
         """Every byte arrives, on the stream that it was written to, and the code is that of the command."""
         data = os.urandom(300_000)
-        done = self.exec("sh", "-c", "cat; echo oops >&2; exit 41", given=data)
-        assert (done.stdout == data, done.returncode) == (True, 41)
-        assert done.stderr.decode().splitlines()[-1] == "oops"
-        assert self.exec("no-such-program").returncode == 127
-        assert self.exec("sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
+        code, out, errors = self.exec("sh", "-c", "cat; echo oops >&2; exit 41", given=data)
+        assert (out == data, code) == (True, 41)
+        assert errors[-1] == "oops"
+        assert self.exec("no-such-program")[0] == 127
+        assert self.exec("sh", "-c", "kill -TERM $$")[0] == 128 + signal.SIGTERM
 
     def has_the_environment_of_the_ranks(self, run_dir: str, rank: int) -> None:
         """Variables and Python are those of the ranks; only with --rank those of one of them."""
-        done = self.exec("sh", "-c", 'pwd; echo "$FAKE"; which python; env')
-        assert done.returncode == 0, done.stderr.decode()
-        shown = done.stdout.decode().splitlines()
+        code, out, errors = self.exec("sh", "-c", 'pwd; echo "$FAKE"; which python; env')
+        assert code == 0, errors
+        shown = out.decode().splitlines()
         assert shown[0] == run_dir
         assert "steps" in shown[1]
         assert shown[2] == os.path.join(os.path.dirname(sys.executable), "python")
@@ -73,30 +90,25 @@ class Sessions:
         names = {line.partition("=")[0] for line in shown}
         assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "SCALETRAIN_HEARTBEAT_FD"} & names
         script = "echo $RANK $LOCAL_RANK; tr '\\0' ' ' < /proc/$SCALETRAIN_RANK_PID/cmdline"
-        own = self.exec("sh", "-c", script, options=("--rank", str(rank))).stdout.decode().splitlines()
+        own = self.exec("sh", "-c", script, options=("--rank", str(rank)))[1].decode().splitlines()
         assert own[0].startswith(f"{rank} ")
         assert "fake_engine" in own[1]
 
     def streams_output_and_passes_ctrl_c_on(self) -> None:
         """Output arrives while the command runs, without a newline too; Ctrl-C becomes a SIGINT of the command."""
-        script = (
-            "import sys, time\n"
-            "try:\n    print('ready', end='', flush=True)\n    time.sleep(60)\n"
-            "except KeyboardInterrupt:\n    print(' interrupted', flush=True)\n    sys.exit(9)"
-        )
-        with self.start("exec", "--", sys.executable, "-c", script) as process:
-            assert process.stdout is not None
-            assert os.read(process.stdout.fileno(), 100) == b"ready"
-            process.send_signal(signal.SIGINT)
-            assert process.stdout.read() == b" interrupted\n"
-            assert process.wait() == 9
+        script = "trap 'kill $!; echo \" interrupted\"; exit 9' INT; printf ready; sleep 60 & wait $!"
+        with self.start("exec", "--", "sh", "-c", script) as started:
+            wait_until(lambda: started.out == b"ready", "output arrives")
+            started.process.send_signal(signal.SIGINT)
+            assert started.process.wait() == 9
+            assert started.out == b"ready interrupted\n"
 
     def ends_the_command_of_a_user_who_is_gone(self) -> None:
         """A killed client leaves no process: the command and its children get SIGHUP."""
         mark = f"{time.time_ns()}"
-        with self.start("exec", "--", "sh", "-c", f"sleep 3600; : {mark}") as process:
-            wait_until(lambda: pids(mark, without=process.pid), "the command runs")
-            process.kill()
+        with self.start("exec", "--", "sh", "-c", f"sleep 3600; : {mark}") as started:
+            wait_until(lambda: pids(mark), "the command runs")
+            started.process.kill()
         wait_until(lambda: not pids(mark), "the command has ended")
 
     def opens_a_shell_with_a_terminal_of_the_same_size(self) -> None:
@@ -109,9 +121,10 @@ class Sessions:
             screen.wait_for(r"31 97\r\n[^\n]*attempt=1")
             resize(terminal, 40, 111)
             os.kill(process.pid, signal.SIGWINCH)  # the kernel sends it to a process in front of its own terminal
-            screen.type("sleep 0.5; stty size; echo sleeps; sleep 300\n")
+            screen.type("until stty size | grep 40; do sleep 0.1; done; sh -c 'echo sleeps; exec sleep 300'\n")
             screen.wait_for(r"40 111\r\n[^\n]*sleeps")
             screen.type("\x03")
+            screen.wait_for(r"40 111\r\n[^\n]*sleeps\r\n[^#$]*[#$] ")  # an earlier line would be lost
             screen.type("exit 6\n")
             screen.to_the_end()
             assert process.wait() == 6, screen.text
@@ -119,11 +132,11 @@ class Sessions:
 
     @contextlib.contextmanager
     def terminal(self, verb: str, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-        """Start a verb in a terminal; yield its process, and the other end of the terminal."""
+        """Start a verb in a terminal, really; yield its process, and the other end of the terminal."""
         own, of_process = pty.openpty()
         resize(own, 31, 97)
         process = subprocess.Popen(
-            [*SCALETRAIN, verb, self.run, *words],
+            [sys.executable, "-m", "scaletrain_cli", verb, self.run, *words],
             env=self.environment | {"TERM": "xterm", "SHELL": "/bin/sh", "ENV": "", "PS1": "$ "},
             stdin=of_process,
             stdout=of_process,
@@ -143,11 +156,10 @@ class Sessions:
 
         ``port``: of a server on the node that sends back what it receives.
         """
-        with self.start("port-forward", f"{local}:{port}", f"0:{reserved_port()}", *options) as process:
-            assert process.stderr is not None
-            lines = [process.stderr.readline().decode() for _ in range(3)]
-            found = re.search(r"127\.0\.0\.1:(\d+) leads to port \d+ of", lines[2])
-            assert found is not None, lines
+        with self.start("port-forward", f"{local}:{port}", f"0:{reserved_port()}", *options) as started:
+            wait_until(lambda: len(started.errors) == 3, "both ports are forwarded")
+            found = re.search(r"127\.0\.0\.1:(\d+) leads to port \d+ of", started.errors[2])
+            assert found is not None, started.errors
             for _ in range(2):
                 ends = [socket.create_connection(("127.0.0.1", local)) for _ in range(8)]
                 sent = [bytes([number]) * 200_000 for number in range(8)]
@@ -157,10 +169,10 @@ class Sessions:
                 assert [received(end) for end in ends] == sent
             with socket.create_connection(("127.0.0.1", int(found[1]))) as refused:
                 assert received(refused) == b""
-            assert "refuses the connection" in process.stderr.readline().decode()
+            wait_until(lambda: "refuses the connection" in started.errors[-1], "the refusal is shown")
             assert listens_at(local) == ["127.0.0.1"]
-            process.send_signal(signal.SIGINT)
-            assert process.wait() == 0, process.stderr.read().decode()
+            started.process.send_signal(signal.SIGINT)
+            assert started.process.wait() == 0, started.errors
         assert listens_at(local) == []
 
 
@@ -216,9 +228,9 @@ def received(end: socket.socket) -> bytes:
     return found
 
 
-def pids(text: str, without: int = 0) -> list[int]:
+def pids(text: str) -> list[int]:
     found = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, text=True, check=False).stdout.split()
-    return [int(pid) for pid in found if int(pid) != without]
+    return [int(pid) for pid in found]
 
 
 def listens_at(port: int) -> list[str]:

@@ -133,9 +133,7 @@ def test_the_exit_code_of_an_agent_that_could_not_start_is_kept() -> None:
     assert (outcome.exit_code, outcome.reason) == (2, "usage")
 
 
-def test_the_record_of_an_attempt_has_its_start_its_outcome_and_the_restart_decision(
-    make_run: MakeRun,
-) -> None:
+def test_the_record_of_an_attempt_has_its_start_its_outcome_and_the_restart_decision(make_run: MakeRun) -> None:
     made = make_run()
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="77", nodes=("n1", "n2"))
     (began,) = read_attempts(made.run)

@@ -92,11 +92,7 @@ def test_status_cluster_shows_the_requested_cluster() -> None:
     shown = scaletrain("status", "--cluster", "--scheduler", "local", "--json")
     assert (shown.code, shown.data["scheduler"]) == (0, "local")
     titles = scaletrain("status", "--cluster", "--scheduler", "local").out.splitlines()[2]
-    assert titles.split()[:3] == [
-        "GPUs",
-        "free",
-        "used",
-    ]
+    assert titles.split()[:3] == ["GPUs", "free", "used"]
 
 
 @pytest.mark.parametrize("words", [("--cluster", "r1"), ("--cluster", "--wait", "1s"), ("--scheduler", "slurm")])

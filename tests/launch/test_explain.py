@@ -68,7 +68,7 @@ def test_the_findings_that_explain_a_failed_attempt_are_listed(make_run: MakeRun
 
 
 def test_a_crash_shows_the_reason_of_the_rank_the_end_of_its_log_and_earlier_attempts(
-    make_run: MakeRun,
+    make_run: MakeRun, forked_jobs: None
 ) -> None:
     made = make_run("restarts.crash=1", die={"*:1": 1}, reason="odd")
     submit_run(made.run, made.record, LOCAL)

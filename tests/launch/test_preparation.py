@@ -35,14 +35,7 @@ def no_preparation() -> None:
         (SLURM, {"prepared": False, "bytes": 400_000_000_000, "seconds": 267e3}, "auto", "job", 38, "job"),
         (SLURM, {"prepared": False, "bytes": 400_000_000_000, "seconds": 267e3}, "now", "here", 0, "here-as-chosen"),
         (SLURM, {"prepared": False, "bytes": 10_000_000, "seconds": 6.7}, "job", "job", 1, "job-as-chosen"),
-        (
-            (*SLURM, TASKS),
-            {"prepared": False, "bytes": 9, "seconds": 1e-5},
-            "job",
-            "job",
-            7,
-            "job-as-chosen",
-        ),
+        ((*SLURM, TASKS), {"prepared": False, "bytes": 9, "seconds": 1e-5}, "job", "job", 7, "job-as-chosen"),
         ((), {"prepared": False, "bytes": 400_000_000_000, "seconds": 267e3}, "auto", "here", 0, "only-here"),
         (("code.engine=my_program",), {}, "auto", "nothing", 0, "is-prepared"),
         ((*PODS, "cluster.kubernetes.preparation.tasks=5"), {}, "auto", "job", 5, "job-before"),
@@ -109,7 +102,7 @@ def test_data_whose_library_is_not_installed_here_are_prepared_by_a_job(
 
 
 def test_a_submission_prepares_its_data_first_and_one_that_cannot_leaves_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forked_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))

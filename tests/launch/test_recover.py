@@ -211,7 +211,9 @@ def submissions(made: MadeRun) -> list[int]:
 
 
 @pytest.mark.process
-def test_a_lost_run_is_resumed_once_however_many_look_and_keeps_its_budgets(make_run: MakeRun) -> None:
+def test_a_lost_run_is_resumed_once_however_many_look_and_keeps_its_budgets(
+    make_run: MakeRun, forked_jobs: None
+) -> None:
     made = make_run("restarts.lost=2", steps=20, stay={"1:*": 8}, checkpoint_every=5, silence=600)
     lose(made)
     waiting = recover(made.run, LOCAL)
@@ -232,7 +234,9 @@ def test_a_lost_run_is_resumed_once_however_many_look_and_keeps_its_budgets(make
 
 
 @pytest.mark.process
-def test_a_run_that_asks_for_nothing_or_was_canceled_or_has_used_its_resumes_stays_as_it_is(make_run: MakeRun) -> None:
+def test_a_run_that_asks_for_nothing_or_was_canceled_or_has_used_its_resumes_stays_as_it_is(
+    make_run: MakeRun, forked_jobs: None
+) -> None:
     made = make_run("restarts.lost=1", steps=20, stay={"1:*": 8}, checkpoint_every=5, silence=600)
     lose(made)
     record_event(made.run, "submitted", job_id="8", automatic=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,11 @@ from scaletrain_cli.launch import resume as resumption
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import create_run, read_submission, submit_run
-from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
-from scaletrain_cli.spec import changed_keys
+from scaletrain_cli.spec import RunSpec, changed_keys
 from tests.launch.conftest import MadeRun, make_spec
 from tests.launch.test_resume import Cluster, attempt, commit, log_steps
 from tests.launch.working_tree import WorkingTree
@@ -40,10 +41,15 @@ class Refusing(Cluster):
         raise self.error("no such partition")
 
 
+@functools.cache
+def planned(*overrides: str) -> tuple[RunSpec, RunPlan]:
+    spec = make_spec(*overrides)
+    return spec, make_plan(spec)
+
+
 def ended_run(*overrides: str, name: str = "mine") -> MadeRun:
     """Return a run with a real plan that trained to step 10 and was canceled."""
-    spec = make_spec(*overrides)
-    created = create_run(spec, make_plan(spec), name)
+    created = create_run(*planned(*overrides), name)
     made = MadeRun(created.run, created.record)
     submit_run(made.run, made.record, Cluster())
     attempt(made, 75, "cancelled")
@@ -228,9 +234,7 @@ def test_quantized_optimizer_states_are_not_resharded() -> None:
     assert cluster.submitted == 1
 
 
-def test_a_resize_to_another_scheduler_checks_the_old_job_on_the_old_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_resize_to_another_scheduler_checks_the_old_job_on_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ended_run()
     clusters = {"local": Cluster(), "slurm": Cluster()}
     monkeypatch.setattr(resumption, "backend_for", lambda name: clusters[name])

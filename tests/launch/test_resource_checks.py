@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,12 +179,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("data.source", ("data.source=link.txt",), "data.source", "is a link to a file that does not exist"),
     ("data.source", ("data.source=cut.parquet",), "data.source", "this is not a parquet file"),
     ("data.source", ("data.source=other.parquet",), "data.source", "cannot be read as a table"),
-    (
-        "data.source",
-        ("data.source=other.jsonl",),
-        "data.source",
-        "other.jsonl:1: has no field text; it has content",
-    ),
+    ("data.source", ("data.source=other.jsonl",), "data.source", "other.jsonl:1: has no field text; it has content"),
     ("data.source", ("data.source=latin.txt",), "data.source", "is not UTF-8 text"),
     ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is not a complete gzip file"),
     ("data.source", ("data.source=prepared",), "data.source", "train.bin holds 4 tokens, and dataset.json says 5"),
@@ -244,12 +240,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         )
     ),
     ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
-    (
-        "checkpoint.mirror.to",
-        ("checkpoint.mirror.to=/etc/hostname/a",),
-        "checkpoint.mirror.to",
-        "is not a folder",
-    ),
+    ("checkpoint.mirror.to", ("checkpoint.mirror.to=/etc/hostname/a",), "checkpoint.mirror.to", "is not a folder"),
     ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
     (
         "notify.*.webhook",
@@ -294,13 +285,18 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with every defect that a check finds."""
-    folder = tmp_path / "work"
-    folder.mkdir()
+def things(made_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = shutil.copytree(made_once, tmp_path / "work", symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NETRC", raising=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with every defect that a check finds."""
+    folder = tmp_path_factory.mktemp("work")
     (folder / "link.txt").symlink_to("gone")
     (folder / "empty.txt").touch()
     (folder / "short.jsonl").write_text('{"text": "a"}')

@@ -121,11 +121,7 @@ def prepared(folder: Path, **info: Any) -> None:
         ({"chat_template": f"SHA-256 {hashlib.sha256(b'{{ messages }}').hexdigest()}"}, "chat_template=chat.jinja", ""),
         ({"chat_template": "null"}, "chat_template=chat.jinja", "was prepared with chat_template null"),
         ({"fields": '{"messages": "chat"}'}, "fields.messages=chat", ""),
-        (
-            {"fields": "{}"},
-            "fields.messages=chat",
-            'with fields {}, and data.fields is {"messages": "chat"}',
-        ),
+        ({"fields": "{}"}, "fields.messages=chat", 'with fields {}, and data.fields is {"messages": "chat"}'),
         ({"template_date": "2024-07-26"}, "chat_template_date=2026-01-01", "chat_template_date is 2026-01-01"),
     ],
 )

@@ -17,6 +17,8 @@ from scaletrain_cli.worker import trackers
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 
 def ended(made: MadeRun) -> str:
     return wait_for_end(made.run, LOCAL, math.inf, lambda status: None).state

@@ -17,21 +17,26 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.slurm.session import session_command as slurm_session_command
 from scaletrain_cli.launch.node_session import node_of_run, node_session
 from scaletrain_cli.launch.port_forward import PortPair, port_pair
-from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.reasons import Reason
+from tests import forked
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.local.test_local import kill_all_of
-from tests.launch.conftest import LOCAL, PROJECT, MadeRun, MakeRun
+from tests.launch.conftest import LOCAL, PROJECT, MadeRun, MakeRun, forking, make_plan, make_spec
 from tests.launch.sessions import ECHO_SERVER, Sessions
 from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 
-@pytest.fixture
-def made(make_run: MakeRun) -> Iterator[MadeRun]:
-    """A run of two ranks that trains until it is killed."""
-    made = make_run("training.global_batch_size=2", steps=100_000)
-    submit_run(made.run, made.record, LOCAL)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeRun]:
+    """A run of two ranks that trains until it is killed: with real ranks, whose variables a session reads."""
+    spec = make_spec("training.global_batch_size=2", fake={"steps": 100_000})
+    new = create_run(spec, make_plan(spec), root=tmp_path_factory.mktemp("runs"))
+    made = MadeRun(new.run, new.record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PROJECT))
+        submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: all("up" in made.log(1, rank) for rank in (0, 1)), "the ranks are up")
     yield made
     kill_all_of(made)
@@ -204,12 +209,5 @@ def test_other_ports_are_refused(text: str) -> None:
 
 def test_no_file_is_needed_on_the_node_but_the_run_directory(tmp_path: Path, made: MadeRun) -> None:
     """The command starts in any folder: srun starts it in that of the user."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scaletrain_cli", "exec", str(made.run.path), "--", "pwd"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(PROJECT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = forked.scaletrain("exec", str(made.run.path), "--", "pwd", environment=forking(os.environ), folder=tmp_path)
     assert done.stdout.strip() == str(made.run.path)

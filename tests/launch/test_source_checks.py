@@ -235,11 +235,7 @@ def test_sources_of_tokens_need_their_tokenizer_and_no_step_on_text(folder: Path
     (folder / "f.bin").write_bytes(bytes([0, 0, 1, 0, 2, 0, 0, 0]))
     for data, options, said in (
         ({}, (), "the source web holds tokens, so no tokenizer can be trained for it"),
-        (
-            {"prepare": [{"step": "normalization"}]},
-            given,
-            "the step normalization needs text",
-        ),
+        ({"prepare": [{"step": "normalization"}]}, given, "the step normalization needs text"),
         ({}, given, "has the token 2, and the tokenizer has 2 tokens"),
     ):
         refused = scaletrain("submit", spec({"path": "f.bin"}, data), "--dry-run", *options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -13,44 +12,33 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Backend, Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, point_ids, submit_sweep
-from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import read_sweep_place
-from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.source import variants
 from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.backends.slurm.test_script import Recorded
 from tests.launch.conftest import ENGINE, MakeRun, make_plan, make_spec
+from tests.launch.test_submit import CountingScheduler
 from tests.waiting import wait_until
 
 
-class Queue(Backend):
+class Queue(CountingScheduler):
     """A back end that accepts jobs up to a limit; a canceled job is removed."""
 
-    name: ClassVar[str] = "local"
-
     def __init__(self, room: int = 100, refusal: SchedulerError | None = None) -> None:
+        super().__init__()
         self.room, self.refusal = room, refusal or SchedulerError("the queue is full.")
         self.jobs: dict[str, str] = {}
         self.cancelled: list[str] = []
-
-    def preflight(
-        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
-    ) -> PreflightResult:
-        return PreflightResult(Start(None, recorded("no estimate")))
-
-    def render(self, run: RunDir, record: RunRecord) -> str:
-        return ""
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         if len(self.jobs) >= self.room:
@@ -252,7 +240,7 @@ def test_a_limit_without_a_sweep_is_an_error() -> None:
     assert scaletrain("submit", SMALL, "--max-concurrent", "2").code == 2
 
 
-def test_on_this_machine_a_run_waits_for_the_one_before_it() -> None:
+def test_on_this_machine_a_run_waits_for_the_one_before_it(forked_jobs: None) -> None:
     scheduler = LocalBackend(engine=ENGINE)
     fake = json.dumps({"stay": {"1:*": 1}})
     specs = [make_spec(f"training.seed={seed}").model_copy(update={"env": {"FAKE": fake}}) for seed in (1, 2)]

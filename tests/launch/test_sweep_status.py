@@ -8,7 +8,6 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch import cancel, status
-from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.sweep import (
@@ -18,13 +17,13 @@ from scaletrain_cli.launch.sweep import (
     refreshed_sweep_status,
     sweep_status,
 )
-from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import MadeRun, MakeRun
+from tests.launch.test_resume import attempt
 from tests.launch.test_submit import CountingScheduler
 
 
@@ -66,15 +65,9 @@ def runs(make_run: MakeRun, queue: Queue) -> list[MadeRun]:
     return made
 
 
-def end(made: MadeRun, code: int, reason: str) -> None:
-    number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
-    outcome = Outcome(code, reason, recorded(f"{reason} happened"))  # type: ignore[arg-type]
-    end_attempt(made.run, made.record.spec, number, outcome, Decision(False, code, "so it was decided"))
-
-
 def test_runs_that_have_not_ended_are_canceled_the_last_first(runs: list[MadeRun], queue: Queue) -> None:
-    end(runs[0], 0, "done")
-    end(runs[1], 1, "crash")
+    attempt(runs[0], 0, "done")
+    attempt(runs[1], 1, "crash")
     found = sweep_status(find_sweep("s"))
     assert found.states == {"queued": 2, "finished": 1, "failed": 1}
     done = cancel_members(found.members)
@@ -108,7 +101,7 @@ def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> 
 
 def test_the_exit_code_of_a_sweep_is_that_of_its_first_unfinished_run(runs: list[MadeRun], queue: Queue) -> None:
     for made in runs:
-        end(made, 0, "done") if made is not runs[2] else end(made, 93, "nan")
+        attempt(made, 0, "done") if made is not runs[2] else attempt(made, 93, "nan")
     members = sweep_status(find_sweep("s")).members
     assert all(member.is_over for member in members)
     assert exit_code_of_all(members) == ExitCode.DO_NOT_REQUEUE
@@ -117,10 +110,10 @@ def test_the_exit_code_of_a_sweep_is_that_of_its_first_unfinished_run(runs: list
 
 
 def test_a_run_that_has_ended_is_not_queried_again(runs: list[MadeRun], queue: Queue) -> None:
-    end(runs[0], 0, "done")
+    attempt(runs[0], 0, "done")
     before = sweep_status(find_sweep("s"))
     for made in runs[1:]:
-        end(made, 0, "done")
+        attempt(made, 0, "done")
     runs[0].run.record.unlink()  # nobody looks
     assert refreshed_sweep_status(before).states == {"finished": 4}
 
@@ -143,13 +136,13 @@ def test_force_is_refused_for_a_sweep_on_a_back_end_without_it(runs: list[MadeRu
 def test_the_best_of_the_finished_runs_is_named(runs: list[MadeRun]) -> None:
     for made, loss in zip(runs, (3.0, 2.0, 1.0), strict=False):
         append_line(made.run.metrics, {"step": 1, "loss": loss, "validation_loss": loss + 1})
-    end(runs[0], 0, "done")
+    attempt(runs[0], 0, "done")
     assert sweep_status(find_sweep("s")).best is None, "one run has no other to be compared with"
-    end(runs[1], 0, "done")
-    end(runs[2], 1, "crash")
+    attempt(runs[1], 0, "done")
+    attempt(runs[2], 1, "crash")
     found = sweep_status(find_sweep("s"))
     assert found.to_json()["best"] == {"run_id": "s-2", "measure": "validation_loss", "value": 3.0}
     assert "lowest validation loss 3.0000: s-2" in scaletrain("status", "s").out
     append_line(runs[0].run.metrics, {"step": 2, "loss": 1.5})
-    end(runs[3], 0, "done")  # which has measured nothing
+    attempt(runs[3], 0, "done")  # which has measured nothing
     assert sweep_status(find_sweep("s")).best is None

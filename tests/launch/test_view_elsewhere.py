@@ -136,9 +136,7 @@ def test_the_far_end_answers_each_state_that_it_gets(tmp_path: Path) -> None:
     os.close(reads)
 
 
-def test_a_view_without_a_terminal_leaves_the_input_of_the_loop_around_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_view_without_a_terminal_leaves_the_input_of_the_loop_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, writes = os.pipe()
     there, here = os.pipe()
     os.write(writes, b"next run\n")

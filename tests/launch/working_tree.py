@@ -11,6 +11,8 @@ class WorkingTree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if (folder / ".git").exists():  # a copy of one
+            return
         self.git("init", "--quiet", "--initial-branch=main")
         if list(folder.iterdir()) == [folder / ".git"]:
             self.write("train.py", "print('one')\n")

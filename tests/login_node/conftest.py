@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,15 @@ from tests.waiting import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 PROJECT = Path(__file__).parent.parent.parent
+REAL_COMMAND = f'#!/bin/sh\nexport PYTHONPATH={PROJECT}\nexec {sys.executable} -m scaletrain_cli "$@"\n'
+# Passes its words, variables, folder and open files to the tests, whose fork becomes the command line.
+FORKED_COMMAND = """#!{python} -SE
+import os, pickle, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tests:
+    tests.connect({address!r})
+    socket.send_fds(tests, [pickle.dumps((sys.argv[1:], dict(os.environ), os.getcwd()))], [0, 1, 2])
+    os._exit(tests.recv(1)[0])
+"""
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     )
     # The client reads ~/.ssh of the password database, whatever HOME is.
     (tmp_path / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys}/config "$@"\n')
-    (home / "scaletrain").write_text(
-        f'#!/bin/sh\nexport PYTHONPATH={PROJECT}\nexec {sys.executable} -m scaletrain_cli "$@"\n'
-    )
+    sockets = tempfile.mkdtemp(prefix="scaletrain-")  # the path of a socket must be short
+    monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
+    address = f"{sockets}/commands"
+    (home / "scaletrain").write_text(FORKED_COMMAND.format(python=sys.executable, address=address))
     for program in (tmp_path / "bin" / "ssh", home / "scaletrain"):
         program.chmod(0o755)
     (tmp_path / "config" / "scaletrain").mkdir()
@@ -74,19 +87,48 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         "    scheduler: local\n"
     )
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    sockets = tempfile.mkdtemp(prefix="scaletrain-")  # the path of a socket must be short
-    monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs-here"))
+    commands = _listen(address)
     try:
         wait_until(lambda: _answers(port), "sshd listens")
         yield Site(home, runs, tmp_path / "here", server)
     finally:
         end = ["ssh", "-O", "exit", "-o", f"ControlPath={sockets}/scaletrain-ssh/%C", "login.site"]
         subprocess.run(end, capture_output=True)
+        commands.close()
         server.terminate()
         server.wait()
         shutil.rmtree(sockets)
+
+
+def _listen(address: str) -> socket.socket:
+    """Answer FORKED_COMMAND until the socket is closed."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                threading.Thread(target=_run, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+def _run(client: socket.socket) -> None:
+    data, files, *_ = socket.recv_fds(client, 1 << 20, 3)
+    words, environment, folder = pickle.loads(data)
+    environment |= {"PYTHONPATH": str(PROJECT), forked.FORKS_PYTHON: ""}
+    streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
+    process = forked.Forked("tests.login_node.there", words, environment, folder=Path(folder), **streams)
+    for file in files:
+        os.close(file)
+    process.communicate()
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        client.send(bytes([process.wait() & 255]))
+    client.close()
 
 
 def _answers(port: int) -> bool:

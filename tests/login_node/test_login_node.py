@@ -14,7 +14,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember, sent_runs
 from tests.launch.working_tree import WorkingTree
-from tests.login_node.conftest import Site
+from tests.login_node.conftest import REAL_COMMAND, Site
 
 SPEC = f"""
 schema: scaletrain/v1
@@ -124,6 +124,7 @@ def test_a_dry_run_prints_the_job_of_the_login_node_and_keeps_nothing(site: Site
 
 
 def test_a_spec_on_stdin_is_sent(site: Site, tree: WorkingTree) -> None:
+    (site.home / "scaletrain").write_text(REAL_COMMAND)
     shown = site.scaletrain("validate", "-", "--cluster", "site", "--json", sent=SPEC)
     assert shown.returncode == ExitCode.DONE, shown.stdout + shown.stderr
     assert json.loads(shown.stdout)["spec"]["cluster"]["scheduler"] == "local"

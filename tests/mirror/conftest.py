@@ -12,11 +12,17 @@ import pytest
 
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.mirror.checkpoints import MirroredFolder, in_line, list_folders
-from scaletrain_cli.mirror.claims import read_claims
+from scaletrain_cli.mirror.claims import Claim, own_claim, read_claims
 from scaletrain_cli.mirror.opening import open_store
 from scaletrain_cli.mirror.stores import MirrorStore
 from scaletrain_cli.mirror.sync import Mirror
-from scaletrain_cli.rundir.checkpoints import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint
+from scaletrain_cli.rundir.checkpoints import (
+    Checkpoint,
+    checkpoint_path,
+    latest_valid,
+    list_checkpoints,
+    read_checkpoint,
+)
 from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -32,6 +38,8 @@ from tests.launch.conftest import make_plan, make_spec
 
 __all__ = ["s3", "s3_server"]
 PLACE = f"s3://{BUCKET}/mirror"
+# What is the same at both is tested in a folder; `make test-long` has all of it at the S3 server, too.
+at_both_places = pytest.mark.parametrize("place", ["store", "folder"], indirect=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,35 @@ class MirroredRun:
         return [event for event in read_events(self.run) if event["event"] == name]
 
 
+def claimed(store: MirrorStore) -> Claim:
+    """Return the latest claim in the mirror."""
+    return read_claims(store)[-1]
+
+
+def owned(run: RunDir) -> tuple[int, int | None]:
+    """Return the generation and the first step of the claim of a place."""
+    claim = own_claim(run)
+    assert claim is not None
+    return claim.generation, claim.from_step
+
+
+def newest_valid(run: RunDir) -> tuple[int, list[str]]:
+    """Return the step of the newest valid checkpoint, and what is wrong with others."""
+    checkpoint, problems = latest_valid(run.checkpoints)
+    assert checkpoint is not None
+    return checkpoint.step, problems
+
+
 MakeMirrored = Callable[..., MirroredRun]
+
+
+@pytest.fixture(params=[pytest.param("store", marks=pytest.mark.long), "folder"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A mirror at an S3 server, and one in a folder."""
+    if request.param == "store":
+        request.getfixturevalue("s3")
+        return PLACE
+    return str(tmp_path / "other-disk")
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,23 +13,15 @@ from scaletrain_cli.mirror.history import restore_history
 from scaletrain_cli.mirror.restore import find_in_mirror
 from scaletrain_cli.rundir.checkpoints import Checkpoint
 from tests.data.remote.faults import FaultyProxy, Request
-from tests.launch.conftest import PROJECT
+from tests.forked import Forked
 from tests.mirror.conftest import MakeMirrored, MirroredRun
 
 _SIZES = (40_000, 6_000, 90_000)
 _REQUESTS = 50  # of a pass, about; kills after the last one are passes that end
 
 
-def start(made: MirroredRun) -> subprocess.Popen[bytes]:
-    """Start the process with an input that has ended: it mirrors once, and ends."""
-    words = [str(made.run.path), "--parent-pid", str(os.getpid())]
-    return subprocess.Popen(
-        [sys.executable, "-m", "scaletrain_cli.launch.mirroring", *words],
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def start(made: MirroredRun) -> Forked:
+    return Forked("tests.mirror.mirroring", [str(made.run.path)], os.environ)
 
 
 def content_of(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -65,7 +55,7 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, 
         at = len(s3.seen) + draw.randint(1, _REQUESTS)
         process = start(made)
 
-        def kill(request: Request, at: int = at, process: subprocess.Popen[bytes] = process) -> str | None:
+        def kill(request: Request, at: int = at, process: Forked = process) -> str | None:
             if request.number == at:
                 process.kill()
                 return draw.choice([None, "reset"])  # the server has the request, or its answer is lost

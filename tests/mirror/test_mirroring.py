@@ -25,18 +25,14 @@ from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.worker.checkpoint_commit import mark_clean
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy
-from tests.mirror.conftest import PLACE, MakeMirrored, MirroredRun
+from tests.mirror.conftest import PLACE, MakeMirrored, MirroredRun, at_both_places
 
 _PART = object_store._PART_BYTES
 
 
-@pytest.fixture(params=["store", "folder"])
-def mirrored(request: pytest.FixtureRequest, make_mirrored: MakeMirrored, tmp_path: Path) -> MirroredRun:
-    """A run whose mirror is at an S3 server, and one whose mirror is a folder."""
-    if request.param == "store":
-        request.getfixturevalue("s3")
-        return make_mirrored()
-    return make_mirrored(str(tmp_path / "other-disk"))
+@pytest.fixture
+def mirrored(make_mirrored: MakeMirrored, place: str) -> MirroredRun:
+    return make_mirrored(place)
 
 
 def uploads(proxy: FaultyProxy) -> list[str]:
@@ -44,6 +40,7 @@ def uploads(proxy: FaultyProxy) -> list[str]:
     return [request.path.rpartition("/")[2].partition("?")[0] for request in proxy.seen if request.method == "PUT"]
 
 
+@at_both_places
 def test_a_checkpoint_is_copied_with_its_manifest_last_and_the_history_before(mirrored: MirroredRun) -> None:
     saved = mirrored.commit(10)
     assert mirrored.mirror().look()
@@ -71,6 +68,7 @@ def test_the_manifest_is_the_last_object_of_a_checkpoint(s3: FaultyProxy, make_m
     assert any(path.startswith("0001-") for path in order[:manifest]), "the list of the history is before it"
 
 
+@at_both_places
 def test_history_is_restored_as_it_was(mirrored: MirroredRun, tmp_path: Path) -> None:
     (mirrored.run.path / "code").mkdir()
     (mirrored.run.path / "code" / "abc.patch").write_text("a patch")
@@ -169,6 +167,7 @@ def test_a_checkpoint_that_training_marks_clean_is_clean_in_the_mirror(mirrored:
     assert found.clean
 
 
+@at_both_places
 def test_rolled_back_checkpoints_leave_the_mirror(mirrored: MirroredRun) -> None:
     mirror = mirrored.mirror()
     for step in (10, 20):

@@ -28,7 +28,6 @@ from scaletrain_cli.mirror.claims import latest_claim, make_claim, new_claim, ow
 from scaletrain_cli.mirror.restore import draft_folder
 from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
-from scaletrain_cli.rundir.checkpoints import latest_valid
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.mirror_state import read_superseded
 from scaletrain_cli.rundir.paths import RunDir
@@ -38,17 +37,12 @@ from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import scaletrain
 from tests.data.remote.faults import FaultyProxy
 from tests.launch.conftest import make_plan, make_spec
-from tests.mirror.conftest import PLACE, MakeMirrored, MirroredRun
+from tests.mirror.conftest import MakeMirrored, MirroredRun, at_both_places, claimed, newest_valid, owned
 
 
-@pytest.fixture(params=["store", "folder"])
-def mirrored(request: pytest.FixtureRequest, make_mirrored: MakeMirrored, tmp_path: Path) -> MirroredRun:
-    """A run with two mirrored checkpoints, at an S3 server and in a folder."""
-    place = PLACE
-    if request.param == "store":
-        request.getfixturevalue("s3")
-    else:
-        place = str(tmp_path / "other-disk")
+@pytest.fixture
+def mirrored(make_mirrored: MakeMirrored, place: str) -> MirroredRun:
+    """A run with two mirrored checkpoints."""
     made = make_mirrored(place)
     mirror = made.mirror()
     for step in (10, 20):
@@ -62,6 +56,7 @@ def move(mirrored: MirroredRun, root: Path, *, take_over: bool = False) -> RunDi
     return move_here(find_to_move(mirrored.to, "moving", take_over=take_over, root=root), root=root).run
 
 
+@at_both_places
 def test_a_run_moves_with_its_newest_checkpoint_its_id_and_its_history(mirrored: MirroredRun, tmp_path: Path) -> None:
     mirrored.mirror().release()
     events, metrics = mirrored.run.events.read_bytes(), mirrored.run.metrics.read_bytes()
@@ -78,9 +73,7 @@ def test_a_run_moves_with_its_newest_checkpoint_its_id_and_its_history(mirrored:
     (moved,) = [event for event in read_events(run) if event["event"] == "moved"]
     assert (moved["step"], moved["generation"], moved["from_run_dir"]) == (20, 2, str(mirrored.run.path))
     assert not draft_folder(tmp_path / "second", "moving").exists()
-    checkpoint, problems = latest_valid(run.checkpoints)
-    assert checkpoint is not None
-    assert (checkpoint.step, problems) == (20, [])
+    assert newest_valid(run) == (20, [])
 
 
 def test_a_run_that_may_be_active_is_moved_only_with_take_over(mirrored: MirroredRun, tmp_path: Path) -> None:
@@ -89,9 +82,7 @@ def test_a_run_that_may_be_active_is_moved_only_with_take_over(mirrored: Mirrore
     assert "--take-over" in str(raised.value)
     assert not (tmp_path / "second").exists()
     run = move(mirrored, tmp_path / "second", take_over=True)
-    own = own_claim(run)
-    assert own is not None
-    assert (own.generation, own.from_step) == (2, 20)
+    assert owned(run) == (2, 20)
 
 
 def test_the_place_before_stops_and_its_late_checkpoints_are_never_restored(
@@ -112,6 +103,7 @@ def test_the_place_before_stops_and_its_late_checkpoints_are_never_restored(
         refuse(mirrored.run, inspect_resume(mirrored.run))
 
 
+@at_both_places
 def test_what_a_place_commits_after_it_was_superseded_is_outside_the_line(
     mirrored: MirroredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +138,7 @@ def test_the_second_place_mirrors_on_and_the_run_can_return(mirrored: MirroredRu
     assert (back.path.parent / ".moving.generation-1" / "checkpoints").is_dir()
 
 
+@at_both_places
 def test_only_one_of_two_places_gets_the_next_claim(mirrored: MirroredRun, tmp_path: Path) -> None:
     found = [find_to_move(mirrored.to, "moving", take_over=True, root=tmp_path / name) for name in ("second", "third")]
     first = move_here(found[0], root=tmp_path / "second").run
@@ -170,9 +163,7 @@ def test_a_damaged_file_in_the_mirror_is_passed_over(mirrored: MirroredRun, tmp_
     assert restored.checkpoint.step == 10
     assert len(restored.passed_over) == 1
     assert name in restored.passed_over[0]
-    own = own_claim(restored.run)
-    assert own is not None
-    assert own.from_step == 10
+    assert owned(restored.run)[1] == 10
 
 
 def test_a_checkpoint_that_a_live_owner_deletes_meanwhile_gives_way_to_its_newer_one(tmp_path: Path) -> None:
@@ -188,9 +179,7 @@ def test_a_checkpoint_that_a_live_owner_deletes_meanwhile_gives_way_to_its_newer
     assert made.steps() == [10, 16]
     restored = move_here(found, root=tmp_path / "second")
     assert (restored.checkpoint.step, restored.passed_over) == (16, [])
-    claim = latest_claim(made.store)
-    assert claim is not None
-    assert claim.from_step == 16
+    assert claimed(made.store).from_step == 16
     assert [event["step"] for event in read_events(restored.run) if event["event"] == "checkpoint"] == [10, 15, 16]
 
 
@@ -225,9 +214,7 @@ def test_a_mirror_that_always_changes_is_not_taken_over(tmp_path: Path) -> None:
     found = find_to_move(made.to, "moving", take_over=True, root=tmp_path / "second")
     with pytest.raises(MirrorError, match="faster than they are received"):
         move_here(found, root=tmp_path / "second", check=check)
-    claim = latest_claim(made.store)
-    assert claim is not None
-    assert claim.generation == 1
+    assert claimed(made.store).generation == 1
 
 
 def make_live(tmp_path: Path) -> MirroredRun:
@@ -258,9 +245,7 @@ def test_without_a_valid_checkpoint_nothing_is_claimed(mirrored: MirroredRun, tm
         mirrored.store.delete(f"{folder.name}/rank-00000.safetensors")
     with pytest.raises((MirrorError, UsageError)):
         move(mirrored, tmp_path / "second", take_over=True)
-    claim = latest_claim(mirrored.store)
-    assert claim is not None
-    assert claim.generation == 1
+    assert claimed(mirrored.store).generation == 1
 
 
 def test_a_download_that_was_cut_continues(s3: FaultyProxy, make_mirrored: MakeMirrored, tmp_path: Path) -> None:
@@ -277,7 +262,7 @@ def test_a_download_that_was_cut_continues(s3: FaultyProxy, make_mirrored: MakeM
     run = move(made, root, take_over=True)
     ranges = [request.range for request in s3.seen[before:] if "rank-" in request.path and request.method == "GET"]
     assert ranges == ["bytes=8388608-9437183"]
-    assert latest_valid(run.checkpoints)[0] is not None
+    assert newest_valid(run)[0] == 10
 
 
 @pytest.mark.parametrize(
@@ -401,9 +386,7 @@ def test_the_settings_of_the_new_place_are_written_before_the_claim(
         found = find_to_move(str(tmp_path / "copy"), "moving", take_over=True, root=tmp_path / "second")
         with pytest.raises(UsageError, match="refused"):
             move_here(found, root=tmp_path / "second", check=check)
-    claim = latest_claim(found.store)
-    assert claim is not None
-    assert claim.generation == 1
+    assert claimed(found.store).generation == 1
 
 
 def test_a_blob_that_differs_is_found(mirrored: MirroredRun, tmp_path: Path) -> None:
@@ -411,9 +394,7 @@ def test_a_blob_that_differs_is_found(mirrored: MirroredRun, tmp_path: Path) -> 
         mirrored.store.write(name, json.dumps({"other": 1}).encode())
     with pytest.raises(MirrorError, match="is not what was written there"):
         move(mirrored, tmp_path / "second", take_over=True)
-    claim = latest_claim(mirrored.store)
-    assert claim is not None
-    assert claim.generation == 1
+    assert claimed(mirrored.store).generation == 1
 
 
 CLUSTERS = """
@@ -466,9 +447,7 @@ def test_a_plan_that_is_impossible_on_the_new_cluster_leaves_the_owner(
     words = ("resume", "moving", "--from-mirror", mirrored.to, "--take-over", "--yes")
     refused = scaletrain(*words, "--set", "training.seed=7")
     assert refused.code == 2
-    claim = latest_claim(mirrored.store)
-    assert claim is not None
-    assert claim.generation == 1
+    assert claimed(mirrored.store).generation == 1
     assert not (tmp_path / "second" / "moving").exists()
     shown = scaletrain(*words, "--dry-run", "--json").data
     assert (shown["step"], shown["owner"]["generation"], shown["released"]) == (20, 1, False)
@@ -503,9 +482,7 @@ def test_pods_continue_what_an_interrupted_pod_began(
         with pytest.raises(OSError, match="evicted"):
             complete_from_mirror(pods, record)
     assert complete_from_mirror(pods, record)
-    checkpoint, _ = latest_valid(pods.checkpoints)
-    assert checkpoint is not None
-    assert checkpoint.step == 20
+    assert newest_valid(pods)[0] == 20
     assert len(read_attempts(pods)) == 1
     assert not complete_from_mirror(pods, record)
     assert not complete_from_mirror(RunDir(tmp_path / "second" / "moving"), record), "the submitter brought all of it"
@@ -520,9 +497,7 @@ def test_a_directory_of_an_earlier_owner_on_the_volume_is_set_aside(mirrored: Mi
     assert set_older_aside(documents, volume) is None, "it is that of the claim now"
     assert set_older_aside(documents, tmp_path / "elsewhere") is None
     assert [path.name for path in pods.checkpoints.iterdir()] == ["step-00000020"]
-    own = own_claim(pods)
-    assert own is not None
-    assert own.generation == 2
+    assert owned(pods)[0] == 2
     make_claim(mirrored.store, pods, new_claim(pods, 3, from_step=20))
     with pytest.raises(UsageError, match="belongs to a later owner"):
         set_older_aside(documents, volume)
@@ -533,9 +508,7 @@ def test_pods_bring_the_run_to_a_volume_that_the_submitter_cannot_access(mirrore
     assert set_older_aside(documents, tmp_path / "volume") is None
     pods, record = place_documents(documents, tmp_path / "volume")
     assert complete_from_mirror(pods, record)
-    checkpoint, problems = latest_valid(pods.checkpoints)
-    assert checkpoint is not None
-    assert (checkpoint.step, problems) == (20, [])
+    assert newest_valid(pods) == (20, [])
     assert pods.metrics.read_bytes() == mirrored.run.metrics.read_bytes()
     assert [event["step"] for event in read_events(pods) if event["event"] == "moved"] == [20]
     assert own_claim(pods) == latest_claim(mirrored.store)

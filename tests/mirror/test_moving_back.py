@@ -22,7 +22,6 @@ from scaletrain_cli.launch.resume import inspect_resume, refuse
 from scaletrain_cli.launch.resume_elsewhere import complete_from_mirror, find_to_move, move_here
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.mirror.claims import own_claim
-from scaletrain_cli.rundir.checkpoints import latest_valid
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import (
     RunRecord,
@@ -34,7 +33,7 @@ from scaletrain_cli.rundir.record import (
 )
 from tests.launch.backends.kubernetes.conftest import SETTINGS
 from tests.launch.conftest import make_plan, make_spec
-from tests.mirror.conftest import MakeMirrored, MirroredRun
+from tests.mirror.conftest import MakeMirrored, MirroredRun, newest_valid, owned
 
 JOB = "jobset/moving-s1"
 
@@ -119,9 +118,7 @@ def test_the_run_comes_back_once_its_job_is_over(moved: Moved) -> None:
     assert (back.run.path, back.checkpoint.step) == (moved.here.path, 30)
     assert [attempt.job_id for attempt in read_attempts(back.run)] == ["7", JOB]
     assert (root / ".moving.generation-2" / "kubernetes.json").is_file()
-    own = own_claim(back.run)
-    assert own is not None
-    assert own.generation == 3
+    assert owned(back.run)[0] == 3
 
 
 def test_the_objects_of_a_later_submission_have_other_names(moved: Moved) -> None:
@@ -139,9 +136,7 @@ def test_a_run_that_was_submitted_to_pods_comes_here_too(tmp_path: Path) -> None
     assert own_claim(made.run) is None
     pods.end()
     back = move_here(find_to_move(pods.place, "moving", root=tmp_path / "second"), root=tmp_path / "second").run
-    checkpoint, _ = latest_valid(back.checkpoints)
-    assert checkpoint is not None
-    assert checkpoint.step == 30
+    assert newest_valid(back)[0] == 30
 
 
 def test_another_run_of_the_same_name_is_not_set_aside(tmp_path: Path) -> None:

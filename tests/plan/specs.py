@@ -11,6 +11,13 @@ from scaletrain_cli.spec.loading import complete
 # Overrides of spec_of that leave the ranks data parallelism alone, which the search would not.
 DATA_ALONE = {"layout__tensor_parallel": 1, "layout__pipeline_parallel": 1, "layout__sequence_parallel": 1}
 
+# One layout: for tests of what follows from a plan, whichever layout it has.
+ONE_LAYOUT = DATA_ALONE | {
+    "layout__zero_stage": 3,
+    "layout__activation_checkpointing": "full",
+    "training__micro_batch_size": 1,
+}
+
 
 def model_of(preset: str, **overrides: Any) -> ModelSpec:
     return ModelSpec.model_validate(complete({"preset": preset, **overrides}, Path(), {}))

@@ -14,7 +14,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_search import on_cluster
 from scaletrain_cli.plan.speed.kernels import rates
 from scaletrain_cli.spec import RunSpec
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 PARTS = ("compute", "exposed_communication", "bubble", "optimizer", "data_wait")
 
@@ -134,7 +134,7 @@ def test_shares_of_the_spec_replace_those_of_the_catalogue() -> None:
 
 def test_measured_figures_of_the_network_replace_those_of_the_catalogue() -> None:
     def seconds(**figures: float) -> tuple[float, float, float]:
-        spec = spec_of("llama-7b", cluster__nodes=16, cluster__network_figures=figures)
+        spec = spec_of("llama-7b", **ONE_LAYOUT, cluster__nodes=16, cluster__network_figures=figures)
         link = cluster_link(spec.cluster, find_accelerator(spec.cluster))
         return link.reduce(1e9, 128), link.gather(1e9, 128), link.send(1e9, 8)
 

@@ -87,9 +87,11 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "text_config": text} if "text_config" in config else text
 
 
+@pytest.mark.parametrize("layers", ["five layers", pytest.param("every layer", marks=pytest.mark.long)])
 @pytest.mark.parametrize("folder", CURRENT.values())
-def test_a_model_has_as_many_parameters_as_its_modules_in_transformers(folder: str) -> None:
+def test_a_model_has_as_many_parameters_as_its_modules_in_transformers(folder: str, layers: str) -> None:
     config = config_of(folder)
+    config = config if layers == "every layer" else smaller(config)
     assert parameter_count(model_from(config)) == count_of_transformers(config)
 
 

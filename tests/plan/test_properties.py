@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -160,6 +161,7 @@ def test_a_valid_spec_gives_a_valid_plan_or_a_scaletrain_error(spec: RunSpec | N
         assert submittable(spec, result.plan)
 
 
+@pytest.mark.long
 def test_model_dims_at_their_limits_do_not_overflow() -> None:
     largest = 10**9
     model = ModelSpec(

@@ -67,7 +67,7 @@ def test_the_regime_is_what_limits_a_run(overrides: dict[str, Any], regime: str)
     ],
 )
 def test_what_no_published_run_has_is_not_calibrated(preset: str, overrides: dict[str, Any], name: str) -> None:
-    spec = spec_of(preset, **overrides)
+    spec = spec_of(preset, layout__activation_checkpointing="full", training__micro_batch_size=1, **overrides)
     plan = make_plan(spec)
     assert regime_of(spec, plan.layout) == name
     assert plan.ranges is not None
@@ -94,10 +94,7 @@ def test_a_run_that_may_stall_has_the_percentiles_of_the_mixture(plan: RunPlan, 
     """Against drawn runs."""
     stall = 2 * plan.time.step
     time = time_of(
-        plan,
-        stall_probability=chance,
-        stall_seconds=stall,
-        step=plan.time.step + (stall if chance > 0.5 else 0.0),
+        plan, stall_probability=chance, stall_seconds=stall, step=plan.time.step + (stall if chance > 0.5 else 0.0)
     )
     assert time.unstalled == pytest.approx(plan.time.step)
     assert time.expected == pytest.approx(plan.time.step + chance * stall)

@@ -57,12 +57,13 @@ class Site:
 
     def wait(self, run_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         """Return the first status that is reached. Fails if the run stays at an end that is not."""
-        polls_after_end = 0
+        polls_after_end, pause = 0, 0.3
         while not reached(now := self.status(run_id)):
             is_over = now["state"] in ENDED and now["job"]["state"] not in ("queued", "running")
             polls_after_end = polls_after_end + 1 if is_over else 0
-            assert polls_after_end < 100, f"the run has ended, and not: {what}; {now}"
-            time.sleep(0.3)
+            assert polls_after_end < 30, f"the run has ended, and not: {what}; {now}"
+            time.sleep(pause)
+            pause = min(1.3 * pause, 1.5)  # a status costs three commands of Slurm
         return now
 
     def trains(self, run_id: str, attempt: int = 1) -> dict[str, Any]:

@@ -60,14 +60,14 @@ def test_commands_run_beside_the_ranks_of_a_run(site: Site) -> None:
     sessions.has_the_environment_of_the_ranks(str(site.runs / run_id), rank=1)
     for number, name in enumerate(nodes):
         for node in (str(number), name):
-            done = sessions.exec("hostname", options=("--node", node))
-            assert (done.returncode, done.stdout.decode()) == (0, f"{name}\n"), done.stderr.decode()
+            code, out, errors = sessions.exec("hostname", options=("--node", node))
+            assert (code, out.decode()) == (0, f"{name}\n"), errors
     sessions.streams_output_and_passes_ctrl_c_on()
     sessions.ends_the_command_of_a_user_who_is_gone()
     sessions.opens_a_shell_with_a_terminal_of_the_same_size()
     with sessions.start("exec", "--node", "1", "--", sys.executable, "-c", ECHO_SERVER) as server:
-        assert server.stdout is not None
-        sessions.forwards_a_port(int(server.stdout.readline()), reserved_port(), "--node", "1")
+        wait_until(lambda: server.out, "the server listens")
+        sessions.forwards_a_port(int(server.out), reserved_port(), "--node", "1")
     refused = site.scaletrain("exec", run_id, "--node", "n9", "--", "true", check=False)
     assert (refused.returncode, "has no node n9" in refused.stderr) == (2, True)
     wait_until(lambda: len(found := steps(site)) == 2 and any(step.endswith(".batch") for step in found), "no step")

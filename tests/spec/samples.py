@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from scaletrain_cli.errors import Problem, SpecError
-from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec import RunSpec, json_schema, parse_spec
 
 PROJECT = Path(__file__).parent.parent.parent
 FIXTURES = Path(__file__).parent / "hugging_face"
@@ -33,6 +35,11 @@ training:
   steps: 10
   precision: fp32
 """
+
+
+@functools.cache
+def schema_validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json_schema())
 
 
 def load(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> RunSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from ruamel.yaml import YAML
 
 from scaletrain_cli.spec import json_schema, presets, starting_spec
 from scaletrain_cli.spec.section import Section
-from tests.spec.samples import RECIPES, SPEC, load
+from tests.spec.samples import RECIPES, SPEC, load, schema_validator
 from tests.spec.test_round_trip import FULL
 
 MODEL = {"family": "gpt", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
@@ -25,12 +24,7 @@ MODEL = {"family": "gpt", "hidden_size": 8, "num_hidden_layers": 1, "num_attenti
 
 def complaints(text: str, **changes: Any) -> list[str]:
     data = YAML(typ="safe", pure=True).load(io.StringIO(text)) | changes
-    return [error.message for error in validator().iter_errors(data)]
-
-
-@functools.cache
-def validator() -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(json_schema())
+    return [error.message for error in schema_validator().iter_errors(data)]
 
 
 def test_the_schema_is_a_valid_json_schema() -> None:
@@ -59,7 +53,7 @@ def test_dimensions_are_required_only_without_a_preset_or_config(model: dict[str
 
 def test_the_schema_accepts_a_resolved_spec() -> None:
     resolved = load(SPEC + FULL).model_dump(mode="json", by_alias=True)
-    assert list(validator().iter_errors(resolved)) == []
+    assert list(schema_validator().iter_errors(resolved)) == []
 
 
 @pytest.mark.parametrize(

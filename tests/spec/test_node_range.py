@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import jsonschema
 import pytest
 
 from scaletrain_cli.errors import SpecError
-from scaletrain_cli.spec import RunSpec, changed_keys, json_schema, override_spec
-from tests.spec.samples import SPEC, load
+from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
+from tests.spec.samples import SPEC, load, schema_validator
 
 SLURM = "cluster.scheduler=slurm"
 RANGE = "cluster.nodes={min: 2, max: 8}"
@@ -102,5 +101,4 @@ def test_the_internal_field_is_not_a_key_of_the_file() -> None:
 def test_the_json_schema_accepts_a_number_and_a_range(nodes: object, valid: bool) -> None:
     spec = load(SPEC, SLURM).model_dump(mode="json", by_alias=True)
     spec["cluster"]["nodes"] = nodes
-    validator = jsonschema.Draft202012Validator(json_schema())
-    assert validator.is_valid(spec) == valid
+    assert schema_validator().is_valid(spec) == valid

@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.quantities import (
-    parse_bandwidth,
-    parse_bytes,
-    parse_count,
-    parse_flops,
-    parse_seconds,
-)
+from scaletrain_cli.spec.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops, parse_seconds
 
 PARSERS = [parse_bytes, parse_seconds, parse_count, parse_bandwidth, parse_flops]
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import transformers  # noqa: TID253
 from ruamel.yaml import YAML
@@ -15,9 +14,9 @@ from ruamel.yaml import YAML
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.workloads.registry import workload_of
-from scaletrain_cli.spec import LlavaSpec, RunSpec, json_schema, vision_presets
+from scaletrain_cli.spec import LlavaSpec, RunSpec, vision_presets
 from scaletrain_cli.spec.run import AnyModel
-from tests.spec.samples import load, problem, problems
+from tests.spec.samples import load, problem, problems, schema_validator
 
 VISION = """\
 schema: scaletrain/v1
@@ -44,12 +43,7 @@ def test_every_vision_preset_loads_and_round_trips_through_json(name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [
-        ("resnet", 44_549_160 - 998 * 2049),
-        ("convnext", 88_591_464),
-        ("vit", 304_326_632),
-        ("clip", 427_616_513),
-    ],
+    [("resnet", 44_549_160 - 998 * 2049), ("convnext", 88_591_464), ("vit", 304_326_632), ("clip", 427_616_513)],
 )
 def test_a_config_json_gives_the_published_network(name: str, parameters: int) -> None:
     assert _parameters(load(with_model(f"{{hf_config: {name}}}")).model) == parameters
@@ -223,7 +217,7 @@ def test_autocast_is_for_vision_networks_only() -> None:
 
 def complaints(text: str) -> list[Any]:
     data = YAML(typ="safe", pure=True).load(io.StringIO(text))
-    return list(jsonschema.Draft202012Validator(json_schema()).iter_errors(data))
+    return list(schema_validator().iter_errors(data))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from scaletrain_cli.data.steps.base import Document, Kept, Removed
@@ -38,6 +39,7 @@ class Language:
         return language, round(float(probability), 4)
 
 
+@cache  # takes half a second
 def _load() -> tuple[Any, str]:
     try:
         import py3langid

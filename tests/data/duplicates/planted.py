@@ -59,22 +59,27 @@ class PlantedTexts:
     def text(self, number: int) -> str:
         kind = number % 10
         if kind in SIMILARITIES:
-            base = self._random_words(number - kind)
+            base = self._words_of(number - kind)
             shingles = len(base) - NGRAM + 1
             # A replaced end leaves c of s shingles in common: J = c / (2 s - c).
             common = -int(-2 * shingles * SIMILARITIES[kind] // (1 + SIMILARITIES[kind]))
             kept = common + NGRAM - 1
-            return " ".join(base[:kept] + self._random_words(number)[kept:])
+            return " ".join(base[:kept] + self._words_of(number)[kept:])
         if kind == 4:
-            return "  ".join(self._random_words(number - 4)) + "\n"
+            return "  ".join(self._words_of(number - 4)) + "\n"
         if kind == 5:
-            return ", ".join(self._random_words(number - 5)).upper() + "."
-        return " ".join(self._random_words(number))
+            return ", ".join(self._words_of(number - 5)).upper() + "."
+        return " ".join(self._words_of(number))
 
-    def _random_words(self, number: int) -> list[str]:
-        generator = random.Random(self.seed * 1_000_003 + number)
-        count = self.words + generator.randrange(self.words // 2) - self.words // 4 if number % 10 > 5 else self.words
-        return [f"w{_letters(generator.randrange(_VOCABULARY))}" for _ in range(count)]
+    def _words_of(self, number: int) -> list[str]:
+        return _random_words(number, self.words, self.seed)
+
+
+@lru_cache(maxsize=1000)
+def _random_words(number: int, words: int, seed: int) -> list[str]:
+    generator = random.Random(seed * 1_000_003 + number)
+    count = words + generator.randrange(words // 2) - words // 4 if number % 10 > 5 else words
+    return [f"w{_letters(generator.randrange(_VOCABULARY))}" for _ in range(count)]
 
 
 SIMILARITIES = {1: 0.7, 2: 0.8, 3: 0.9}

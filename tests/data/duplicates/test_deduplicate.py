@@ -146,7 +146,7 @@ def test_order_of_jobs_and_memory_do_not_change_a_byte(
 
 @pytest.mark.process
 def test_workers_and_kills_in_every_phase_do_not_change_a_byte(reference: Corpus, tmp_path: Path) -> None:
-    """Each process kills itself after it has written a part of a file of a phase."""
+    """Each process kills itself after it has written a part of a file of a phase. One process forks all of them."""
     program = """
 import os, signal, sys
 from pathlib import Path
@@ -155,7 +155,7 @@ from scaletrain_cli.data import duplicates
 from scaletrain_cli.data.duplicates.files import SectionWriter
 from tests.data.duplicates.planted import PlantedTexts
 
-folder, phase, fatal = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder = Path(sys.argv[1])
 write, count = SectionWriter.append, 0
 
 def append(self, rows):
@@ -168,8 +168,14 @@ def append(self, rows):
             os.kill(os.getpid(), signal.SIGKILL)
 
 SectionWriter.append = append
-corpus = duplicates.Corpus(folder, ("web", "web", "code", "code"), duplicates.Settings())
-duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
+list(map(PlantedTexts(200, words=60).text, range(800)))  # which keeps the words
+for line in sys.stdin:
+    phase, fatal = line.split()[0], int(line.split()[1])
+    if (pid := os.fork()) == 0:
+        corpus = duplicates.Corpus(folder, ("web", "web", "code", "code"), duplicates.Settings())
+        duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
     expected = content(reference.folder)
     folder = tmp_path / "work"
@@ -182,13 +188,18 @@ duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
         ("verified", 1),
         ("removed", 4),
     )
+    command = [sys.executable, "-c", program, str(folder)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
     for phase, fatal in killed:
-        result = subprocess.run([sys.executable, "-c", program, str(folder), phase, str(fatal)])
-        assert result.returncode == -signal.SIGKILL, phase
+        print(phase, fatal, file=server.stdin, flush=True)
+        assert int(server.stdout.readline()) == -signal.SIGKILL, phase
         left = content(folder)
         drafts = [name for name in left if name.endswith(".draft")]
         assert len(drafts) == 1
         assert {name: left[name] for name in left if name not in drafts}.items() <= expected.items()
+    server.communicate()
     corpus = Corpus(folder, SOURCES, Settings())
     assert not corpus.report.exists()
     deduplicate(corpus, PlantedTexts(PER_TASK, words=60), workers=2, keep_phases=True)
@@ -272,8 +283,8 @@ def test_pairs_are_found_among_many_documents_that_are_just_not_similar(
 
 
 def test_a_template_needs_work_in_proportion_to_its_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its documents are compared with representatives; without those 400 would be 79,800 pairs."""
-    documents = 400
+    """Its documents are compared with representatives; without those 200 would be 19,900 pairs."""
+    documents = 200
     texts = ListedTexts([template(number, 1) for number in range(documents)])
     assert plain_similarity(texts.tasks[0][0], texts.tasks[0][1]) > 0.9
     whole = run(tmp_path / "whole", texts, sources=("a",))

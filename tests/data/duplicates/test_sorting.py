@@ -20,11 +20,11 @@ def test_rows_beyond_the_limit_come_sorted_from_disk(
 ) -> None:
     monkeypatch.setattr(sorting, "_LEAST_BLOCK", 16)  # several passes of merges
     monkeypatch.setattr(sorting, "_MOST_ROWS", 100)
-    rows = np.random.default_rng(0).integers(0, values, size=(20_000, 3), dtype=np.uint64)
+    rows = np.random.default_rng(0).integers(0, values, size=(6_000, 3), dtype=np.uint64)
     sorter = Sorter(tmp_path, 3, 6000)
-    for start in range(0, len(rows), 777):
-        sorter.add(rows[start : start + 777])
-    assert len(sorter._parts) < len(rows) // 777
+    for start in range(0, len(rows), 250):
+        sorter.add(rows[start : start + 250])
+    assert len(sorter._parts) < len(rows) // 250
     blocks = list(sorter.blocks())
     assert max(map(len, blocks)) <= 100
     assert np.concatenate(blocks).tolist() == sorted(rows.tolist())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.datasets import entries_of, record_datasets
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, write_folder, write_shards
+from tests.forked import scaletrain
 
 SPEC = """\
 schema: scaletrain/v1
@@ -150,15 +149,14 @@ def test_prepare_prints_the_counts_and_the_folder(tmp_path: Path) -> None:
     write_folder(tmp_path / "shards", [f"{kind}/{number}.jpg" for kind in "ab" for number in range(8)])
     (tmp_path / "shards/a/bad.jpg").write_bytes(b"no image")
     (tmp_path / "run.yaml").write_text(SPEC)
-    command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", "run.yaml", "--json", "--workers", "1"]
+    command = ["data", "prepare", "run.yaml", "--json", "--workers", "1"]
     environment = {"SCALETRAIN_RUNS": str(tmp_path / "runs"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path.cwd())}
-    refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    refused = scaletrain(*command, environment=environment, folder=tmp_path)
     assert refused.returncode == 2
     assert "a/bad.jpg: the image cannot be decoded" in refused.stdout
-    skips = [*command, "--set", "data.on_bad=skip"]
-    answer: Any = json.loads(
-        subprocess.run(skips, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    )
+    done = scaletrain(*command, "--set", "data.on_bad=skip", environment=environment, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer: Any = json.loads(done.stdout)
     assert answer["train_samples"] + answer["validation_samples"] == 16
     assert answer["bad_samples"] == 1
     assert answer["sources"][0]["num_classes"] == 2

@@ -247,7 +247,7 @@ def prepared_by_many(folder: Path, tokenizer: str, processes: int, kills: int, s
 
 
 def test_processes_that_are_killed_on_several_machines_prepare_the_same_bytes(tokenizer: str, tmp_path: Path) -> None:
-    prepared_by_many(tmp_path / "three", tokenizer, processes=3, kills=1, seed=1, count=60)
+    prepared_by_many(tmp_path / "two", tokenizer, processes=2, kills=1, seed=1, count=30)
 
 
 @pytest.mark.long

@@ -23,10 +23,11 @@ from scaletrain_cli.data.sources.records import SourceFile, TokenRecord
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec, NormalizationSpec
+from tests.data.sources.test_formats import megatron as write_megatron
 
 END, SIZE = 3, 500
 DRAW = np.random.default_rng(5)
-DOCUMENTS = [DRAW.integers(4, SIZE, size).tolist() for size in [1, 2, 900, 0, 17, *DRAW.integers(1, 60, 200).tolist()]]
+DOCUMENTS = [DRAW.integers(4, SIZE, size).tolist() for size in [1, 2, 900, 0, 17, *DRAW.integers(1, 60, 60).tolist()]]
 Tokens = Sequence[Sequence[int]]
 
 
@@ -43,19 +44,9 @@ def source(path: Path, kind: str, name: str = "web") -> Source:
 
 
 def megatron(folder: Path, documents: Tokens) -> Path:
-    """Write documents of two sequences each: index and data as the format's description says."""
+    """Write documents of two sequences each."""
     folder.mkdir(exist_ok=True)
-    pieces = [piece for tokens in documents for piece in (tokens[:5], tokens[5:])]
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + 2 * len(piece))
-    with (folder / "set.idx").open("wb") as index:
-        index.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(pieces), len(documents) + 1))
-        index.write(struct.pack(f"<{len(pieces)}i", *map(len, pieces)))
-        index.write(struct.pack(f"<{len(pieces)}q", *starts[:-1]))
-        index.write(struct.pack(f"<{len(documents) + 1}q", *range(0, len(pieces) + 1, 2)))
-    (folder / "set.bin").write_bytes(b"".join(struct.pack(f"<{len(piece)}H", *piece) for piece in pieces))
-    return folder / "set.idx"
+    return write_megatron(folder, [[list(tokens[:5]), list(tokens[5:])] for tokens in documents], 8, "<u2")
 
 
 def array(folder: Path, documents: Tokens, kind: str, last_end: bool) -> Path:
@@ -89,8 +80,8 @@ def expected(documents: Tokens) -> dict[str, list[int]]:
     return found
 
 
-def prepared(given: Source, tokenizer: Any, folder: Path, workers: int = 1, **more: Any) -> tuple[Path, dict[str, Any]]:
-    done = prepare(Preparation((given,), (), tokenizer, 0.2, **more), folder, workers, lambda *_: None)[given.name]
+def prepared(given: Source, tokenizer: Any, folder: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
+    done = prepare(Preparation((given,), (), tokenizer, 0.2, **more), folder, 1, lambda *_: None)[given.name]
     return done, json.loads((done / "dataset.json").read_text(encoding="utf-8"))
 
 
@@ -98,7 +89,7 @@ def prepared(given: Source, tokenizer: Any, folder: Path, workers: int = 1, **mo
 def test_a_megatron_set_keeps_its_documents(with_ends: bool, tokenizer: str, tmp_path: Path) -> None:
     documents = [[*tokens, END] if with_ends else tokens for tokens in DOCUMENTS]
     given = source(megatron(tmp_path / "set", documents), "megatron")
-    done, document = prepared(given, tokenizer, tmp_path / "data", 2, task_bytes=400)
+    done, document = prepared(given, tokenizer, tmp_path / "data", task_bytes=400)
     assert len(document["shards"]) > 3
     assert written(done, len(document["shards"])) == expected(DOCUMENTS)
     assert document["tokenizer"]["vocab_size"] == SIZE
@@ -117,7 +108,7 @@ def test_an_array_is_cut_at_its_end_of_text_tokens_by_tasks_of_any_size(
         found = [record.tokens.tolist() for record in records if isinstance(record, TokenRecord)]
         assert found[:-1] == [[*tokens, END] for tokens in DOCUMENTS if tokens][:-1]
         assert found[-1] == [*DOCUMENTS[-1], END][: len(DOCUMENTS[-1]) + last_end]
-    done, document = prepared(given, tokenizer, tmp_path / "data", task_bytes=5000)
+    done, document = prepared(given, tokenizer, tmp_path / "data", task_bytes=1000)
     assert len(document["shards"]) > 1
     assert written(done, len(document["shards"])) == expected(DOCUMENTS)
 

@@ -71,7 +71,7 @@ def test_every_beginning_of_the_order_of_tasks_is_spread(tmp_path: Path) -> None
 
 def test_any_number_of_workers_trains_the_same_tokenizer_once(tmp_path: Path) -> None:
     sources = source(tmp_path, "web", WEB), source(tmp_path, "books", BOOKS)
-    given = Preparation(sources, (SHORT,), "", 0.1, task_bytes=1000, vocab_size=320)
+    given = Preparation(sources, (SHORT,), "", 0.1, task_bytes=4000, vocab_size=320)
     found = []
     for workers in (1, 2):
         done = prepare(given, tmp_path / str(workers), workers, lambda *_: None)

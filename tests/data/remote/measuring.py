@@ -33,7 +33,7 @@ def measured_folder(folder: Path) -> Iterator[Measured]:
             if now == before:
                 found.most, found.times = max(found.most, sum(now.values())), found.times + 1
             before = now
-            time.sleep(0.001)
+            time.sleep(0.003)
 
     watcher = threading.Thread(target=measure)
     watcher.start()

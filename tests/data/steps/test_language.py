@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scaletrain_cli.data.steps import Kept, Removed
+from scaletrain_cli.data.steps import Kept, Removed, language
 from scaletrain_cli.data.steps.language import Language
 from scaletrain_cli.errors import MissingPackageError
 from scaletrain_cli.spec.preparation import LANGUAGES
@@ -86,5 +86,6 @@ def test_the_spec_knows_the_languages_of_the_model(english: Language) -> None:
 
 def test_the_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "py3langid", None)
+    monkeypatch.setattr(language, "_load", language._load.__wrapped__)  # which is kept once it is loaded
     with pytest.raises(MissingPackageError, match=r"step: language needs py3langid .*\[data\]"):
         step("language", keep=["en"])

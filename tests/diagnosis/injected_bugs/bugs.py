@@ -82,7 +82,7 @@ BUGS: dict[str, Bug] = {
         _text(*_FP16, injected="large-gradients 20000"), ("loss-scale-collapses",), "training.precision"
     ),
     "a dead block": Bug(_text(injected="dead-layer"), ("layer-dead",)),
-    "an exploding block": Bug(_text(injected="exploding-layer 30"), ("layer-exploding",)),
+    "an exploding block": Bug(_text("training.steps=80", injected="exploding-layer 30"), ("layer-exploding",)),
     "a batch far too large": Bug(
         _text(
             *_SMALL, "training.global_batch_size=256", "training.micro_batch_size=64", "training.steps=260",

@@ -55,7 +55,7 @@ class Attempt:
         while not self.over.is_set():
             if reached():
                 return True
-            time.sleep(0.0005)
+            time.sleep(0.005)
         return False
 
     def send(self, number: int, rank: int) -> None:

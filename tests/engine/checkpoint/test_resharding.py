@@ -25,13 +25,15 @@ from tests.engine.ranks import on_ranks
 STEPS = 3  # in each layout
 MIXTURE = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=48")
 AVERAGE = ("training.averaging.name=ema", "training.averaging.every=1")
+# Each stage saves what the next one loads.
 ROUNDABOUT = [
-    Row(3, data=2, tensor=2),
-    Row(1, tensor=2, pipeline=2, sequence=1, accumulation=4),
     Row(0, data=2),
-    Row(2, data=1, sequence=2),
-    Row(3, data=4),
+    Row(3, data=2),
+    Row(1, tensor=2, pipeline=2, accumulation=2),
+    Row(2, sequence=2),
+    Row(0, data=2),
 ]
+ON_FOUR = [Row(3, data=2, tensor=2), Row(3, data=4), Row(1, tensor=2, pipeline=2, accumulation=4)]
 EXPERTS = [
     with_features(Row(1, data=2, tensor=2), "experts", *MIXTURE, "layout.expert_parallel=2"),
     with_features(Row(3, data=2), "experts", *MIXTURE, "layout.expert_parallel=2"),
@@ -61,6 +63,7 @@ STAGED = [
     "rows",
     [
         pytest.param(ROUNDABOUT, id="every axis"),
+        pytest.param(ON_FOUR, id="four ranks", marks=pytest.mark.long),
         pytest.param(STAGED, id="stages", marks=pytest.mark.long),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
         pytest.param(SPLIT, id="blocks of stages", marks=pytest.mark.long),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +43,15 @@ def sequences(count: int = 40) -> TokenSequences:
 
 
 def readers(
-    data: int, sequence: int, micro_batch_size: int, mask: bool = False, packed: bool = False, context: int = 1
+    data: int,
+    sequence: int,
+    micro_batch_size: int,
+    mask: bool = False,
+    packed: bool = False,
+    context: int = 1,
+    source: Any = None,
 ) -> list[BatchReader]:
+    """Return the readers of all ranks, of ``source`` or the sequences above."""
     layout = replace(
         WHOLE,
         data_parallel=data,
@@ -54,7 +62,7 @@ def readers(
     )
     return [
         BatchReader(
-            sequences(),
+            sequences() if source is None else source,
             layout,
             Mesh(
                 data=Axis(data, d),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,11 @@ def special_tokens(name: str) -> dict[str, str]:
 
 
 def tokenizer(name: str) -> Any:
+    return tokenizers.Tokenizer.from_str(tokenizer_text(name))
+
+
+@cache
+def tokenizer_text(name: str) -> str:
     """Return a byte-level tokenizer with merges and the special tokens of the family."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -161,9 +167,10 @@ def tokenizer(name: str) -> Any:
         show_progress=False,
     )
     made.train_from_iterator([*ANSWERED, *(message["content"] for message in ASKED)] * 3, trainer)
-    return made
+    return str(made.to_str())
 
 
+@cache
 def chat(name: str, template: str | None = None, **settings: Any) -> tuple[Any, ChatTokenizer]:
     """Return the plain tokenizer and the one that knows templates and weights."""
     tokens = special_tokens(name) if name in FAMILIES else {"eos_token": "<|im_end|>"}

@@ -118,7 +118,7 @@ def wait_for_start(feed: Loader[Any]) -> None:
         feed.take(number, [number + 1, number + 2])
         if all(each.started for each in feed._processes._processes):
             return
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def test_no_two_rows_would_fit_into_one(lengths: list[int]) -> None:
     assert len(fills) < 2 or fills[0] + fills[1] > 16
 
 
+@pytest.mark.long  # the import of TRL takes long
 @pytest.mark.parametrize("split", [False, True], ids=["bfd", "bfd_split"])
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 40))
 def test_rows_are_those_of_trl_up_to_their_order(split: bool, lengths: list[int], capacity: int) -> None:

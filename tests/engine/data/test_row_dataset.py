@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.engine.data import docstrings
 from scaletrain_cli.engine.data.dataset import _LATER_FIELDS, SPLITS
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
@@ -22,6 +23,7 @@ from scaletrain_cli.engine.data.row_dataset import RowsInfo, _open_split, rows_f
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, CorpusFiles, find_files
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_formats import Conversation, format_of, parse_row
 from tests.prepared_text import prepared_text
@@ -298,14 +300,20 @@ def test_any_change_of_a_file_is_found_before_a_token_of_it_is_used(folder: Path
             read_all(given, damaged)
 
 
-def test_the_embedded_questions_and_answers_are_the_same_each_time() -> None:
+@pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.long)])
+def test_the_embedded_questions_and_answers_are_the_same_each_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each ``step``-th file of the standard library."""
+    files = CorpusFiles(find_files(PYTHON_STDLIB).files[::step], {})
+    monkeypatch.setattr(docstrings, "find_files", lambda _: files)
+    read = docstrings._documented.__wrapped__
+    monkeypatch.setattr(docstrings, "_documented", read)  # not the cached answer
     rows = [*docstring_rows(pairs=False)]
-    assert len(rows) > 1000
+    assert len(rows) > 1000 / step
     assert rows == [*docstring_rows(pairs=False)]
     parsed = [parse_row(row, format_of(row, "sft", FieldsSpec()), FieldsSpec()) for _, row in rows]
     assert all(isinstance(example, Conversation) for example, _ in parsed)
     pairs = [row for _, row in docstring_rows(pairs=True)]
-    assert len(pairs) > 200
+    assert len(pairs) > 200 / step
     assert all(row["chosen"] != row["rejected"] for row in pairs)
     assert {format_of(row, "dpo", FieldsSpec()) for row in pairs} == {"preference"}
 

@@ -16,10 +16,10 @@ from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch, PaddedTo
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
 from scaletrain_cli.engine.model.document_attention import segments_of
 from scaletrain_cli.engine.objectives.next_token import NextToken
-from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec.rope import RopeScalingSpec
-from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE, WITH_CONTEXT
+from tests.engine.data.test_batches import CUTS, WITH_CONTEXT
+from tests.engine.data.test_batches import readers as readers_of
 from tests.engine.fresh_model import build_model
 from tests.engine.model.test_models import LLAMA
 from tests.engine.model.test_models import spec as model_spec
@@ -85,34 +85,10 @@ def test_pairs_are_all_chosen_answers_then_all_rejected_ones() -> None:
     assert pairs.total_weight([1]) == 2
 
 
-def readers(
-    sequences: RowSequences, data: int, sequence: int, micro_batch_size: int, context: int = 1
-) -> list[BatchReader]:
-    steps = GLOBAL_BATCH // (micro_batch_size * data)
-    layout = replace(
-        WHOLE,
-        data_parallel=data,
-        sequence_parallel=sequence,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=steps,
-    )
-    return [
-        BatchReader(
-            sequences,
-            layout,
-            Mesh(
-                data=Axis(data, d),
-                context=Axis(context, c),
-                sequence=Axis(sequence, s),
-                replicas=Axis(data * context * sequence, (d * context + c) * sequence + s),
-            ),
-            seed=3,
-            mask_document_starts=False,
-        )
-        for d in range(data)
-        for c in range(context)
-        for s in range(sequence)
-    ]
+def readers(sequences: RowSequences, *cut: int) -> list[BatchReader]:
+    """Return the readers of all ranks; ``cut``: data, sequence, micro_batch_size, and context."""
+    data, sequence, micro_batch_size, context = (*cut, 1)[:4]
+    return readers_of(data, sequence, micro_batch_size, context=context, source=sequences)
 
 
 def labels(parts: list[MicroBatch]) -> set[tuple[int, ...]]:
@@ -204,7 +180,15 @@ STRETCHED = {"rope_scaling": RopeScalingSpec(rope_type="dynamic", factor=4.0), "
 
 
 @SHORT_KINDS
-@pytest.mark.parametrize("settings", [{}, EXPERTS, STRETCHED], ids=["dense", "experts", "dynamic"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param(EXPERTS, marks=pytest.mark.long),  # the next ones have them, too
+        pytest.param(EXPERTS | STRETCHED),
+    ],
+    ids=["dense", "experts", "dynamic experts"],
+)
 def test_rows_padded_to_the_longest_one_have_the_same_loss_and_gradients(
     kind: dict[str, bool], settings: dict[str, Any]
 ) -> None:

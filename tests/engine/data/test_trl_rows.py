@@ -15,7 +15,8 @@ from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.spec import RunSpec
 from tests.spec.samples import SPEC, load
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own
+# Long, because the trainers' imports take long; tests/engine/objectives/test_trl.py compares the losses of training.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::FutureWarning")]  # TRL's own
 LENGTH = 32
 CHATS: list[dict[str, Any]] = [
     {

@@ -56,8 +56,10 @@ def test_blocks_save_what_is_planned(
     ("family", "dims", "again"),
     [
         ("llama", {"num_key_value_heads": 2, "qk_norm": True}, Recomputation("none")),
-        ("llama", {"num_key_value_heads": 2}, Recomputation("selective", "attention")),
-        ("gpt", {}, Recomputation("none")),
+        pytest.param(
+            "llama", {"num_key_value_heads": 2}, Recomputation("selective", "attention"), marks=pytest.mark.long
+        ),
+        pytest.param("gpt", {}, Recomputation("none"), marks=pytest.mark.long),
     ],
 )
 def test_a_compiled_block_saves_less_and_that_is_planned(

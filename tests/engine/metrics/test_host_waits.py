@@ -23,7 +23,7 @@ from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.ranks import on_ranks
 
-ACCUMULATION = 4
+ACCUMULATION = 2
 EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16")
 MEASURED = ("training.gradient_clipping=1.0", "training.gradient_clipping_by=adaptive")
 CASES: list[tuple[str, int, tuple[str, ...]]] = [("fp32", stage, ()) for stage in range(4)]
@@ -170,7 +170,7 @@ def waits_of_a_step(precision: str, stage: int, others: tuple[str, ...]) -> list
         drive.noise_scale, drive.measures_noise = NoiseScale.of(layout, composed.objective, device), True
         tokens, place = torch.arange(8).view(1, 8), torch.zeros(1, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens, torch.arange(8), place, torch.tensor(8.0), sources=place)
-        for _ in range(3):  # stage 3 learns the order of its parameters in the first ones
+        for _ in range(3 if stage == 3 else 1):  # stage 3 learns the order of its parameters in the first ones
             drive.train([batch] * ACCUMULATION)
         with waits:
             drive.train([batch] * ACCUMULATION)

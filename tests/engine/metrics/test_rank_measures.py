@@ -37,7 +37,7 @@ from tests.engine.parity.reference import batch_loss, first_weights, set_groups
 from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
 
-STEPS = 12
+STEPS = 8
 SLOW_SECONDS = 0.1  # of rank 1 in each forward pass
 EVERY, FEWEST = 2, 3  # of the noise scale, in place of a run of hundreds of steps
 OFF = "telemetry.enabled=false"

@@ -21,7 +21,7 @@ from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.fresh_model import build_model
 from tests.plan.specs import model_of, spec_of
 
-BATCH, LENGTH, LAYERS = 2, 256, 4
+BATCH, LENGTH, LAYERS = 2, 256, 2
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 1,
@@ -52,15 +52,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     [
         ("none", True, "none"),
         ("sinks", True, "none"),
-        ("sinks", True, "full"),
+        pytest.param("sinks", True, "full", marks=pytest.mark.long),
         ("sinks and windows", False, "selective"),
-        ("both", True, "none"),
+        pytest.param("both", True, "none", marks=pytest.mark.long),
         ("both", True, "selective"),
         ("capped", True, "none"),
-        ("capped", False, "selective"),
+        pytest.param("capped", False, "selective", marks=pytest.mark.long),
         ("two bases", False, "none"),
-        ("two bases", True, "none"),
-        ("two bases", True, "selective"),
+        pytest.param("two bases", True, "none", marks=pytest.mark.long),
+        pytest.param("two bases", True, "selective", marks=pytest.mark.long),
         ("two bases", True, "full"),
     ],
 )

@@ -142,14 +142,19 @@ def output(spec: ModelSpec) -> tuple[int, float]:
 
 
 def refused(spec: ModelSpec) -> list[str]:
-    run: RunSpec = load().model_copy(update={"model": spec})
+    run = a_run().model_copy(update={"model": spec})
     return [rule.text for rule in unsupported(run, a_layout()) if rule.key.startswith("model.")]
+
+
+@cache
+def a_run() -> RunSpec:
+    return load()
 
 
 @cache
 def a_layout() -> Layout:
     """Return any layout: the rejected fields do not depend on it."""
-    return make_plan(load()).layout
+    return make_plan(a_run()).layout
 
 
 @pytest.mark.parametrize("family", BASES)

@@ -64,7 +64,7 @@ def test_losses_of_packed_sft_are_those_of_trl(trl: Any, tmp_path: Path) -> None
 )
 def test_losses_and_measures_of_dpo_are_those_of_trl(trl: Any, kind: str, tmp_path: Path) -> None:
     overrides, settings = DPO_KINDS[kind]
-    spec = spec_of("training.objective=dpo", "training.optimizer.lr=5.0e-4", *overrides)
+    spec = spec_of("training.objective=dpo", "training.optimizer.lr=5.0e-4", "training.steps=8", *overrides)
     rows = row_sequences([[one] for pair in PAIRS for one in pair], is_pairs=True)
     ours: Course
     (ours,) = on_ranks(1, train, spec, rows, tmp_path)

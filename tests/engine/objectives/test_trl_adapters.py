@@ -19,7 +19,7 @@ from tests.engine.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its libraries
 
-ADAPTER = ("model.adapter={name: lora, rank: 8, alpha: 16}", "training.optimizer.lr=2.0e-3")
+ADAPTER = ("model.adapter={name: lora, rank: 8, alpha: 16}", "training.optimizer.lr=2.0e-3", "training.steps=8")
 
 
 def use_peft(trl: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,12 @@ def elements_clipped(precision: str, stage: int) -> Tensor:
 @pytest.mark.parametrize(
     ("precision", "stage", "closeness"),
     [
-        *[("fp32", stage, 1e-6) for stage in (0, 1, 2, 3)],
-        *[("bf16", stage, 4e-3) for stage in (1, 2, 3)],
-        *[("fp16", stage, 1e-3) for stage in (1, 3)],
+        *[("fp32", stage, 1e-6) for stage in (0, 1, 3)],
+        ("bf16", 1, 4e-3),
+        ("fp16", 3, 1e-3),
+        pytest.param("fp32", 2, 1e-6, marks=pytest.mark.long),
+        *[pytest.param("bf16", stage, 4e-3, marks=pytest.mark.long) for stage in (2, 3)],
+        pytest.param("fp16", 1, 1e-3, marks=pytest.mark.long),
     ],
 )
 def test_elements_are_clipped_after_averaging_and_unscaling(precision: str, stage: int, closeness: float) -> None:
@@ -117,6 +120,6 @@ def thresholds_obeyed(precision: str, stage: int) -> list[float]:
     return moved
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 2)])
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp32", 3), ("bf16", 1)])
 def test_deepspeed_clips_to_a_threshold_that_changes(precision: str, stage: int) -> None:
     assert on_ranks(2, thresholds_obeyed, precision, stage)[0] == pytest.approx([0.5, 0.25, 0.125], rel=0.05)

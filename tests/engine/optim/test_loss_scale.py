@@ -38,7 +38,7 @@ def skips_and_goes_on(stage: int) -> dict[str, Any]:
     return {"skipped": skipped, "kept": kept, "scales": scales, "moved": not torch.equal(weights(small), before)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_an_overflow_skips_the_step_and_halves_the_scale_and_training_continues(stage: int) -> None:
     reported = {"skipped": [True, False], "kept": True, "scales": [1024.0, 512.0], "moved": True}
     assert on_ranks(2, skips_and_goes_on, stage) == [reported, reported]
@@ -55,7 +55,7 @@ def grows(stage: int, clip: float) -> tuple[list[float], list[float], Tensor]:
     return scales, norms, weights(small)
 
 
-@pytest.mark.parametrize(("stage", "clip"), [(1, 0.0), (2, 3.0), (3, 3.0)])
+@pytest.mark.parametrize(("stage", "clip"), [(1, 0.0), pytest.param(2, 3.0, marks=pytest.mark.long), (3, 3.0)])
 def test_a_growing_scale_changes_no_update(stage: int, clip: float) -> None:
     """DeepSpeed alone would divide the gradient of a step at which the scale grows by twice its scale."""
     model, expected = small_model(), []

@@ -16,7 +16,7 @@ from scaletrain_cli.spec.training import OptimizerSpec
 from tests.engine.optim.small_engine import batch, layout_of, run_spec, small_model, start, train, weights
 from tests.engine.ranks import on_ranks
 
-STEPS = 20
+STEPS = 8
 WIDE = 512  # so that every piece of a matrix has the 4096 elements from which bitsandbytes uses 8 bits
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
 CPU = torch.device("cpu")
@@ -77,11 +77,16 @@ def trained(name: str, stages: list[int], width: int, offload: str = "none") -> 
 
 
 def trained_with_each(cases: list[tuple[str, int]]) -> dict[str, list[tuple[list[float], Tensor]]]:
-    """Return what each optimizer has trained in every ZeRO stage, with a model of its width."""
-    return {name: trained(name, [0, 1, 2, 3], width) for name, width in cases}
+    """Return what each optimizer has trained in its ZeRO stages, with a model of its width."""
+    return {name: trained(name, stages_of(name), width) for name, width in cases}
 
 
-# The largest difference of a weight after 20 steps of 0.01. Lion's steps all have one size and only a sign, which a
+def stages_of(name: str) -> list[int]:
+    """Return the stages to try: all for one optimizer of each library."""
+    return [0, 1, 2, 3] if name in ("adamw", "adamw_8bit") else [0, 3]
+
+
+# The largest difference of a weight after 8 steps of 0.01. Lion's steps all have one size and only a sign, which a
 # rounding error may turn round; 8 bits hold a moment to one part in a hundred or so.
 CASES = {
     "adamw": (32, 1e-6),
@@ -110,13 +115,13 @@ def test_an_optimizer_under_zero_equals_the_plain_optimizer(
         pytest.skip("needs bitsandbytes")
     width, closeness = CASES[name]
     losses, final = plainly_trained(name, width)
-    assert len(sharded[name]) == 4
+    assert len(sharded[name]) == len(stages_of(name))
     for found, found_final in sharded[name]:
         assert found == pytest.approx(losses, abs=max(1e-5, closeness))
         assert (found_final - final).abs().max() < closeness
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("momentum", marks=pytest.mark.long)])
 def test_an_optimizer_offloaded_to_the_host_equals_the_plain_optimizer(name: str) -> None:
     losses, final = plainly_trained(name, 32)
     for found, found_final in on_ranks(2, trained, name, [1, 2, 3], 32, "optimizer")[0]:

@@ -27,7 +27,9 @@ def resumed(optimizer: str, precision: str, stage: int, folder: Path) -> list[tu
     )
 
     def begin() -> tuple[Small, WeightAverage]:
-        small = start(spec, stage, width=512, clip=1.0 if stage else 0.0, scaled=True)
+        small = start(
+            spec, stage, width=512 if optimizer == "adamw_8bit" else 32, clip=1.0 if stage else 0.0, scaled=True
+        )
         return small, WeightAverage(small.engine, spec.training.averaging, 6)
 
     def go(small: Small, average: WeightAverage, steps: range) -> None:
@@ -58,10 +60,10 @@ def resumed(optimizer: str, precision: str, stage: int, folder: Path) -> list[tu
     [
         ("adamw", "fp32", 0),
         ("momentum", "fp32", 2),
-        ("adamw_8bit", "fp32", 1),
+        pytest.param("adamw_8bit", "fp32", 1, marks=pytest.mark.long),
         ("adamw_8bit", "bf16", 3),
-        ("lion", "bf16", 1),
-        ("adamw", "fp16", 1),
+        pytest.param("lion", "bf16", 1, marks=pytest.mark.long),
+        pytest.param("adamw", "fp16", 1, marks=pytest.mark.long),
         ("adamw", "fp16", 3),
     ],
 )

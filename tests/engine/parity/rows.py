@@ -22,7 +22,7 @@ model: {{family: llama, hidden_size: 64, num_hidden_layers: 3, num_attention_hea
 data: {{source: DATASET, tokenizer: {{vocab_size: {VOCAB_SIZE}}}}}
 training:
   {{global_batch_size: 8, steps: NUMBER, precision: fp32, gradient_clipping: 2.05,
-    optimizer: {{lr: 1.0e-3, eps: 1.0e-6}}, schedule: {{warmup_steps: 5}}}}
+    optimizer: {{lr: 1.0e-3, eps: 1.0e-6}}, schedule: {{warmup_steps: WARM_UP}}}}
 evaluation: {{every: 0}}
 layout: {{virtual_pipeline: 1, expert_parallel: 1}}
 cluster: {{gpu: cpu}}
@@ -82,6 +82,7 @@ class Row:
         }
         overrides = [*(f"{key}={value}" for key, value in sets.items()), *self.overrides]
         text = _SPEC.replace("DATASET", str(dataset)).replace("NUMBER", str(steps))
+        text = text.replace("WARM_UP", str(min(5, steps // 2)))
         return parse_spec(text, file="parity.yaml", base_dir=dataset, overrides=overrides)
 
 

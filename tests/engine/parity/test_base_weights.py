@@ -16,31 +16,19 @@ from scaletrain_cli.engine.checkpoint.shard_file import ShardFile
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec, to_hugging_face
 from tests.cli.command_line import scaletrain
 from tests.engine.parity.comparison import FP32, difference
-from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_in_layout
 from tests.engine.parity.reference import train_alone
 from tests.engine.parity.rows import STEPS, Row
 from tests.engine.ranks import RanksFailedError
 
 # The head first, then the last block as well, with a learning rate of its own; the rest never trains.
-STAGES = "training.trainable=[{match: 'lm_head.*'}, {match: '*.layers.2.*', lr: 5.0e-3, start_step: 8}]"
+STAGES = "training.trainable=[{match: 'lm_head.*'}, {match: '*.layers.2.*', lr: 5.0e-3, start_step: 3}]"
 NO_TEXT = TextFiles({}, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture
@@ -66,8 +54,8 @@ def test_a_part_of_a_pretrained_model_trains_as_with_transformers_and_adamw(
     assert found.within(FP32), found
 
 
-def newest(runs: Path) -> tuple[Checkpoint, RunSpec]:
-    (run,) = [RunDir(path) for path in runs.iterdir() if (path / "run.json").exists()]
+def newest() -> tuple[Checkpoint, RunSpec]:
+    (run,) = [RunDir(path) for path in runs_root().iterdir() if (path / "run.json").exists()]
     checkpoint, _ = latest_valid(run.checkpoints)
     assert checkpoint is not None
     return checkpoint, read_record(run).spec
@@ -79,16 +67,16 @@ def exported(checkpoint: Checkpoint, spec: RunSpec, folder: Path) -> dict[str, T
 
 
 def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
-    dataset: Path, base: Path, runs: Path, tmp_path: Path
+    dataset: Path, base: Path, tmp_path: Path
 ) -> None:
-    row, steps = Row(1, data=2), 10
+    row, steps = Row(1, data=2), 4
     whole = train_in_layout(spec_of(row, dataset, base, steps=steps)).trained
-    shutil.rmtree(runs)
-    resumed = train_in_layout(spec_of(row, dataset, base, steps=steps), 9).trained
+    shutil.rmtree(runs_root())
+    resumed = train_in_layout(spec_of(row, dataset, base, steps=steps), 3).trained
     assert resumed.losses == whole.losses
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
-    checkpoint, spec = newest(runs)
+    checkpoint, spec = newest()
     stored = {name for file in checkpoint.files if file.startswith("rank") for name in slices(checkpoint.path / file)}
     assert stored == set(whole.weights) - base_names(spec)
     assert "lm_head.weight" in stored
@@ -130,7 +118,7 @@ def test_a_run_does_not_resume_on_other_weights(dataset: Path, base: Path, monke
         content[-1] ^= 1
         file.write_bytes(content)
 
-    spec = spec_of(Row(0), dataset, base, steps=10)
+    spec = spec_of(Row(0), dataset, base, steps=4)
     with pytest.raises(RanksFailedError, match="was trained on other weights than those in"):
-        train_in_layout(spec, 4, between=change_a_file)
+        train_in_layout(spec, 1, between=change_a_file)
     assert json.loads((base / "config.json").read_text())["model_type"] == "llama"

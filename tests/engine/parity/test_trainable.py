@@ -22,7 +22,6 @@ from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.parity.comparison import FP32, difference
-from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import MUON, Row
@@ -30,13 +29,13 @@ from tests.engine.ranks import on_ranks
 
 # A projector first, then all but the embeddings, then without the projector; a setting changes within a stage.
 STAGES = (
-    "training.trainable=[{match: '*mlp.down_proj.weight', lr: 2.0e-3, end_step: 6},"
-    " {match: ['model.layers.*', 'lm_head.*', 'model.norm.*'], start_step: 4, end_step: 6, weight_decay: 0.3},"
-    " {match: ['model.layers.[12].*', 'model.norm.*'], start_step: 7}]"
+    "training.trainable=[{match: '*mlp.down_proj.weight', lr: 2.0e-3, end_step: 4},"
+    " {match: ['model.layers.*', 'lm_head.*', 'model.norm.*'], start_step: 3, end_step: 4, weight_decay: 0.3},"
+    " {match: ['model.layers.[12].*', 'model.norm.*'], start_step: 5}]"
 )
 FROZEN = "training.trainable=[{match: 'model.layers.2.*', lr: 3.0e-3}, {match: '*norm*'}]"
 DECAYED = "training.optimizer.layer_decay=0.7"
-STEPS = 9
+STEPS = 7
 ROWS = [
     Row(0, overrides=(STAGES,), title="stages"),
     Row(1, data=2, overrides=(STAGES,), title="stages"),
@@ -48,8 +47,8 @@ ROWS = [
 # Pipeline stages on which nothing trains: the first, both in turn, all but the middle; and a frozen tied embedding.
 HEAD = "training.trainable=[{match: 'lm_head.*'}]"
 FROM_THE_HEAD = (
-    "training.trainable=[{match: ['lm_head.*', '*.2.*'], end_step: 4},"
-    " {match: '*.0.mlp.*', start_step: 5, end_step: 7}, {match: '*.1.*', start_step: 8}]"
+    "training.trainable=[{match: ['lm_head.*', '*.2.*'], end_step: 2},"
+    " {match: '*.0.mlp.*', start_step: 3, end_step: 4}, {match: '*.1.*', start_step: 5}]"
 )
 TIED = "model.tie_word_embeddings=true"
 NOT_TIED = "training.trainable=[{match: 'model.layers.[02].*'}]"
@@ -59,7 +58,7 @@ EXPERTS = (
     *("model.norm_topk_prob=true", "model.first_k_dense_replace=1", "layout.expert_parallel=2"),
 )
 ROUTER_FIRST = (
-    "training.trainable=[{match: '*.mlp.gate.weight', end_step: 3}, {match: '*.experts.*', lr: 3.0e-3, start_step: 4}]"
+    "training.trainable=[{match: '*.mlp.gate.weight', end_step: 2}, {match: '*.experts.*', lr: 3.0e-3, start_step: 3}]"
 )
 MORE = [
     Row(1, pipeline=2, accumulation=2, overrides=(HEAD,), title="head"),
@@ -81,56 +80,30 @@ MORE = [
 BF16 = Row(2, data=2, overrides=(STAGES, "training.precision=bf16"), title="stages in bf16")
 
 
-def marks(row: Row) -> list[pytest.MarkDecorator]:
-    """Leave all but one row to `make test-long`."""
-    return [] if row is ROWS[3] else [pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("parity"))
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
-
-
 def trained(row: Row, dataset: Path, *interrupted_after: int) -> Trained:
     return train_in_layout(row.spec(dataset, STEPS), *interrupted_after).trained
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row)) for row in ROWS], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row is ROWS[3] else pytest.mark.long) for row in [*ROWS, *MORE]],
+    ids=lambda row: row.name,
+)
 def test_a_layout_trains_what_one_process_trains(row: Row, dataset: Path) -> None:
     found = difference(trained(row, dataset), train_alone(row.reference.spec(dataset, STEPS)))
     assert found.within(FP32), found
 
 
-# After the last step of a stage, and within one.
-INTERRUPTED = [
-    pytest.param(ROWS[1], 3, 4, marks=pytest.mark.long),
-    pytest.param(ROWS[3], 5, 6, marks=pytest.mark.long),
-    pytest.param(ROWS[4], 3, 4, marks=pytest.mark.long),
-    pytest.param(BF16, 3, 4, marks=pytest.mark.long),
-    pytest.param(next(row for row in MORE if row.title == "stages of muon"), 5, 6, marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize(("row", "first", "second"), INTERRUPTED, ids=lambda given: getattr(given, "name", given))
-def test_a_staged_run_interrupted_within_and_between_stages_continues_bit_exactly(
-    row: Row, first: int, second: int, dataset: Path
-) -> None:
-    whole, resumed = trained(row, dataset), trained(row, dataset, first, second)
-    assert resumed.losses == whole.losses
-    assert resumed.norms == whole.norms
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+INTERRUPTED = [ROWS[1], ROWS[3], ROWS[4], BF16, next(row for row in MORE if row.title == "stages of muon")]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", MORE, ids=lambda row: row.name)
-def test_more_layouts_train_what_one_process_trains(row: Row, dataset: Path) -> None:
-    found = difference(trained(row, dataset), train_alone(row.reference.spec(dataset, STEPS)))
-    assert found.within(FP32), found
+@pytest.mark.parametrize("row", INTERRUPTED, ids=lambda row: row.name)
+def test_a_staged_run_interrupted_within_and_between_stages_continues_bit_exactly(row: Row, dataset: Path) -> None:
+    whole, resumed = trained(row, dataset), trained(row, dataset, 3, 4)
+    assert resumed.losses == whole.losses
+    assert resumed.norms == whole.norms
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
 def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
@@ -145,15 +118,15 @@ def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
                 trainer.optimizer_step(step)
             return [measured.values["loss"] for measured in trainer.deferred_metrics.remaining()]
 
-        losses(1, 3)
-        trainer.save(3, wait=True)
+        losses(1, 2)
+        trainer.save(2, wait=True)
         before = [weakref.ref(weight) for weight in master_weights(trainer.composed.engine)]
-        once = losses(4, STEPS)
+        once = losses(3, STEPS)
         is_freed = not any(weight() is not None for weight in before)
         [saved] = list_checkpoints(run.checkpoints)
         trainer.stages.prepare_restore(saved.step)
         trainer.checkpointer.restore(saved)
-        return once, losses(4, STEPS), is_freed
+        return once, losses(3, STEPS), is_freed
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def test_a_signal_reaches_every_rank_once_as_itself_and_the_agent_exits_75(
     make_run: MakeRun, start_agent: StartAgent, signum: signal.Signals
 ) -> None:
     made = make_run(steps=10_000)
-    agent = start_agent(made, real=signum == signal.SIGTERM)
+    agent = start_agent(made)
     agent.wait_until_up()
     agent.process.send_signal(signum)
     assert agent.wait() == 75

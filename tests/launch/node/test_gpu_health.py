@@ -107,8 +107,7 @@ def test_a_value_that_a_gpu_does_not_report_is_none_and_not_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "indices"),
-    [(None, [0, 1, 2]), ("1", [1]), ("2,0", [0, 2]), ("GPU-1aaaa", [1]), ("", []), ("-1", [])],
+    ("visible", "indices"), [(None, [0, 1, 2]), ("1", [1]), ("2,0", [0, 2]), ("GPU-1aaaa", [1]), ("", []), ("-1", [])]
 )
 def test_only_the_gpus_that_the_job_has_count(visible: str | None, indices: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}

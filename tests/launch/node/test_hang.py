@@ -164,14 +164,7 @@ def test_time_in_which_the_agent_was_stopped_does_not_count_as_silence() -> None
 
 
 def view(
-    rank: int,
-    step: int,
-    phase: str = "step",
-    *,
-    part: int = 0,
-    dumped: bool = True,
-    state: str = "S",
-    at: float = 0.0,
+    rank: int, step: int, phase: str = "step", *, part: int = 0, dumped: bool = True, state: str = "S", at: float = 0.0
 ) -> RankView:
     return RankView(rank, LastBeat(step, phase, 30.0, received=at, part=part), 40.0 - at, dumped, state)
 
@@ -275,7 +268,7 @@ def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun
     assert "stopped by a signal (state T), since step 0 (start)" in failure.message
 
 
-def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun) -> None:
+def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run("guard.hang=2s", "restarts.node=1", stay={"1:*": 1})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")

@@ -347,7 +347,9 @@ def test_the_status_shows_the_announcement_until_the_run_works_again(make_run: M
 
 
 @pytest.mark.process
-def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_resumed(make_run: MakeRun) -> None:
+def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_resumed(
+    make_run: MakeRun, forked_jobs: None
+) -> None:
     made = make_run("cluster.idle_timeout=10s", steps=20, stay={"1:*": 6}, silence=600)
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: made.events("idle"), "it is announced")
@@ -383,7 +385,7 @@ def test_a_program_that_ends_with_0_when_it_is_asked_to_has_not_finished(
 def test_unused_gpus_of_a_program_without_heartbeats_end_it_also_without_telemetry(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    spin = "import time\nwhile True: time.sleep(0.0001)"  # a busy process beside GPUs that do nothing
+    spin = "import time\nwhile True: time.sleep(0.0005)"  # a busy process beside GPUs that do nothing
     search = os.pathsep.join([str(FAKE), os.environ["PYTHONPATH"]])
     found = {"PYTHONPATH": search, "FAKE_NVML": json.dumps({"gpus": [{"busy": 0}] * 2}), "CUDA_VISIBLE_DEVICES": "0,1"}
     made = make_run(

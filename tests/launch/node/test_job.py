@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from scaletrain_cli.launch.attempts import read_attempts
-from tests.launch.conftest import ENGINE, MadeRun, MakeRun
+from tests.forked import Forked, RealProcess
+from tests.launch.conftest import ENGINE, MadeRun, MakeRun, forking
 from tests.waiting import wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
-Start = Callable[..., "subprocess.Popen[bytes]"]
+Start = Callable[..., Forked | RealProcess]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start the job of a run, as a back end does; it is killed at the end of the test."""
-    started = []
+    started: list[Forked | RealProcess] = []
 
-    def job(made: MadeRun, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "scaletrain_cli.launch.node.job", str(made.run.path), "--engine", ENGINE]
-        command += ["--scheduler", "local", "--job-id", "17", *options]
-        started.append(subprocess.Popen(command, start_new_session=True))
+    def job(made: MadeRun, *options: str, real: bool = False) -> Forked | RealProcess:
+        words = [str(made.run.path), "--engine", ENGINE, "--scheduler", "local", "--job-id", "17", *options]
+        kind, environment = (RealProcess, dict(os.environ)) if real else (Forked, forking(os.environ))
+        started.append(kind("scaletrain_cli.launch.node.job", words, environment, stdout=1))
         return started[-1]
 
     yield job
     for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.kill()
+        process.communicate()
 
 
-def preempt(made: MadeRun, job: subprocess.Popen[bytes], attempt: int) -> int:
+def preempt(made: MadeRun, job: Forked | RealProcess, attempt: int) -> int:
     """Send SIGTERM to a job whose ranks train; return its exit code."""
     wait_until(lambda: "up" in made.log(attempt, 0), f"attempt {attempt} is up")
     job.send_signal(signal.SIGTERM)
@@ -45,7 +43,7 @@ def preempt(made: MadeRun, job: subprocess.Popen[bytes], attempt: int) -> int:
 
 def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: MakeRun, start: Start) -> None:
     made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02)
-    assert preempt(made, start(made), 1) == 75
+    assert preempt(made, start(made, real=True), 1) == 75
     (stopped,) = made.events("stopped")
     assert (stopped["code"], stopped["exit_code"]) == ("launch.job-stopped", 75)
 

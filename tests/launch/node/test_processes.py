@@ -81,7 +81,7 @@ def test_a_process_that_was_stopped_during_its_wait_receives_only_signals_that_w
     assert sorted(map(int, heard)) == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun) -> None:
+def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run(steps=9, stay={"1:*": 3})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0) and made.run.metrics.exists(), "the ranks train")

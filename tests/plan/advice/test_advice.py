@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from scaletrain_cli.plan import RunPlan, make_plan
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 
 def plan_of(preset: str = "llama-7b", **overrides: Any) -> RunPlan:
-    return make_plan(spec_of(preset, **{"cluster__nodes": 4, **overrides}))
+    return make_plan(spec_of(preset, **{**ONE_LAYOUT, "cluster__nodes": 4, **overrides}))
 
 
 def text_of(plan: RunPlan) -> str:
@@ -56,9 +56,10 @@ def test_units_of_vision_networks_are_images() -> None:
 
 
 def test_a_cap_of_scores_is_warned_of_with_its_cost() -> None:
-    capped = plan_of("gemma-2-2b", model__seq_len=4096, training__compile=False)
+    options = {"cluster__nodes": 4, "model__seq_len": 4096}
+    capped = make_plan(spec_of("gemma-2-2b", **options, training__compile=False))
     (found,) = (reason for reason in capped.warnings if reason.code == "plan.capped-attention")
     assert found.params["times"] > 1.2
     assert found.params["bytes"] > 4 * 8 * 4096**2  # the scores of one block and row, in fp32
-    plain = plan_of("gemma-2-2b", model__seq_len=4096, model__attn_logit_softcapping=None)
+    plain = make_plan(spec_of("gemma-2-2b", **options, model__attn_logit_softcapping=None))
     assert "plan.capped-attention" not in {reason.code for reason in plain.warnings}

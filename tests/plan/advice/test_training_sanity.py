@@ -17,13 +17,13 @@ from scaletrain_cli.plan.advice.recipe_checks import (
 )
 from scaletrain_cli.plan.result import Sanity
 from scaletrain_cli.spec.presets import presets, vision_presets
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 LLAMA = {"training__global_batch_size": 1024, "cluster__nodes": 4}  # 4 M tokens, as the authors
 
 
 def checks_of(preset: str = "llama-7b", **overrides: Any) -> dict[str, Sanity]:
-    return {row.topic: row for row in make_plan(spec_of(preset, **{**LLAMA, **overrides})).sanity}
+    return {row.topic: row for row in make_plan(spec_of(preset, **{**ONE_LAYOUT, **LLAMA, **overrides})).sanity}
 
 
 def optimizer(lr: float, name: str = "adamw") -> dict[str, Any]:
@@ -103,10 +103,7 @@ def test_a_run_from_given_weights_is_compared_with_fine_tuning(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "tuned",
-    [
-        {"model__adapter": {"name": "lora"}},
-        {"training__objective": "dpo", "data__source": "python-docstrings"},
-    ],
+    [{"model__adapter": {"name": "lora"}}, {"training__objective": "dpo", "data__source": "python-docstrings"}],
     ids=["adapter", "dpo"],
 )
 def test_adapters_and_preference_pairs_get_no_advice_for_pre_training(tuned: dict[str, Any]) -> None:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
-from scaletrain_cli.plan.memory.device_memory import (
-    comfortable_bytes,
-    out_of_memory_probability,
-    usable_bytes,
-    verdict,
-)
+from scaletrain_cli.plan.memory.device_memory import comfortable_bytes, out_of_memory_probability, usable_bytes, verdict
 from tests.plan.specs import spec_of
 
 GIB = 2**30

@@ -17,11 +17,11 @@ from scaletrain_cli.plan.reliability.durability import (
     plan_durability,
     save_seconds,
 )
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 
 def plan_of(preset: str = "llama-7b", **overrides: Any) -> RunPlan:
-    return make_plan(spec_of(preset, **{"cluster__nodes": 4, **overrides}))
+    return make_plan(spec_of(preset, **{**ONE_LAYOUT, "cluster__nodes": 4, **overrides}))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.reliability.elastic import compare_on_trace, simulate_s
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
 from scaletrain_cli.spec import RunSpec
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 
 def run_of(**table: object) -> tuple[RunSpec, dict[int, RunPlan]]:
@@ -20,7 +20,7 @@ def run_of(**table: object) -> tuple[RunSpec, dict[int, RunPlan]]:
     A checkpoint is committed every 500 s and does not block training; there is no notice before a node is lost.
     """
     nodes = {"min": 2, "max": 4, "check_every": 100, "grow_every": 0, **table}
-    spec = spec_of(cluster__nodes=nodes, cluster__spot=True, cluster__grace_seconds=0)
+    spec = spec_of(**ONE_LAYOUT, cluster__nodes=nodes, cluster__spot=True, cluster__grace_seconds=0)
     plan = make_plan(spec)
     durability = replace(
         plan.durability,

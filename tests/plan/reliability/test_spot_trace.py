@@ -15,7 +15,7 @@ from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, read_trace, simulate
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 HOUR = 3600.0
 
@@ -23,7 +23,7 @@ HOUR = 3600.0
 def run_of(days: float, *, grace_seconds: float = 0, nodes: int = 4) -> tuple[RunSpec, RunPlan]:
     """Return a run of ``days`` that restarts in 180 s and blocks 20 s for a checkpoint every 1,000 s."""
     run = {"cluster__spot": True, "cluster__price_per_gpu_hour": 2, "cluster__grace_seconds": grace_seconds}
-    spec = spec_of("llama-7b", cluster__nodes=nodes, training__micro_batch_size=1, **run)
+    spec = spec_of("llama-7b", **{**ONE_LAYOUT, "cluster__nodes": nodes, **run})
     plan = make_plan(spec)
     durability = replace(
         plan.durability,

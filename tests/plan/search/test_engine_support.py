@@ -22,6 +22,7 @@ SMALL = {
     "head_dim": 64,
     "intermediate_size": 1536,
 }
+FEW_LAYOUTS = {"layout__activation_checkpointing": "none", "training__micro_batch_size": 1}
 GROUPS = {"training__local_sgd": {"groups": 2}, "layout__tensor_parallel": 1, "layout__pipeline_parallel": 1}
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
 BIASED_EXPERTS = EXPERTS | {
@@ -52,10 +53,7 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
             {"training__cross_entropy": "liger", "cluster__gpu": "cpu"},
             "cross_entropy = liger: the kernel of liger needs a GPU",
         ),
-        (
-            {**EXPERTS, "model__moe_intermediate_size": 12},
-            "moe_intermediate_size = 12: must be a multiple of 8",
-        ),
+        ({**EXPERTS, "model__moe_intermediate_size": 12}, "moe_intermediate_size = 12: must be a multiple of 8"),
         ({**EXPERTS, "layout__tensor_parallel": 2, "layout__expert_tensor_parallel": 1}, "expert_tensor_parallel = 1"),
         ({"training__precision": "fp8", "cluster__gpu": "a100-sxm-80gb"}, "8.9 or higher, and a100-sxm-80gb has 8.0"),
         ({"training__precision": "fp8", "cluster__gpu": "mi300x"}, "8.9 or higher, and this is mi300x"),
@@ -96,11 +94,7 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
             "offload to NVMe supports only Adam's two moments",
         ),
         (
-            {
-                "training__averaging": {"name": "ema"},
-                "layout__offload": "optimizer",
-                "layout__offload_device": "nvme",
-            },
+            {"training__averaging": {"name": "ema"}, "layout__offload": "optimizer", "layout__offload_device": "nvme"},
             "training.averaging.name = ema: averaging does not support offload to NVMe",
         ),
         ({**ZERO_3, "layout__zero_shard_size": 2, "layout__offload": "optimizer"}, "with layout.offload"),
@@ -118,7 +112,7 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
 def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
     overrides: dict[str, Any], expected: str
 ) -> None:
-    spec = spec_of("llama-7b", **({f"model__{key}": value for key, value in SMALL.items()} | overrides))
+    spec = spec_of("llama-7b", **(FEW_LAYOUTS | {f"model__{key}": value for key, value in SMALL.items()} | overrides))
     plan = make_plan(spec)
     (broken,) = submittable(spec, plan)
     assert expected in broken.text
@@ -154,7 +148,7 @@ def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
     ids=lambda overrides: " ".join(key.rpartition("__")[2] for key in overrides),
 )
 def test_a_layout_that_the_engine_can_run_may_be_submitted(overrides: dict[str, Any]) -> None:
-    spec = spec_of("llama-7b", **({f"model__{key}": value for key, value in SMALL.items()} | overrides))
+    spec = spec_of("llama-7b", **(FEW_LAYOUTS | {f"model__{key}": value for key, value in SMALL.items()} | overrides))
     assert submittable(spec, make_plan(spec)) == []
 
 

@@ -104,7 +104,10 @@ def test_the_closest_cluster_may_have_more_gpus_than_the_spec_if_a_deadline_alon
     assert fastest.gpus > spec.world_size
 
 
-@pytest.mark.parametrize(("batch", "deadline_days", "most"), [(1024, 17, 48), (5040, 6.7, 72), (1024, 9, 64)])
+@pytest.mark.parametrize(
+    ("batch", "deadline_days", "most"),
+    [(1024, 17, 48), pytest.param(5040, 6.7, 72, marks=pytest.mark.long), (1024, 9, 64)],
+)
 def test_no_smaller_cluster_meets_the_deadline(batch: int, deadline_days: float, most: int) -> None:
     """Against planning every node count."""
     spec = run(training__global_batch_size=batch, planner__search="everything", cluster__nodes=4)
@@ -167,7 +170,9 @@ def test_gpu_types_are_compared_at_their_own_prices() -> None:
     assert per_hour["h100-sxm-80gb"] != pytest.approx(per_hour["a100-sxm-80gb"])
 
 
-@pytest.mark.parametrize("objective", ["time", "cost", "gpus"])
+@pytest.mark.parametrize(
+    "objective", ["time", *(pytest.param(one, marks=pytest.mark.long) for one in ("cost", "gpus"))]
+)
 def test_the_best_of_several_gpu_types_is_found_without_planning_every_cluster(objective: str) -> None:
     names = ("h100-sxm-80gb", "a100-sxm-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s-48gb")
     spec, most = run(training__global_batch_size=1024), 512
@@ -179,7 +184,7 @@ def test_the_best_of_several_gpu_types_is_found_without_planning_every_cluster(o
     assert len(sizing.considered) < len(every)
 
 
-@pytest.mark.parametrize("spot", [False, True])
+@pytest.mark.parametrize("spot", [pytest.param(False, marks=pytest.mark.long), True])
 def test_no_cluster_is_faster_than_its_bound_and_none_that_bounds_exclude_is_cheaper(spot: bool) -> None:
     """Against planning every cluster without a limit."""
     spec = run(cluster__spot=spot, training__tokens="30B", planner__search="everything")

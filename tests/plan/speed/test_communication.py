@@ -185,7 +185,7 @@ def test_fp32_adapters_are_reduced_and_gathered_in_fp32() -> None:
     [
         # 8 micro-batches of 8 million parameters on 8 ranks; gradients are reduced in 2 bytes and accumulated in 4.
         # An all-reduce of the shard, 2 million elements, over 2 groups sends as much as it has.
-        (2, {"zero_shard_size": 2}, (8 * 2 * 2 + 2) * 4_000_000 + 2 * 4 * 4_000_000 * 3 // 4),
+        (2, {"zero_shard_size": 2}, (8 * 2 * 2 + 2) * 4_000_000 + 2 * 4 * 4_000_000 * 3 // 4)
     ],
 )
 def test_groups_of_ranks_gather_from_their_neighbors(stage: int, groups: dict[str, int], expected: int) -> None:

@@ -63,9 +63,7 @@ def test_the_parts_add_up_to_the_step(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_activation_offload_takes_the_time_of_a_copy_to_the_host_and_one_back(
-    checkpointing: str,
-) -> None:
+def test_activation_offload_takes_the_time_of_a_copy_to_the_host_and_one_back(checkpointing: str) -> None:
     here, away = (spec_of("llama-7b", cluster__gpu="a100-sxm-80gb", layout__activation_offload=on) for on in (0, 1))
     layout = layout_of(here, 3, checkpointing)
     device = find_accelerator(here.cluster)

@@ -23,10 +23,7 @@ from tests.plan.vision.test_vision_size import model_of
 
 HEAD = [{"match": ["classifier.*"]}]
 TEXT_TOWER = [{"match": ["text_*", "logit_scale"]}]
-TWO_STAGES = [
-    {"match": ["multi_modal_projector.*"], "lr": 1e-3},
-    {"match": ["language_model.*"], "start_step": 101},
-]
+TWO_STAGES = [{"match": ["multi_modal_projector.*"], "lr": 1e-3}, {"match": ["language_model.*"], "start_step": 101}]
 
 
 def codes(plan: RunPlan) -> set[str]:

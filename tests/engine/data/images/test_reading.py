@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec.images import AugmentSpec
 from tests.data.images.pictures import image_bytes, index, write_folder, write_shards, write_table
 from tests.engine.data.images.pictures import CLASSES, Pictures, layout, noted, reader
+from tests.engine.data.test_loader import wait_for_start
 
 CPU = torch.device("cpu")
 LAYOUTS = [layout(12), layout(12, 1, 4), layout(12, 2, 6), layout(12, 2, 2), layout(12, 3, 4), layout(12, 3, 2)]
@@ -268,27 +268,22 @@ def loaders() -> Iterator[list[Loader[Any]]]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "workers", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
-)
+@pytest.mark.long  # tests/engine/data/test_loader.py has the same of other batches
+@pytest.mark.parametrize("workers", [1, 2, 4])
 def test_reader_processes_read_the_same_bytes_and_each_batch_once(
     workers: int, loaders: list[Loader[Any]], tmp_path: Path
 ) -> None:
     read, reads = reader().without_groups(), tmp_path / "reads"
     loader = Loader(partial(noted, reads, read.batch), CPU, workers=workers)
     loaders.append(loader)
-    processes = loader._processes
-    assert processes is not None
-    for number in itertools.count(100):  # until every process has read a batch; before that this process reads
-        loader.take(number, range(number + 1, number + 9))
-        if all(each.started for each in processes._processes):
-            break
+    wait_for_start(loader)
     reads.unlink()
     for number in range(1, 12):
         assert_same_batches(loader.take(number, range(number + 1, number + 5)), read.batch(number))
     by = [tuple(map(int, line.split())) for line in reads.read_text(encoding="utf-8").splitlines()]
     assert sorted(number for _, number in by if number < 12) == list(range(1, 12))
-    assert {process for process, _ in by} <= set(processes.pids)
+    assert loader._processes is not None
+    assert {process for process, _ in by} <= set(loader._processes.pids)
     for number in (20, 5):
         assert_same_batches(loader.take(number, [number + 1]), read.batch(number))
 
@@ -313,6 +308,7 @@ def test_a_reader_holds_the_batches_read_ahead_alone(loaders: list[Loader[Any]])
 
     loader = Loader(batch, CPU)
     loaders.append(loader)
+    gc.freeze()  # what exists already is not searched 30 times
     for number in range(1, 31):
         taken = loader.take(number, range(number + 1, number + 1 + ahead))
         gc.collect()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model import outline
@@ -43,6 +42,8 @@ def fresh(dims: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None)
 
 def theirs(dims: dict[str, Any]) -> Any:
     """Return the model of transformers with random weights, norms and statistics included."""
+    import transformers  # here, because ranks import this module
+
     given = {key: value for key, value in dims.items() if key not in ("family", "image_size")}
     if dims["family"] == "resnet":
         model: Any = transformers.ResNetForImageClassification(transformers.ResNetConfig(**given))

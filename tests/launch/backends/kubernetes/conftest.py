@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect
+from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.launch.backends.kubernetes.fake_api import FakeApi, serve, write_kubeconfig
-from tests.launch.conftest import MadeRun
+from tests.launch.backends.kubernetes.pods import Gang
+from tests.launch.conftest import MadeRun, MakeRun
 
 IMAGE = "registry.example/scaletrain@sha256:" + "a" * 64
 SETTINGS = (
@@ -51,13 +53,47 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
 
 
 @pytest.fixture
+def start_gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+    """Yield a function that starts pods of a run."""
+    gangs: list[Gang] = []
+
+    def start(made: MadeRun, incarnation: int = 0, pods: tuple[int, ...] = ()) -> Gang:
+        gangs.append(Gang(made, tmp_path / "volume", incarnation).start(*pods))
+        return gangs[-1]
+
+    yield start
+    for gang in gangs:
+        gang.end()
+
+
+@pytest.fixture
 def cluster(api: FakeApi) -> Cluster:
     return connect(None, "ml")
 
 
 @pytest.fixture
-def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+def made(make_run: MakeRun) -> MadeRun:
     return make_run(*SETTINGS)
+
+
+def put_cluster(api: FakeApi) -> None:
+    """Set up the namespace and the claim of a run, and two nodes with enough resources for it."""
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
+    api.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **bound})
+    for name in ("n0", "n1"):
+        allocatable = {"cpu": "8", "memory": "64Gi"}
+        api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": allocatable}}, namespace="")
+
+
+def submit_small(*more: str, settings: Iterable[str] = SETTINGS) -> Ended:
+    """Submit a small run, r1, by its command line."""
+    return scaletrain("submit", SMALL, "--run-id", "r1", *(f"--set={setting}" for setting in settings), *more)
+
+
+def put_pods(api: FakeApi, *pods: dict[str, Any]) -> None:
+    for one in pods:
+        api.put("pods", one)
 
 
 def pod(

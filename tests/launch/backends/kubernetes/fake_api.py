@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,10 @@ class FakeApi:
         self.objects[(group, plural, namespace, metadata["name"])] = body
         return body
 
+    def forget(self, *plurals: str) -> None:
+        """Remove all objects of these kinds as controllers do in the end."""
+        self.objects = {key: body for key, body in self.objects.items() if key[1] not in plurals}
+
     def all(self, plural: str) -> list[Object]:
         return [body for (_, kind, _, _), body in self.objects.items() if kind == plural]
 
@@ -92,11 +97,31 @@ def status(code: int, reason: str, message: str, **details: Any) -> Object:
     return {**body, "message": message, "details": details}
 
 
+class _Server(ThreadingHTTPServer):
+    """Ends its connections with itself: their threads would stay, and could get signals that tests send."""
+
+    daemon_threads = True
+
+    def __init__(self, api: FakeApi) -> None:
+        super().__init__(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": api}))
+        self._accepted: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        accepted = super().get_request()
+        self._accepted.append(accepted[0])
+        return accepted
+
+    def server_close(self) -> None:
+        for connection in self._accepted:
+            with suppress(OSError):  # closed by its thread
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+
 @contextmanager
 def serve(api: FakeApi) -> Iterator[str]:
     """Run the server and yield its URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": api}))
-    server.daemon_threads = True
+    server = _Server(api)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

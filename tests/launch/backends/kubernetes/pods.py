@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import documents_of
-from tests.forked import Forked
+from tests.forked import FORKS_PYTHON, Forked
 from tests.launch.conftest import ENGINE, MadeRun
 from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 WORKLOAD = "jobset/fake-s1"
+
+
+def put_documents(documents: Mapping[str, str | bytes], folder: Path) -> Path:
+    """Write the files of a ConfigMap as they are mounted in a pod; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in documents.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
 
 
 @dataclass
@@ -32,10 +41,7 @@ class Gang:
 
     def start(self, *numbers: int) -> Gang:
         """Start these pods; without numbers all of them."""
-        documents = self.volume / ".documents"
-        documents.mkdir(parents=True, exist_ok=True)
-        for name, text in documents_of(self.made.run, self.made.record).items():
-            (documents / name).write_text(text)
+        documents = put_documents(documents_of(self.made.run, self.made.record), self.volume / ".documents")
         words = ["--engine", ENGINE, "--documents", str(documents), "--runs-root", str(self.volume)]
         for number in numbers or range(self.made.record.spec.cluster.nodes):
             self.termination_log(number).touch()
@@ -47,6 +53,7 @@ class Gang:
                 "SCALETRAIN_POD": f"fake-s1-node-0-{number}",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
+                FORKS_PYTHON: "scaletrain_cli.engine.faults",
             }
             self.pods[number] = Forked(
                 "scaletrain_cli.launch.backends.kubernetes.pod_agent",

@@ -1,19 +1,14 @@
 """The version of a kind is asked from the API server, and what is written and read follows it.
 
-The answers are written in the form of a real server by the fake one; test_schemas.py has the schemas. With
-`SCALETRAIN_CRDS=FOLDER`, the fields that the launcher reads are also looked up in Kueue's released CRDs.
+The answers are written in the form of a real server by the fake one; test_schemas.py has the schemas. The fields that
+the launcher reads are also looked up in Kueue's released CRDs, if given (schemas.py).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes import api_kinds
@@ -33,9 +28,9 @@ from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.submit import submit_run
 from tests.launch.backends.kubernetes.conftest import SETTINGS
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
-from tests.launch.conftest import MadeRun
+from tests.launch.backends.kubernetes.schemas import crd_schemas, needs_crds
+from tests.launch.conftest import MakeRun
 
-CRDS = os.environ.get("SCALETRAIN_CRDS")  # read before the tests clear the environment
 KUEUE = "kueue.x-k8s.io"
 SCHEDULING = "scheduling.k8s.io"
 # Paths that the launcher reads of Kueue's objects, in the names of the newest version.
@@ -133,7 +128,7 @@ def test_a_group_that_is_not_served_is_reported_with_its_install_command(cluster
 @pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3", "v1beta1"])
 @pytest.mark.parametrize("given", ["auto", "v1alpha2"])
 def test_a_pod_group_is_written_in_the_version_that_is_served(
-    api: FakeApi, make_run: Callable[..., MadeRun], version: str, given: str
+    api: FakeApi, make_run: MakeRun, version: str, given: str
 ) -> None:
     serve_only(api, SCHEDULING, {"v1": ("priorityclasses",), version: ("podgroups",)})
     api.strict = True
@@ -144,7 +139,7 @@ def test_a_pod_group_is_written_in_the_version_that_is_served(
     assert group["metadata"]["ownerReferences"][0]["kind"] == "JobSet"
 
 
-def test_a_submission_is_refused_where_no_pod_group_is_served(api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
+def test_a_submission_is_refused_where_no_pod_group_is_served(api: FakeApi, make_run: MakeRun) -> None:
     serve_only(api, SCHEDULING, {"v1": ("priorityclasses",)})
     api.strict = True
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
@@ -165,19 +160,6 @@ def test_a_kind_that_is_known_in_one_version_is_not_asked_for() -> None:
     assert versions.candidates(JOB_SET) == [JOB_SET]
 
 
-@cache
-def kueue_crds() -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the schema of each kind of Kueue by version and kind."""
-    assert CRDS is not None
-    found = {}
-    for path in sorted(Path(CRDS).rglob("kueue.x-k8s.io_*.yaml")):
-        for document in yaml.load_all(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            for version in document["spec"]["versions"]:
-                key = (version["name"], document["spec"]["names"]["kind"])
-                found[key] = version["schema"]["openAPIV3Schema"]
-    return found
-
-
 def has_path(schema: dict[str, Any], path: str) -> bool:
     for part in path.split("."):
         schema = schema.get("properties", {}).get(part.removesuffix("[]"), {})
@@ -185,11 +167,11 @@ def has_path(schema: dict[str, Any], path: str) -> bool:
     return bool(schema)
 
 
-@pytest.mark.skipif(CRDS is None, reason="$SCALETRAIN_CRDS names no folder with CRDs")
+@needs_crds
 @pytest.mark.parametrize("version", ["v1beta2", "v1beta1"])
 @pytest.mark.parametrize("kind", READ)
 def test_the_fields_that_are_read_are_in_the_released_schemas(version: str, kind: str) -> None:
-    schema = kueue_crds()[version, kind]
+    schema = crd_schemas(KUEUE)[f"{KUEUE}/{version}", kind]
     older = {"cohortName": "cohort"} if version == "v1beta1" else {}  # parentName was parent in v1alpha1 only
     assert {old: new for new, old in older.items()}.items() <= api_kinds._RENAMED.items()
     names = [".".join(older.get(part, part) for part in path.split(".")) for path in READ[kind]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
 from scaletrain_cli.launch.submit import read_submission, submit_run
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.worker.progress import progress_line
-from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
+from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod, put_pods
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 
 GROUP = "jobset.x-k8s.io"
 
@@ -34,12 +33,6 @@ def submit(made: MadeRun) -> str:
 
 def workload(api: FakeApi, name: str) -> dict[str, Any]:
     return api.objects[(GROUP, "jobsets", "ml", name)]
-
-
-def put_pods(api: FakeApi, made: MadeRun, name: str, *pods: dict[str, Any]) -> None:
-    for one in pods:
-        one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
-        api.put("pods", one)
 
 
 def finish(api: FakeApi, name: str, kind: str, **more: str) -> None:
@@ -109,7 +102,7 @@ def test_after_a_refused_workload_no_object_remains(made: MadeRun, api: FakeApi)
 
 
 def test_a_trainjob_is_created_again_until_the_webhooks_have_its_runtime(
-    make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They read runtimes from a cache, which does not yet contain a new one."""
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RETRY_SECONDS", 0.0)
@@ -122,7 +115,7 @@ def test_a_trainjob_is_created_again_until_the_webhooks_have_its_runtime(
 
 
 def test_a_trainjob_that_kueue_would_not_hold_back_is_not_created_and_leaves_nothing(
-    make_run: Callable[..., MadeRun], api: FakeApi
+    make_run: MakeRun, api: FakeApi
 ) -> None:
     """Before its TrainingRuntime exists, a TrainJob cannot be tried."""
     settings = ("cluster.kubernetes.backend=trainjob", "cluster.kubernetes.queue=q")
@@ -136,7 +129,7 @@ def test_a_trainjob_that_kueue_would_not_hold_back_is_not_created_and_leaves_not
 
 
 def test_after_a_trainjob_whose_runtime_is_never_found_no_object_remains(
-    make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RUNTIME_SECONDS", 0.0)
     api.stale = 1000
@@ -159,7 +152,7 @@ def test_bad_nodes_are_excluded(made: MadeRun, api: FakeApi) -> None:
 def test_without_access_to_the_volume_the_state_comes_from_the_cluster(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     assert run_status(made.run).state == "queued"
-    put_pods(api, made, name, pod(name, 0), pod(name, 1))
+    put_pods(api, pod(name, 0), pod(name, 1))
     api.logs[f"{name}-node-0-0-abcde"] = [
         f"2026-11-21T10:00:00Z rank 0: {progress_line(11, 20, 2.5, 1234.0)}",
         "2026-11-21T10:00:01Z rank 1: nothing to see",
@@ -171,7 +164,7 @@ def test_without_access_to_the_volume_the_state_comes_from_the_cluster(made: Mad
 
 def test_the_progress_of_a_finished_run_is_kept_after_its_pods_are_deleted(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
-    put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
+    put_pods(api, ended(name, 0, 0), ended(name, 1, 0))
     api.logs[f"{name}-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(20, 20, 2.5)}"]
     finish(api, name, "Completed")
     assert (run_status(made.run).step, run_status(made.run).loss) == (20, 2.5)
@@ -188,7 +181,7 @@ def test_the_step_of_a_finished_run_whose_output_was_not_read_is_not_seen(made: 
 def test_the_log_of_a_pod_on_a_dead_node_is_not_requested(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     lost = pod(name, 0, conditions=[condition("Ready", "False", "NodeNotReady")])
-    put_pods(api, made, name, lost, pod(name, 1))
+    put_pods(api, lost, pod(name, 1))
     assert "node node-a does not report" in run_status(made.run).why
     assert not any("/log" in asked for asked in api.asked)
 
@@ -201,7 +194,7 @@ def test_the_end_of_a_job_is_kept_after_its_object_is_deleted(
 ) -> None:
     name = submit(made)
     finish(api, name, kind)
-    put_pods(api, made, name, ended(name, 0, code))
+    put_pods(api, ended(name, 0, code))
     assert run_status(made.run).state == state
     api.objects.clear()  # ttlSecondsAfterFinished
     api.asked.clear()
@@ -261,7 +254,7 @@ def test_a_cancelled_run_gets_its_grace_period_and_is_active_until_its_pods_are_
     made: MadeRun, api: FakeApi
 ) -> None:
     name = submit(made)
-    put_pods(api, made, name, pod(name, 0), pod(name, 1))
+    put_pods(api, pod(name, 0), pod(name, 1))
     scheduler = KubernetesBackend()
     scheduler.cancel(made.run, made.record)
     ((what, options),) = api.deletions
@@ -290,7 +283,7 @@ def test_a_queued_run_is_cancelled_at_once(made: MadeRun, api: FakeApi) -> None:
 def test_a_run_on_a_shared_volume_records_its_end_itself(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
-    put_pods(api, made, name, pod(name, 0))
+    put_pods(api, pod(name, 0))
     KubernetesBackend().cancel(made.run, made.record)
     assert not made.events("cancelled")
 
@@ -310,14 +303,15 @@ def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRu
     assert (first[-3:], second[-3:]) == ("-s1", "-s2")
     assert not made.run.is_cancelled
     assert run_status(made.run).state == "queued"
-    put_pods(api, made, second, pod(second, 0))
+    put_pods(api, pod(second, 0))
     workload(api, second)
     with pytest.raises(Exception, match="still active"):
         resume(made.run)
 
 
 def test_a_refused_resume_keeps_the_end_of_the_last_job(made: MadeRun, api: FakeApi) -> None:
-    put_pods(api, made, name := submit(made), ended(name, 0, 75), ended(name, 1, 75))
+    name = submit(made)
+    put_pods(api, ended(name, 0, 75), ended(name, 1, 75))
     finish(api, name, "Failed")
     run_status(made.run)  # records the end
     before = run_status(made.run)
@@ -331,14 +325,12 @@ def test_a_refused_resume_keeps_the_end_of_the_last_job(made: MadeRun, api: Fake
 
 def test_a_second_gang_does_not_start_while_pods_of_a_deleted_workload_exist(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
-    put_pods(api, made, name, pod(name, 0))
+    put_pods(api, pod(name, 0))
     del api.objects[(GROUP, "jobsets", "ml", name)]
     assert inspect_resume(made.run).active
 
 
-def test_a_job_is_looked_up_in_the_namespace_of_its_submission(
-    made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]
-) -> None:
+def test_a_job_is_looked_up_in_the_namespace_of_its_submission(made: MadeRun, api: FakeApi, make_run: MakeRun) -> None:
     submit(made)
     spec = make_run(*SETTINGS, "cluster.kubernetes.namespace=other", run_id="other").record.spec
     assert spec.cluster.kubernetes.namespace == "other"
@@ -349,7 +341,7 @@ def test_a_job_is_looked_up_in_the_namespace_of_its_submission(
 def test_pods_of_a_dead_node_are_deleted_only_with_force(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     dead = pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
-    put_pods(api, made, name, dead, pod(name, 1, node="m"))
+    put_pods(api, dead, pod(name, 1, node="m"))
     api.put("nodes", {"metadata": {"name": "n"}, "status": {"conditions": []}}, namespace="")
     scheduler = KubernetesBackend()
     assert "node n is unreachable" in scheduler.job(made.run, made.record).detail
@@ -366,7 +358,7 @@ def test_force_deletes_a_cancelled_runs_pod_on_an_unreachable_node_without_its_g
 ) -> None:
     """Its grace period has not ended, but its node cannot use it. The other pod saves."""
     name = submit(made)
-    put_pods(api, made, name, pod(name, 0, node="n"), pod(name, 1, node="m"))
+    put_pods(api, pod(name, 0, node="n"), pod(name, 1, node="m"))
     for node, ready in (("n", "Unknown"), ("m", "True")):
         state = {"conditions": [condition("Ready", ready)]}
         api.put("nodes", {"metadata": {"name": node}, "status": state}, namespace="")

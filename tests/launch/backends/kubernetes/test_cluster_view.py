@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MakeRun
 
 Object = dict[str, Any]
 GPU = "nvidia.com/gpu"
@@ -246,7 +245,7 @@ def test_a_part_without_the_right_to_read_it_is_left_out_and_named(filled: FakeA
 
 
 def test_without_a_configured_namespace_the_view_is_of_the_namespace_of_the_users_runs(
-    api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., MadeRun]
+    api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: MakeRun
 ) -> None:
     def shown() -> ClusterView:
         return kubernetes_view(KubernetesSpec())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,17 @@ from tests.data.remote.conftest import BUCKET, s3, s3_server  # noqa: F401
 from tests.data.remote.faults import FaultyProxy
 from tests.launch.backends.kubernetes.conftest import SETTINGS
 from tests.launch.backends.kubernetes.fake_api import FakeApi
+from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.test_rendered_pods import OPTIONS, run_pods
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.working_tree import WorkingTree
 
 STORE = f"s3://{BUCKET}/code/of-runs/"
 PROGRAM = "import os\nprint('submitted, as', os.environ['RANK'])\n"
-MakeRun = Callable[..., MadeRun]
 
 
 @pytest.fixture
-def large(tree: WorkingTree, make_run: MakeRun) -> Callable[..., MadeRun]:
+def large(tree: WorkingTree, make_run: MakeRun) -> MakeRun:
     """Return a function that makes a run whose packed code takes more than a ConfigMap may hold."""
 
     def make(*settings: str) -> MadeRun:
@@ -47,7 +46,7 @@ def test_small_code_is_in_the_config_map_also_with_a_store(tree: WorkingTree, ma
     assert has_archive(documents_for(made.run, made.record))
 
 
-def test_large_code_without_a_store_is_refused_with_the_key_of_the_store(large: Callable[..., MadeRun]) -> None:
+def test_large_code_without_a_store_is_refused_with_the_key_of_the_store(large: MakeRun) -> None:
     made = large(*OPTIONS)
     with pytest.raises(ScaletrainError) as refused:
         manifest(made.record, documents_for(made.run, made.record))
@@ -57,7 +56,7 @@ def test_large_code_without_a_store_is_refused_with_the_key_of_the_store(large: 
 
 
 def test_pods_run_the_code_from_the_store(
-    large: Callable[..., MadeRun],
+    large: MakeRun,
     tmp_path: Path,
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
@@ -70,7 +69,7 @@ def test_pods_run_the_code_from_the_store(
     assert "rank 3: submitted, as 3" in output[1]
 
 
-def test_the_same_code_is_uploaded_once(large: Callable[..., MadeRun], s3: FaultyProxy) -> None:  # noqa: F811
+def test_the_same_code_is_uploaded_once(large: MakeRun, s3: FaultyProxy) -> None:  # noqa: F811
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
     for _ in range(2):
         upload_code(made.run, made.record)
@@ -78,7 +77,7 @@ def test_the_same_code_is_uploaded_once(large: Callable[..., MadeRun], s3: Fault
 
 
 def test_a_damaged_archive_of_the_same_size_is_replaced(
-    large: Callable[..., MadeRun],
+    large: MakeRun,
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
@@ -92,7 +91,7 @@ def test_a_damaged_archive_of_the_same_size_is_replaced(
 
 
 def test_a_submission_uploads_the_code_before_it_creates_anything(
-    large: Callable[..., MadeRun],
+    large: MakeRun,
     api: FakeApi,
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
@@ -107,7 +106,7 @@ def test_a_submission_uploads_the_code_before_it_creates_anything(
 
 
 def test_a_submission_without_access_to_the_store_creates_nothing(
-    large: Callable[..., MadeRun],
+    large: MakeRun,
     api: FakeApi,
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
@@ -123,7 +122,7 @@ def test_a_submission_without_access_to_the_store_creates_nothing(
 
 
 def test_an_archive_that_was_changed_in_the_store_does_not_run(
-    large: Callable[..., MadeRun],
+    large: MakeRun,
     tmp_path: Path,
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
@@ -143,8 +142,5 @@ def test_an_archive_that_was_changed_in_the_store_does_not_run(
 
 def placed(made: MadeRun, volume: Path, folder: Path) -> RunDir:
     """Return the run directory that pod 0 makes from the documents."""
-    folder.mkdir()
     documents = {**documents_of(made.run, made.record), **documents_for(made.run, made.record)}
-    for name, content in documents.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return place_documents(folder, volume)[0]
+    return place_documents(put_documents(documents, folder), volume)[0]

@@ -24,7 +24,7 @@ from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.worker.progress import progress_line
-from tests.launch.backends.kubernetes.conftest import condition, ended, pod
+from tests.launch.backends.kubernetes.conftest import condition, ended, pod, put_pods
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.conftest import MadeRun
 
@@ -45,11 +45,6 @@ def explained(made: MadeRun) -> Finding:
     return finding
 
 
-def put_pod(api: FakeApi, made: MadeRun, one: dict[str, Any]) -> None:
-    one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
-    api.put("pods", one)
-
-
 def test_a_job_without_a_kueue_workload_waits_indefinitely(made: MadeRun, whole: dict[str, Any]) -> None:
     whole["metadata"]["labels"] |= {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent"}
     whole["spec"]["suspend"] = True
@@ -65,7 +60,7 @@ def test_a_refused_child_and_a_dead_node_are_reported_first(made: MadeRun, api: 
     event = {"metadata": {"name": "e"}, "reason": "JobCreationFailed", "message": "invalid", "involvedObject": about}
     api.put("events", event)
     assert explained(made).cause == "child-refused"
-    put_pod(api, made, pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"}))
+    put_pods(api, pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"}))
     api.put("nodes", {"metadata": {"name": "n"}, "status": {}}, namespace="")
     found = explained(made)
     assert (found.cause, found.needs_action) == ("dead-node", True)
@@ -76,13 +71,11 @@ def test_a_running_run_has_its_progress_and_an_ended_one_the_clusters_message(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     name = whole["metadata"]["name"]
-    put_pod(api, made, pod(name, 0))
-    put_pod(api, made, pod(name, 1))
+    put_pods(api, pod(name, 0), pod(name, 1))
     api.logs[f"{name}-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(11, 20, 2.5)}"]
     found = explained(made)
     assert (found.cause, [each.text for each in found.evidence]) == ("running", ["all 2 pods running", "step 11 of 20"])
-    for index in (0, 1):
-        put_pod(api, made, ended(name, index, 137, "OOMKilled"))
+    put_pods(api, ended(name, 0, 137, "OOMKilled"), ended(name, 1, 137, "OOMKilled"))
     whole["status"] = {"conditions": [condition("Failed", reason="ReachedMaxRestarts")]}
     found = explained(made)
     assert found.cause == "failed"
@@ -103,7 +96,7 @@ def test_a_running_run_has_its_progress_and_an_ended_one_the_clusters_message(
 def test_the_remedies_after_an_end_depend_on_the_exit_code(
     made: MadeRun, api: FakeApi, whole: dict[str, Any], code: int, headline: str, action: str
 ) -> None:
-    put_pod(api, made, ended(whole["metadata"]["name"], 0, code))
+    put_pods(api, ended(whole["metadata"]["name"], 0, code))
     whole["status"] = {"conditions": [condition("Completed" if not code else "Failed")]}
     found = explained(made)
     assert headline in found.headline

@@ -26,9 +26,9 @@ from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_job, submit_run
 from scaletrain_cli.rundir.paths import RunDir
-from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod
+from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod, put_pods
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 
 UNAVAILABLE = (503, status(503, "ServiceUnavailable", "the server is currently unable to handle the request"))
 
@@ -259,9 +259,8 @@ def test_a_damaged_job_reference_is_reported_with_its_file(made: MadeRun, api: F
 
 
 def test_a_preflight_whose_submission_was_not_answered_keeps_its_run_directory(
-    made: MadeRun, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: MadeRun, api: FakeApi, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError):
         run_preflight(made.record.spec, made.record.plan, KubernetesBackend(), 1.0, lambda status: None)
     (folder,) = (tmp_path / "runs").glob("preflight-*")
@@ -281,7 +280,7 @@ def test_jobs_of_a_run_are_found_by_its_label_without_the_run_directory(made: Ma
 
 
 def test_the_job_of_another_run_with_the_same_id_is_neither_adopted_nor_deleted(
-    made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]
+    made: MadeRun, api: FakeApi, make_run: MakeRun
 ) -> None:
     """Two users with two run directories, one namespace and one --run-id."""
     submit(made)
@@ -334,17 +333,14 @@ def test_a_refusal_after_the_dry_run_removes_the_stop_file_and_the_annotation(
     assert CANCELLED not in api.all("jobsets")[0]["metadata"]["annotations"]
 
 
-def trainjob_run(make_run: Callable[..., MadeRun]) -> MadeRun:
+def trainjob_run(make_run: MakeRun) -> MadeRun:
     return make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
 
 
-def test_a_cancelled_trainjob_is_deleted_and_its_pods_keep_their_grace_period(
-    make_run: Callable[..., MadeRun], api: FakeApi
-) -> None:
+def test_a_cancelled_trainjob_is_deleted_and_its_pods_keep_their_grace_period(make_run: MakeRun, api: FakeApi) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
     saving = pod(name, 0)
-    saving["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
     api.put("pods", saving)
     cancel(made)
     assert [what for what, _ in api.deletions] == [f"trainjobs/{name}"]
@@ -358,7 +354,7 @@ def test_a_cancelled_trainjob_is_deleted_and_its_pods_keep_their_grace_period(
     assert run_status(made.run).state == "cancelled"
 
 
-def test_a_second_cancel_ends_the_stuck_deletion_of_a_trainjob(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
+def test_a_second_cancel_ends_the_stuck_deletion_of_a_trainjob(make_run: MakeRun, api: FakeApi) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
     scheduler = KubernetesBackend()
@@ -370,26 +366,22 @@ def test_a_second_cancel_ends_the_stuck_deletion_of_a_trainjob(make_run: Callabl
     assert not api.all("trainjobs")
 
 
-def test_the_jobset_of_a_deleted_trainjob_keeps_the_run_active(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
+def test_the_jobset_of_a_deleted_trainjob_keeps_the_run_active(make_run: MakeRun, api: FakeApi) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
     marks = api.all("trainjobs")[0]["metadata"]["annotations"]
     owner = [{"kind": "TrainJob", "uid": "gone"}]
     metadata = {"name": name, "annotations": marks, "ownerReferences": owner, "labels": {}}
     api.put("jobsets", {"metadata": metadata, "status": {"restarts": 3}}, "jobset.x-k8s.io")
-    for index in (0, 1):
-        api.put("pods", pod(name, index))
+    put_pods(api, pod(name, 0), pod(name, 1))
     assert job(made).detail == "all 2 pods running; restart 3"
-    for plural in ("trainjobs", "pods"):
-        api.objects = {key: body for key, body in api.objects.items() if key[1] != plural}
+    api.forget("trainjobs", "pods")
     assert job(made).state == "ending"
 
 
 def test_a_run_is_not_cancelled_while_its_object_exists(made: MadeRun, api: FakeApi) -> None:
     name = submit(made).partition("/")[2]
-    one = pod(name, 0)
-    one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
-    api.put("pods", one)
+    api.put("pods", pod(name, 0))
     cancel(made)
     assert run_status(made.run).state == "ending"
     api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Failed")]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
 from tests.launch.backends.kubernetes.conftest import SETTINGS
 from tests.launch.backends.kubernetes.fake_api import FakeApi
-from tests.launch.conftest import MadeRun, make_spec
+from tests.launch.conftest import MakeRun, make_spec
 
 WITHOUT = tuple(setting for setting in SETTINGS if "namespace" not in setting)
 
@@ -36,9 +35,7 @@ def namespaces_asked(api: FakeApi) -> set[str]:
     return {each[each.index("namespaces") + 1].partition("?")[0] for each in parts if "namespaces" in each}
 
 
-def test_the_namespace_is_that_of_the_current_context(
-    api: FakeApi, tmp_path: Path, make_run: Callable[..., MadeRun]
-) -> None:
+def test_the_namespace_is_that_of_the_current_context(api: FakeApi, tmp_path: Path, make_run: MakeRun) -> None:
     put_context(tmp_path, "team")
     made = make_run(*WITHOUT)
     assert made.record.spec.cluster.kubernetes.namespace == "team"
@@ -46,9 +43,7 @@ def test_the_namespace_is_that_of_the_current_context(
     assert {body["metadata"]["namespace"] for body in api.objects.values()} == {"team"}
 
 
-def test_later_verbs_use_the_namespace_of_the_submission(
-    api: FakeApi, tmp_path: Path, make_run: Callable[..., MadeRun]
-) -> None:
+def test_later_verbs_use_the_namespace_of_the_submission(api: FakeApi, tmp_path: Path, make_run: MakeRun) -> None:
     put_context(tmp_path, "team")
     made = make_run(*WITHOUT)
     submit_run(made.run, made.record, KubernetesBackend())
@@ -64,7 +59,7 @@ def test_later_verbs_use_the_namespace_of_the_submission(
 
 
 def test_a_resume_without_a_namespace_takes_that_of_the_context(
-    api: FakeApi, tmp_path: Path, make_run: Callable[..., MadeRun]
+    api: FakeApi, tmp_path: Path, make_run: MakeRun
 ) -> None:
     made = make_run(*SETTINGS)
     put_context(tmp_path, "team")
@@ -72,8 +67,7 @@ def test_a_resume_without_a_namespace_takes_that_of_the_context(
 
 
 @pytest.mark.parametrize(
-    ("context", "namespace"),
-    [(None, "team"), ("other", "vision"), ("bare", "default"), ("unknown", "default")],
+    ("context", "namespace"), [(None, "team"), ("other", "vision"), ("bare", "default"), ("unknown", "default")]
 )
 def test_the_namespace_is_of_the_context_of_the_spec(
     api: FakeApi, tmp_path: Path, context: str | None, namespace: str
@@ -84,7 +78,7 @@ def test_the_namespace_is_of_the_context_of_the_spec(
     assert default_namespace(context) == namespace
 
 
-def test_without_a_kubeconfig_the_namespace_is_default(make_run: Callable[..., MadeRun]) -> None:
+def test_without_a_kubeconfig_the_namespace_is_default(make_run: MakeRun) -> None:
     assert make_run(*WITHOUT).record.spec.cluster.kubernetes.namespace == "default"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,25 +14,11 @@ from scaletrain_cli.launch.backends.kubernetes.pod_agent import DECISION_SECONDS
 from scaletrain_cli.launch.node.watch import UNKILLABLE_SECONDS
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.record import add_revision, documents_of, place_documents, read_record
-from tests.launch.backends.kubernetes.pods import WORKLOAD, Gang
-from tests.launch.conftest import MadeRun, make_plan
+from tests.launch.backends.kubernetes.pods import WORKLOAD, Gang, put_documents
+from tests.launch.conftest import MadeRun, MakeRun, make_plan
 
 TWO_NODES = ("cluster.scheduler=kubernetes", "cluster.nodes=2")
-MakeRun = Callable[..., MadeRun]
 StartGang = Callable[..., Gang]
-
-
-@pytest.fixture
-def start_gang(tmp_path: Path) -> Iterator[StartGang]:
-    gangs: list[Gang] = []
-
-    def start(made: MadeRun, incarnation: int = 0, pods: tuple[int, ...] = ()) -> Gang:
-        gangs.append(Gang(made, tmp_path / "volume", incarnation).start(*pods))
-        return gangs[-1]
-
-    yield start
-    for gang in gangs:
-        gang.end()
 
 
 def test_pods_rendezvous_train_and_exit_with_0(make_run: MakeRun, start_gang: StartGang) -> None:
@@ -142,8 +128,7 @@ def test_the_newest_revision_is_written_to_a_volume_without_it(make_run: MakeRun
     made = make_run(*TWO_NODES)
     smaller = made.record.spec.model_copy(update={"cluster": made.record.spec.cluster.model_copy(update={"nodes": 1})})
     revised = add_revision(made.run, made.record, smaller, make_plan(smaller), ["cluster.nodes=1"])
-    for name, text in documents_of(made.run, revised).items():
-        (tmp_path / name).write_text(text)
+    put_documents(documents_of(made.run, revised), tmp_path)
     run, record = place_documents(tmp_path, tmp_path / "volume")
     assert record == read_record(made.run)
     assert (record.revision, record.spec.cluster.nodes) == (1, 1)

@@ -10,7 +10,7 @@ import pwd
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,24 +19,17 @@ from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
 from scaletrain_cli.launch import restart
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt, read_attempts
 from scaletrain_cli.launch.backends.kubernetes import pod_agent, pod_output, rendezvous
-from scaletrain_cli.launch.backends.kubernetes import pod_output as pod_lines
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import PodOptions, volume_error
 from scaletrain_cli.launch.node import attempt
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.rundir.record import documents_of
 from scaletrain_cli.worker.failures import Failure, write_failure
-from tests.launch.conftest import MadeRun
+from tests.launch.backends.kubernetes.pods import put_documents
+from tests.launch.conftest import MadeRun, MakeRun
 
 TWO_NODES = ("cluster.scheduler=kubernetes", "cluster.nodes=2", "restarts.node=1")
-MakeRun = Callable[..., MadeRun]
-NEEDED = (
-    rendezvous,
-    pod_lines,
-    pod_output,
-    restart,
-    restart,
-    attempt,
-)  # before the process becomes a user who may not read the libraries
+# Imported before the process becomes a user who may not read the libraries.
+NEEDED = (rendezvous, pod_output, restart, attempt)
 
 
 def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobset/fake-s1") -> PodOptions:
@@ -57,10 +50,7 @@ def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobs
 
 def place(made: MadeRun, volume: Path) -> Path:
     """Return a volume with the documents of a run."""
-    (volume / ".documents").mkdir(parents=True)
-    for name, text in documents_of(made.run, made.record).items():
-        (volume / ".documents" / name).write_text(text)
-    return volume
+    return put_documents(documents_of(made.run, made.record), volume / ".documents").parent
 
 
 @pytest.fixture
@@ -156,6 +146,12 @@ def begin(made: MadeRun, workload: str) -> int:
     return begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=workload, nodes=nodes)
 
 
+def decided(made: MadeRun, number: int, workload: str = "jobset/fake-s1") -> int:
+    """Return the exit code that pod 0 decides on after its own of 1."""
+    place = options(made.run.path.parent, workload=workload)
+    return pod_agent._decide_on_restart(place, made.run, made.record, number, 1).exit_code
+
+
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no pod wait for a decision that never comes."""
@@ -170,10 +166,7 @@ def test_a_lost_node_is_never_charged(make_run: MakeRun) -> None:
     for _ in range(4):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        assert (
-            pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1).exit_code
-            == 75
-        )
+        assert decided(made, number) == 75
         assert pod_agent._await_decision(made.run, number, 1).exit_code == 75
     last = read_attempts(made.run)[-1]
     assert (last.reason, last.free_of_charge) == ("node", True)
@@ -187,9 +180,7 @@ def test_repeated_losses_of_nodes_before_any_saved_step_end_the_run(make_run: Ma
     for _ in range(10):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        codes.append(
-            pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1).exit_code
-        )
+        codes.append(decided(made, number))
     assert codes == [75] * 9 + [93]
 
 
@@ -199,8 +190,7 @@ def test_on_volcano_a_lost_node_is_charged(make_run: MakeRun) -> None:
     for code in (1, 93):
         number = begin(made, workload)
         lose_a_node(made, number, lost=1)
-        place_of = options(made.run.path.parent, workload=workload)
-        assert pod_agent._decide_on_restart(place_of, made.run, made.record, number, 1).exit_code == code
+        assert decided(made, number, workload) == code
 
 
 @pytest.mark.usefixtures("at_once")

@@ -17,8 +17,9 @@ from scaletrain_cli.launch.backends.kubernetes.preflight import _may_write
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MakeRun
 
+Notes, Outlook = Callable[..., list[str]], Callable[..., PreflightResult]
 KUEUE = "kueue.x-k8s.io"
 PRODUCT = "nvidia.com/gpu.product"
 GPU = ("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=16", "cluster.nodes=2")
@@ -26,13 +27,13 @@ QUEUE = (*GPU, "cluster.kubernetes.queue=team-a")
 
 
 @pytest.fixture
-def preflight(outlook: Callable[..., PreflightResult]) -> Callable[..., list[str]]:
+def preflight(outlook: Outlook) -> Notes:
     """Return a function that checks a spec and returns its notes."""
     return lambda *settings: list(outlook(*settings).notes)
 
 
 @pytest.fixture
-def outlook(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., PreflightResult]:
+def outlook(make_run: MakeRun, api: FakeApi) -> Outlook:
     """Return a function that checks a spec against a server with enough resources."""
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     api.put("persistentvolumeclaims", claim("runs"))
@@ -77,16 +78,14 @@ def put_queue(api: FakeApi, gpus: int = 16, cpus: str = "1k", **more: Any) -> di
     return api.put("clusterqueues", {**whole, "status": dict(active)}, KUEUE, "")
 
 
-def problems(preflight: Callable[..., list[str]], *settings: str) -> str:
+def problems(preflight: Notes, *settings: str) -> str:
     with pytest.raises(SchedulerError) as caught:
         preflight(*settings)
     assert caught.value.exit_code == 4
     return str(caught.value)
 
 
-def test_a_job_that_can_run_has_no_problem_and_every_object_is_validated(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_job_that_can_run_has_no_problem_and_every_object_is_validated(preflight: Notes, api: FakeApi) -> None:
     assert not [note for note in preflight(*GPU) if "not checked" in note]
     dry = [asked for asked in api.asked if "dryRun=All" in asked]
     for kind in ("configmaps", "jobsets", "batch/v1/namespaces/ml/jobs", "api/v1/namespaces/ml/pods"):
@@ -94,7 +93,7 @@ def test_a_job_that_can_run_has_no_problem_and_every_object_is_validated(
     assert len(dry) == len([asked for asked in api.asked if asked.startswith("PATCH")])
 
 
-def test_all_problems_are_reported_at_once(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_all_problems_are_reported_at_once(preflight: Notes, api: FakeApi) -> None:
     del api.installed["jobset.x-k8s.io/v1alpha2"]
     api.put("localqueues", {"metadata": {"name": "team-b"}, "spec": {}}, KUEUE)
     text = problems(
@@ -114,15 +113,13 @@ def test_all_problems_are_reported_at_once(preflight: Callable[..., list[str]], 
     assert "no JobSet of jobset.x-k8s.io/v1alpha2" in text
 
 
-def test_a_missing_namespace_is_the_only_problem_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_missing_namespace_is_the_only_problem_reported(preflight: Notes, api: FakeApi) -> None:
     text = problems(preflight, "cluster.kubernetes.namespace=nope", "cluster.kubernetes.priority=x", *QUEUE)
     assert "namespace = nope: there is no such namespace" in text
     assert "urgent" not in text
 
 
-def test_a_quota_that_can_never_fit_is_distinguished_from_one_that_is_busy(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_quota_that_can_never_fit_is_distinguished_from_one_that_is_busy(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api, gpus=8)
     text = problems(preflight, *QUEUE)
     assert "can never admit the job: flavor h100: the job needs 16 nvidia.com/gpu, and there are at most 8" in text
@@ -135,9 +132,7 @@ def test_a_quota_that_can_never_fit_is_distinguished_from_one_that_is_busy(
     assert "8 of 16 nvidia.com/gpu are used, and the job needs 16; the job will wait" in note
 
 
-def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
-    outlook: Callable[..., PreflightResult], api: FakeApi
-) -> None:
+def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(outlook: Outlook, api: FakeApi) -> None:
     assert (outlook(*GPU).start.at, outlook(*GPU).start.why[:17]) == (None, "there is no queue")
     whole = put_queue(api)
     start = outlook(*QUEUE).start
@@ -155,7 +150,7 @@ def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     assert outlook(*QUEUE).start.why == "the quota of queue team-a cannot be read"
 
 
-def test_borrowable_quota_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_borrowable_quota_counts(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api, gpus=8, cohortName="all")
     lender = {"metadata": {"name": "b"}, "spec": {**whole["spec"]}}
     api.put("clusterqueues", lender, KUEUE, "")
@@ -164,7 +159,7 @@ def test_borrowable_quota_counts(preflight: Callable[..., list[str]], api: FakeA
     assert "there are at most 12" in problems(preflight, *QUEUE)
 
 
-def test_a_resource_that_no_flavor_covers_waits_indefinitely(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_resource_that_no_flavor_covers_waits_indefinitely(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api)
     group = whole["spec"]["resourceGroups"][0]
     group["coveredResources"].remove("memory")
@@ -176,9 +171,7 @@ def test_a_resource_that_no_flavor_covers_waits_indefinitely(preflight: Callable
     assert any("covers rdma/hca: the job waits indefinitely unless" in note for note in notes)
 
 
-def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(preflight: Notes, api: FakeApi) -> None:
     put_queue(api)
     flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
     flavor["spec"]["nodeTaints"] = [{"key": "spot", "value": "true", "effect": "NoSchedule"}]
@@ -186,7 +179,7 @@ def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(
     preflight(*QUEUE, "cluster.spot=true")
 
 
-def test_queues_that_are_held_or_broken_are_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_queues_that_are_held_or_broken_are_reported(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api, stopPolicy="Hold")
     assert any("ClusterQueue training is held" in note for note in preflight(*QUEUE))
     whole["spec"]["stopPolicy"] = "None"
@@ -199,9 +192,7 @@ def test_queues_that_are_held_or_broken_are_reported(preflight: Callable[..., li
     assert "has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it" in problems(preflight, *QUEUE)
 
 
-def test_a_queue_that_admits_no_jobs_of_the_namespace_is_reported(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_queue_that_admits_no_jobs_of_the_namespace_is_reported(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api, namespaceSelector=None)
     refused = "admits no jobs of namespace ml (its namespaceSelector)"
     assert refused in problems(preflight, *QUEUE)
@@ -219,9 +210,7 @@ def test_a_queue_that_admits_no_jobs_of_the_namespace_is_reported(
         assert preflight(*QUEUE) is not None if taken else refused in problems(preflight, *QUEUE)
 
 
-def test_a_claim_that_waits_for_its_first_consumer_has_a_note(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_claim_that_waits_for_its_first_consumer_has_a_note(preflight: Notes, api: FakeApi) -> None:
     api.put("persistentvolumeclaims", claim("runs", "Pending"))
     assert "the claim is not bound to a volume" in problems(preflight, *GPU)
     about = {"kind": "PersistentVolumeClaim", "name": "runs"}
@@ -233,9 +222,7 @@ def test_a_claim_that_waits_for_its_first_consumer_has_a_note(
     assert "the claim is Lost" in problems(preflight, *GPU)
 
 
-def test_secrets_and_their_keys_are_checked_if_they_are_readable(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_secrets_and_their_keys_are_checked_if_they_are_readable(preflight: Notes, api: FakeApi) -> None:
     wanted = ("cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}", *GPU)
     assert "there is no such Secret in namespace ml" in problems(preflight, *wanted)
     api.put("secrets", {"metadata": {"name": "hub"}, "data": {"other": "aGlkZGVu"}})
@@ -246,7 +233,7 @@ def test_secrets_and_their_keys_are_checked_if_they_are_readable(
     assert any("you may not read Secrets" in note for note in preflight(*wanted))
 
 
-def test_without_a_queue_the_suitable_nodes_are_counted(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_without_a_queue_the_suitable_nodes_are_counted(preflight: Notes, api: FakeApi) -> None:
     text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
     lack = "4 lack label nvidia.com/gpu.product=B200"
     assert f"the 4 nodes can run at most 0 of the job's pods, and 2 are needed ({lack})" in text
@@ -263,7 +250,7 @@ def test_without_a_queue_the_suitable_nodes_are_counted(preflight: Callable[...,
     assert any("not checked" in note and "list nodes" in note for note in preflight(*GPU))
 
 
-def test_a_resource_quota_of_the_namespace_is_checked(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_resource_quota_of_the_namespace_is_checked(preflight: Notes, api: FakeApi) -> None:
     quota = {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": {"requests.nvidia.com/gpu": "8"}, "used": {}}}
     api.put("resourcequotas", quota)
     assert "ResourceQuota q of the namespace allows 8 requests.nvidia.com/gpu" in problems(preflight, *GPU)
@@ -271,17 +258,13 @@ def test_a_resource_quota_of_the_namespace_is_checked(preflight: Callable[..., l
     assert any("the job waits for the rest" in note for note in preflight(*GPU))
 
 
-def test_a_refused_object_is_a_problem_with_the_servers_message(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_refused_object_is_a_problem_with_the_servers_message(preflight: Notes, api: FakeApi) -> None:
     causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
     api.refusals[("create", "jobsets")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
     assert "JobSet as it would be created: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
 
 
-def test_a_pod_template_that_is_invalid_for_a_job_is_a_problem(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_pod_template_that_is_invalid_for_a_job_is_a_problem(preflight: Notes, api: FakeApi) -> None:
     causes = [{"field": "spec.template.spec.restartPolicy", "message": "Unsupported value"}]
     api.refusals[("create", "jobs")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
     text = problems(preflight, *GPU)
@@ -291,7 +274,7 @@ def test_a_pod_template_that_is_invalid_for_a_job_is_a_problem(
 
 
 def test_without_the_right_to_create_jobs_a_note_says_that_the_child_was_not_checked(
-    preflight: Callable[..., list[str]], api: FakeApi
+    preflight: Notes, api: FakeApi
 ) -> None:
     api.forbid("create", "jobs", "batch")
     assert any("not checked whether the Job" in note for note in preflight(*GPU))
@@ -301,7 +284,7 @@ def test_without_the_right_to_create_jobs_a_note_says_that_the_child_was_not_che
     assert "rbac.yaml has all that is needed" in text
 
 
-def test_a_job_that_kueue_would_not_hold_back_is_refused(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_job_that_kueue_would_not_hold_back_is_refused(preflight: Notes, api: FakeApi) -> None:
     """Kueue's webhook suspends the jobs of its queues; without it, a job would start outside the quota."""
     put_queue(api)
     preflight(*GPU, *QUEUE)
@@ -311,7 +294,7 @@ def test_a_job_that_kueue_would_not_hold_back_is_refused(preflight: Callable[...
 
 
 @pytest.mark.parametrize("backend", ["volcano", "trainjob"])
-def test_every_backend_is_validated(preflight: Callable[..., list[str]], api: FakeApi, backend: str) -> None:
+def test_every_backend_is_validated(preflight: Notes, api: FakeApi, backend: str) -> None:
     preflight(*GPU, f"cluster.kubernetes.backend={backend}")
     text = problems(preflight, *GPU, f"cluster.kubernetes.backend={backend}", "cluster.kubernetes.pod_priority=no")
     assert "pod_priority = no" in text
@@ -328,7 +311,7 @@ def test_every_backend_is_validated(preflight: Callable[..., list[str]], api: Fa
     ids=["Trainer", "Kueue"],
 )
 def test_a_trainjob_is_not_refused_because_a_dry_run_creates_no_runtime(
-    preflight: Callable[..., list[str]], api: FakeApi, said: str
+    preflight: Notes, api: FakeApi, said: str
 ) -> None:
     """Both webhooks read existing runtimes; a dry run creates none."""
     api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", said))
@@ -337,7 +320,7 @@ def test_a_trainjob_is_not_refused_because_a_dry_run_creates_no_runtime(
     assert "webhook denied the request: name" in problems(preflight, *GPU, "cluster.kubernetes.backend=trainjob")
 
 
-def test_a_pod_that_the_namespace_never_admits_is_a_problem(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_pod_that_the_namespace_never_admits_is_a_problem(preflight: Notes, api: FakeApi) -> None:
     """The API server accepts a Job whose pods violate the namespace's security level, and refuses each of its pods."""
     said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities (IPC_LOCK)'
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
@@ -353,9 +336,7 @@ def test_a_pod_that_the_namespace_never_admits_is_a_problem(preflight: Callable[
         ('admission webhook "policy.example" denied the request: no naked pods', "perhaps only because no Job owns it"),
     ],
 )
-def test_a_pod_that_is_refused_temporarily_has_a_note(
-    preflight: Callable[..., list[str]], api: FakeApi, said: str, note: str
-) -> None:
+def test_a_pod_that_is_refused_temporarily_has_a_note(preflight: Notes, api: FakeApi, said: str, note: str) -> None:
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
     assert any(note in text and said in text for text in preflight(*GPU))
 
@@ -365,7 +346,7 @@ def put_topology(api: FakeApi) -> None:
     api.put("topologies", {"metadata": {"name": "racks"}, "spec": {"levels": levels}}, KUEUE, "")
 
 
-def test_a_topology_that_no_flavor_has_is_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_topology_that_no_flavor_has_is_reported(preflight: Notes, api: FakeApi) -> None:
     """Kueue never admits such a job, and its message may name only another flavor's quota."""
     put_queue(api)
     put_topology(api)
@@ -382,7 +363,7 @@ def test_a_topology_that_no_flavor_has_is_reported(preflight: Callable[..., list
 
 
 def test_a_job_without_a_topology_cannot_use_a_flavor_with_one_unless_all_have_one(
-    preflight: Callable[..., list[str]], api: FakeApi
+    preflight: Notes, api: FakeApi
 ) -> None:
     whole = put_queue(api, gpus=8)
     (group,) = whole["spec"]["resourceGroups"]
@@ -395,9 +376,7 @@ def test_a_job_without_a_topology_cannot_use_a_flavor_with_one_unless_all_have_o
     preflight(*QUEUE)
 
 
-def test_the_number_of_pods_is_checked_if_the_queue_limits_it(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_the_number_of_pods_is_checked_if_the_queue_limits_it(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api)
     (group,) = whole["spec"]["resourceGroups"]
     group["coveredResources"].append("pods")
@@ -405,7 +384,7 @@ def test_the_number_of_pods_is_checked_if_the_queue_limits_it(
     assert "the job needs 2 pods, and there are at most 1" in problems(preflight, *QUEUE)
 
 
-def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_volcano_queue_must_be_open(preflight: Notes, api: FakeApi) -> None:
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
     assert "no such Volcano queue" in problems(preflight, *volcano)
     api.put("queues", {"metadata": {"name": "q"}, "status": {"state": "Closed"}}, "scheduling.volcano.sh", "")
@@ -413,7 +392,7 @@ def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: 
 
 
 def test_a_volcano_queue_that_can_never_hold_the_gang_is_distinguished_from_one_that_is_busy(
-    preflight: Callable[..., list[str]], api: FakeApi
+    preflight: Notes, api: FakeApi
 ) -> None:
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
     queue: dict[str, Any] = {"metadata": {"name": "q"}, "spec": {"capability": {"nvidia.com/gpu": "8"}}}
@@ -441,14 +420,12 @@ def put_volume(
 @pytest.mark.parametrize(
     "volume", [{"policy": "None"}, {"policy": "ReadWriteOnceWithFSType"}, {"nfs": {"server": "x"}}]
 )
-def test_a_volume_that_ignores_fs_group_has_a_note(
-    preflight: Callable[..., list[str]], api: FakeApi, volume: dict[str, Any]
-) -> None:
+def test_a_volume_that_ignores_fs_group_has_a_note(preflight: Notes, api: FakeApi, volume: dict[str, Any]) -> None:
     put_volume(api, **volume)
     assert any("fs_group 1000 has no effect on claim runs" in note for note in preflight(*GPU))
 
 
-def test_a_volume_with_the_fs_group_applied_has_no_note(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_volume_with_the_fs_group_applied_has_no_note(preflight: Notes, api: FakeApi) -> None:
     put_volume(api, "File")
     assert not [note for note in preflight(*GPU) if "fs_group" in note]
     put_volume(api, "None")
@@ -457,7 +434,7 @@ def test_a_volume_with_the_fs_group_applied_has_no_note(preflight: Callable[...,
 
 
 def test_a_run_directory_that_the_pods_cannot_write_is_a_problem(
-    outlook: Callable[..., PreflightResult], api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outlook: Outlook, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the runs root of this machine is the path in the pods, this user will own the run directory."""
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
@@ -489,7 +466,7 @@ def test_owner_group_and_mode_decide_whether_the_pods_can_write(uid: int, gid: i
     assert _may_write(KubernetesSpec(run_as_user=1000, fs_group=2000), uid, gid, mode) is may
 
 
-def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
+def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make_run: MakeRun) -> None:
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     for number in range(2):
         api.put("nodes", gpu_node(f"n{number}"), namespace="")
@@ -504,7 +481,7 @@ def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make
         KubernetesBackend().preflight(made.record.spec, made.record.plan, made.run)
 
 
-def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Callable[..., PreflightResult], api: FakeApi) -> None:
+def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Outlook, api: FakeApi) -> None:
     """Kueue then reports both queues as inactive; only a misconfigured queue is a problem."""
     whole = put_queue(api, stopPolicy="Hold")
     local = api.objects[(KUEUE, "localqueues", "ml", "team-a")]
@@ -528,7 +505,7 @@ def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Callable[..., Pre
     ],
 )
 def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
-    preflight: Callable[..., list[str]], api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], text: str
+    preflight: Notes, api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], text: str
 ) -> None:
     whole = put_queue(api)
     for number in range(4):
@@ -541,7 +518,7 @@ def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
 
 
 def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_has_quota(
-    outlook: Callable[..., PreflightResult], api: FakeApi
+    outlook: Outlook, api: FakeApi
 ) -> None:
     put_queue(api)
     for number in range(3):
@@ -551,7 +528,7 @@ def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_ha
     assert any("3 suitable nodes are cordoned" in note for note in found.notes)
 
 
-def test_nodes_of_any_flavor_of_the_queue_count(outlook: Callable[..., PreflightResult], api: FakeApi) -> None:
+def test_nodes_of_any_flavor_of_the_queue_count(outlook: Outlook, api: FakeApi) -> None:
     """The flavor's labels and tolerations count, and one flavor with enough nodes is enough."""
     whole = put_queue(api)
     first = whole["spec"]["resourceGroups"][0]["flavors"][0]
@@ -566,7 +543,7 @@ def test_nodes_of_any_flavor_of_the_queue_count(outlook: Callable[..., Preflight
     assert outlook(*QUEUE).start.at is not None
 
 
-def test_an_older_kueue_is_read_in_its_own_api_version(outlook: Callable[..., PreflightResult], api: FakeApi) -> None:
+def test_an_older_kueue_is_read_in_its_own_api_version(outlook: Outlook, api: FakeApi) -> None:
     """Its ClusterQueue names the cohort `cohort`, and its Cohorts and Topologies are v1alpha1."""
     del api.installed["kueue.x-k8s.io/v1beta2"]
     api.strict = True

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.backends.kubernetes import preparation
+from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_MODULE
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end, preparation_end_line
-from scaletrain_cli.own_processes import python_command
 from tests.cli.command_line import SMALL, Ended, scaletrain
-from tests.launch.backends.kubernetes.conftest import IMAGE, SETTINGS, condition
+from tests.forked import Forked, RealProcess
+from tests.launch.backends.kubernetes.conftest import IMAGE, SETTINGS, condition, put_cluster
+from tests.launch.backends.kubernetes.conftest import submit_small as submit
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.backends.kubernetes.rendering import recipe
+from tests.launch.backends.kubernetes.schemas import require_valid
 from tests.launch.conftest import make_spec
 from tests.waiting import wait_until
 
@@ -81,18 +83,8 @@ def controller(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: True)
     monkeypatch.setattr(preparation, "_LOOK_EVERY_SECONDS", 0.0)
-    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
-    bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
-    api.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **bound})
-    for name in ("n0", "n1"):
-        allocatable = {"cpu": "8", "memory": "64Gi"}
-        api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": allocatable}}, namespace="")
+    put_cluster(api)
     return Controller(api)
-
-
-def submit(*more: str) -> Ended:
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    return scaletrain("submit", SMALL, "--run-id", "r1", *settings, *more)
 
 
 def interrupt_submit(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Ended:
@@ -169,11 +161,11 @@ def test_an_interrupted_submit_is_resumed_with_the_same_job(
 
 def test_a_submitter_that_was_killed_is_resumed_with_the_same_job(controller: Controller) -> None:
     controller.end = ""
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    command = python_command("scaletrain_cli", "submit", str(SMALL), "--run-id", "r1", "--yes", *settings)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: any("r1-s1-data-0-abcde" in key for key in list(controller.api.objects)), "a pod runs")
-        process.kill()
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    process = Forked("scaletrain_cli", ["submit", str(SMALL), "--run-id", "r1", "--yes", *settings], os.environ)
+    wait_until(lambda: any("r1-s1-data-0-abcde" in key for key in list(controller.api.objects)), "a pod runs")
+    process.kill()
+    process.wait()
     assert status()["state"] == "queued"
     assert not controller.api.all("jobsets")
     controller.end = "prepared"
@@ -218,8 +210,7 @@ def test_cancel_ends_the_preparation_and_a_resume_prepares_again(
     assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
     assert [name for name, _ in controller.api.deletions] == ["jobs/r1-s1-data"]
     assert status()["state"] == "cancelled"
-    for pod in [key for key in controller.api.objects if key[1] == "pods"]:
-        del controller.api.objects[pod]
+    controller.api.forget("pods")
     controller.end = "prepared"
     resumed = scaletrain("resume", "r1", "--yes")
     assert resumed.code == ExitCode.DONE, resumed.err
@@ -231,8 +222,7 @@ def test_rm_deletes_the_job_of_a_failed_preparation(controller: Controller) -> N
     controller.end = "failed"
     assert submit().code == ExitCode.CRASHED  # without a line that says why
     assert "pod r1-s1-data-0-abcde" in status()["why"]
-    for pod in [key for key in controller.api.objects if key[1] == "pods"]:
-        del controller.api.objects[pod]
+    controller.api.forget("pods")
     removed = scaletrain("rm", "r1", "--yes")
     assert removed.code == ExitCode.DONE, removed.err
     assert not controller.jobs
@@ -247,7 +237,7 @@ def test_a_dry_run_shows_the_job_and_the_gang(controller: Controller) -> None:
 
 
 def test_data_of_later_runs_are_prepared_by_a_job(controller: Controller) -> None:
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    settings = [f"--set={setting}" for setting in SETTINGS]
     made = scaletrain("data", "prepare", SMALL, *settings, "--submit")
     assert made.code == ExitCode.DONE, made.err
     assert made.out.strip() == f"job/{controller.jobs[0]['metadata']['name']}"
@@ -266,7 +256,7 @@ def test_the_job_is_valid_and_takes_no_gpu(settings: tuple[str, ...]) -> None:
     spec = recipe("llama-7b-h100", *settings)
     texts, job = preparation.preparation_objects(spec, "a-data", "a", 3, {}, {})
     for one in (texts, job):
-        kubernetes_validate.validate(one, "1.36", strict=True)
+        require_valid(one)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
     pod = job["spec"]["template"]["spec"]
@@ -275,28 +265,27 @@ def test_the_job_is_valid_and_takes_no_gpu(settings: tuple[str, ...]) -> None:
     assert ("kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]) == bool(settings)
 
 
-def run_pod(folder: Path, source: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program of a pod for a small text."""
+def run_pod(folder: Path, source: Path, kind: type[Forked | RealProcess]) -> tuple[int, list[str]]:
+    """Run the program of a pod for a small text; return its exit code and its output."""
     sizes = ("data.tokenizer.vocab_size=300", "model.vocab_size=300", f"cluster.kubernetes.image={IMAGE}")
     spec = make_spec(f"data.source={source}", *sizes, "cluster.scheduler=kubernetes")
     document = {"spec": spec.model_dump(mode="json", by_alias=True), "hub": {}}
     (folder / "preparation.json").write_text(json.dumps(document))
-    command = python_command(
-        "scaletrain_cli.launch.backends.kubernetes.preparation_pod",
-        *("--documents", str(folder), "--runs-root", str(folder / "runs"), "--workers", "1"),
-    )
-    return subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+    words = ("--documents", str(folder), "--runs-root", str(folder / "runs"), "--workers", "1")
+    pod = kind(PREPARATION_MODULE, words, os.environ)
+    output = pod.communicate()
+    return pod.wait(), output.splitlines()
 
 
 def test_a_pod_prepares_the_data_and_says_why_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some words and others\n" * 200)
-    done = run_pod(tmp_path, tmp_path / "text.txt")
-    assert done.returncode == 0, done.stderr
+    code, output = run_pod(tmp_path, tmp_path / "text.txt", RealProcess)
+    assert code == 0, output
     assert list((tmp_path / "runs" / "datasets").glob("*/dataset.json"))
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": 1}\n')
-    failed = run_pod(tmp_path, tmp_path / "text.jsonl")
-    assert failed.returncode == ExitCode.USAGE, failed.stderr
-    said = preparation_end(failed.stdout.splitlines())
+    code, output = run_pod(tmp_path, tmp_path / "text.jsonl", Forked)
+    assert code == ExitCode.USAGE, output
+    said = preparation_end(output)
     assert said is not None
     error = preparation.error_of(said)
     assert error.exit_code == ExitCode.USAGE

@@ -6,19 +6,13 @@ import io
 import re
 from typing import Any
 
-import kubernetes_validate
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    LONGEST_LABEL_VALUE,
-    Workload,
-    parse_id,
-    run_label,
-)
+from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_LABEL_VALUE, Workload, parse_id, run_label
 from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES
 from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.own_processes import absolute_paths, python_words
@@ -27,6 +21,7 @@ from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.rendering import IMAGE, container_of, environment_of, rendered
 from tests.launch.backends.kubernetes.rules.objects import problems
+from tests.launch.backends.kubernetes.schemas import require_valid
 from tests.launch.conftest import make_spec
 
 characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
@@ -154,12 +149,10 @@ def test_the_manifest_of_every_valid_spec_is_valid_and_has_its_values(
     assert [str(problem) for problem in problems(made.objects)] == []
     core = [one for one in (*made.objects, *children(made.objects)) if one["apiVersion"] in ("v1", "batch/v1")]
     for one in core:
-        kubernetes_validate.validate(one, "1.36", strict=True)
+        require_valid(one)
     assert {"ConfigMap", "Pod"} <= {one["kind"] for one in core}
 
-    text = to_yaml(made.objects)
-    for read in (list(yaml.safe_load_all(text)), list(YAML(typ="safe", pure=True).load_all(io.StringIO(text)))):
-        assert read == list(made.objects)
+    assert list(yaml.load_all(to_yaml(made.objects), Loader=yaml.CSafeLoader)) == list(made.objects)
 
     variables = environment_of(made)
     plain = {name: value for name, value in variables.items() if isinstance(value, str)}

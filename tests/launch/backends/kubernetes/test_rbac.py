@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.preparation import forget_job, preparation_folder
 from tests.launch.backends.kubernetes.conftest import SETTINGS, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 
 PROJECT = Path(__file__).parents[4]
 # Requested, and better not granted: the right to get a Secret includes its values. Without it there is a note.
@@ -117,7 +116,7 @@ def put_queue(api: FakeApi) -> None:
 
 
 @pytest.fixture
-def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str, str]]:
+def calls(api: FakeApi, make_run: MakeRun) -> set[tuple[str, str, str]]:
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     pending = {"metadata": {"name": "runs"}, "spec": {"volumeName": "v"}, "status": {"phase": "Pending"}}
     volume = {"metadata": {"name": "v"}, "spec": {"csi": {"driver": "d"}}}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from string import Formatter
-
-import pytest
 
 from scaletrain_cli.launch.backends.kubernetes.explain import _MEANINGS
 from scaletrain_cli.reason_texts.kubernetes import TEXTS
@@ -22,11 +19,13 @@ WORDS |= {"ended-finished", "ended-cancelled"}
 WITHOUT_CODE = {"MissingPackageError", "ValueError", "TypeError"}
 
 
-def calls(module: str) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of a module with the name of what each calls."""
-    for node in ast.walk(ast.parse(SOURCES[module])):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+# The name of what each call of a module calls.
+CALLS = [
+    (f"{module}:{node.lineno}", ast.unparse(node.func), node)
+    for module, source in SOURCES.items()
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.Call)
+]
 
 
 def fields(template: str) -> set[str]:
@@ -44,20 +43,17 @@ def test_every_code_has_a_text() -> None:
     assert codes - TEXTS.keys() == set()
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_every_error_and_problem_carries_a_code(module: str) -> None:
-    errors = [(name, call) for name, call in calls(module) if name.endswith("Error") and name not in WITHOUT_CODE]
-    bare = [call for _, call in errors if isinstance(call.args[0], ast.Constant | ast.JoinedStr)]
-    bare += [call for name, call in calls(module) if name == "Problem"]  # in place of Problem.because
-    assert [f"{module}:{call.lineno}" for call in bare] == []
+def test_every_error_and_problem_carries_a_code() -> None:
+    errors = [(where, call) for where, name, call in CALLS if name.endswith("Error") and name not in WITHOUT_CODE]
+    assert [where for where, call in errors if isinstance(call.args[0], ast.Constant | ast.JoinedStr)] == []
+    assert [where for where, name, _ in CALLS if name == "Problem"] == []  # in place of Problem.because
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_a_reason_is_made_with_all_parameters_of_its_text(module: str) -> None:
+def test_a_reason_is_made_with_all_parameters_of_its_text() -> None:
     """A text without one of its parameters is shown as its bare code."""
-    for name, call in calls(module):
+    for where, name, call in CALLS:
         given = {keyword.arg for keyword in call.keywords}
         if name != "reason" or not isinstance(call.args[0], ast.Constant) or None in given:
             continue  # with ** the tests of the behavior show it
         text = TEXTS[str(call.args[0].value)]
-        assert fields("".join((text.text, *text.remedies))) - given == set(), f"{module}:{call.lineno}"
+        assert fields("".join((text.text, *text.remedies))) - given == set(), where

@@ -6,15 +6,15 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.remove import plan_removal, remove
-from tests.launch.backends.kubernetes.conftest import ended
+from tests.launch.backends.kubernetes.conftest import ended, put_pods
 from tests.launch.backends.kubernetes.fake_api import FakeApi
-from tests.launch.backends.kubernetes.test_backend import finish, put_pods, submit, workload
+from tests.launch.backends.kubernetes.test_backend import finish, submit, workload
 from tests.launch.conftest import MadeRun
 
 
 def test_the_objects_of_an_ended_run_are_deleted_with_it(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
-    put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
+    put_pods(api, ended(name, 0, 0), ended(name, 1, 0))
     with pytest.raises(UsageError, match="scaletrain cancel"):
         plan_removal(made.run, with_checkpoints=False)
     finish(api, name, "Completed")

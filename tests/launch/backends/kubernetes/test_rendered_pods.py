@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import base64
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,17 @@ import pytest
 
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, manifest
-from scaletrain_cli.launch.backends.kubernetes.pod import DOCUMENTS_PATH
+from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_MODULE, DOCUMENTS_PATH
+from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.rundir.paths import RunDir
+from tests.forked import FORKS_PYTHON, Forked, RealProcess
+from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.rendering import BACKENDS, NEEDED, container_of
-from tests.launch.conftest import ENGINE, MadeRun
+from tests.launch.conftest import ENGINE, MakeRun
 from tests.launch.working_tree import WorkingTree
 from tests.ports import reserved_port
 
+Process = Forked | RealProcess
 OPTIONS = (
     *NEEDED,
     "cluster.nodes=2",
@@ -62,46 +63,37 @@ def environment(made: Manifest, known: dict[str, str], secrets: dict[tuple[str, 
 
 
 def start_pod(
-    made: Manifest, backend: str, number: int, folder: Path, port: int, engine: str = ENGINE
-) -> subprocess.Popen[str]:
+    made: Manifest, backend: str, number: int, folder: Path, port: int, kind: type[Process] = Forked
+) -> Process:
     container = container_of(made)
-    assert container["command"][0] == "python"
+    assert container["command"] == ["python", *python_words(AGENT_MODULE)]
     mounts = {"/volume": str(folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
     assert mounts.keys() < {mount["mountPath"] for mount in container["volumeMounts"]}
     pod_environment = environment(made, fields(backend, number), {("hub-login", "token"): "hf_0123"})
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), FORKS_PYTHON: "scaletrain_cli.engine.faults"}
     arguments = [mounts.get(word, word) for word in container["args"]]
-    return subprocess.Popen(
-        [sys.executable, *container["command"][1:], *arguments, "--engine", engine],
-        env={**os.environ, **pod_environment, **here},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return kind(AGENT_MODULE, [*arguments, "--engine", ENGINE], {**os.environ, **pod_environment, **here})
 
 
 def mount_documents(made: Manifest, folder: Path) -> None:
     """Write the files of the ConfigMap to where start_pod() mounts them."""
-    (folder / "documents").mkdir()
     config: dict[str, Any] = made.objects[0]
-    for name, text in config["data"].items():
-        (folder / "documents" / name).write_text(text)
-    for name, text in config.get("binaryData", {}).items():
-        (folder / "documents" / name).write_bytes(base64.b64decode(text))
+    binary = {name: base64.b64decode(text) for name, text in config.get("binaryData", {}).items()}
+    put_documents({**config["data"], **binary}, folder / "documents")
 
 
-def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
+def run_pods(made: Manifest, backend: str, folder: Path, kind: type[Process] = Forked) -> list[str]:
     """Run both pods, require exit code 0, and return the output of each."""
     mount_documents(made, folder)
     port = reserved_port()
-    pods = [start_pod(made, backend, number, folder, port) for number in (0, 1)]
-    output = [pod.communicate()[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], output
+    pods = [start_pod(made, backend, number, folder, port, kind) for number in (0, 1)]
+    output = [pod.communicate() for pod in pods]
+    assert [pod.wait() for pod in pods] == [0, 0], output
     return output
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_pods_of_a_manifest_train_its_run(backend: str, make_run: Callable[..., MadeRun], tmp_path: Path) -> None:
+def test_the_pods_of_a_manifest_train_its_run(backend: str, make_run: MakeRun, tmp_path: Path) -> None:
     note = 'it\'s $(HOME) $$5 \\ "and" so on'
     options = (*OPTIONS, f"cluster.kubernetes.backend={backend}")
     made_run = make_run(*options, env={"NOTE": note}, echo=["NOTE", "HF_TOKEN"])
@@ -119,12 +111,12 @@ COMMAND = 'code.command=[sh, -c, "exec python3 train.py"]'
 
 @pytest.mark.parametrize("program", ["code.engine=train", pytest.param(COMMAND, marks=pytest.mark.long)])
 def test_pods_without_the_submitters_files_run_the_submitted_code(
-    tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path, program: str
+    tree: WorkingTree, make_run: MakeRun, tmp_path: Path, program: str
 ) -> None:
     tree.write("train.py", "import os\nprint('submitted, as', os.environ['RANK'])\n")
     made_run = make_run(*OPTIONS, f"code.path={tree.folder}", program)
     made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
     tree.write("train.py", "raise SystemExit('newer')\n")
-    output = run_pods(made, "jobset", tmp_path)
+    output = run_pods(made, "jobset", tmp_path, RealProcess)
     assert "rank 0: submitted, as 0" in output[0]
     assert "rank 3: submitted, as 3" in output[1]

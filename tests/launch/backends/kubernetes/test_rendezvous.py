@@ -101,9 +101,7 @@ def test_a_pod_that_is_terminated_does_not_wait(host: RendezvousServer) -> None:
         join("127.0.0.1", PORT, SEAL, 1, {}, LONG, lambda: True)
 
 
-def test_a_process_without_the_key_of_the_gang_can_neither_join_nor_answer(
-    host: RendezvousServer,
-) -> None:
+def test_a_process_without_the_key_of_the_gang_can_neither_join_nor_answer(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     threads = [attending(number, words, GangKey("gang", b"guessed"), seconds=1) for number in (1, 2)]
     with socket.create_connection(("127.0.0.1", PORT)) as stranger:

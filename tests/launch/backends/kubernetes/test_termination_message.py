@@ -26,8 +26,8 @@ from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.record import documents_of
 from tests.launch.backends.kubernetes.conftest import condition, ended
 from tests.launch.backends.kubernetes.fake_api import FakeApi
-from tests.launch.backends.kubernetes.pods import Gang
-from tests.launch.conftest import MadeRun
+from tests.launch.backends.kubernetes.pods import Gang, put_documents
+from tests.launch.conftest import MadeRun, MakeRun
 
 FULL = Reason("kubernetes.volume-full", {"said": "No space left on device"})
 CRASH = PodEnd(93, FULL, attempt=2, step=120, checkpoint_step=100, requeue=False)
@@ -93,19 +93,6 @@ def test_nothing_is_written_outside_a_pod(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def gang(tmp_path: Path) -> Any:
-    gangs: list[Gang] = []
-
-    def start(made: MadeRun) -> Gang:
-        gangs.append(Gang(made, tmp_path / "volume").start())
-        return gangs[-1]
-
-    yield start
-    for one in gangs:
-        one.end()
-
-
 def message_of(gang: Gang, number: int) -> dict[str, Any]:
     return dict(json.loads(gang.termination_log(number).read_text()))
 
@@ -138,16 +125,11 @@ def end_with_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callab
 
 @pytest.mark.parametrize("more", [(), ("secret_env=[MY_LOGIN]",)])
 def test_the_message_of_a_pod_hides_the_secrets_that_the_spec_names(
-    make_run: Callable[..., MadeRun],
-    end_with_a_secret: Callable[[], dict[str, Any]],
-    tmp_path: Path,
-    more: tuple[str, ...],
+    make_run: MakeRun, end_with_a_secret: Callable[[], dict[str, Any]], tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     """MY_LOGIN does not have the name of a secret, and its value not the form of one."""
     made = make_run("cluster.scheduler=kubernetes", "cluster.kubernetes.secrets.MY_LOGIN={secret: a, key: b}", *more)
-    (tmp_path / "documents").mkdir()
-    for name, text in documents_of(made.run, made.record).items():
-        (tmp_path / "documents" / name).write_text(text)
+    put_documents(documents_of(made.run, made.record), tmp_path / "documents")
     written = end_with_a_secret()
     assert written["params"] == {"said": "login with (not shown)"}
     assert "hush" not in json.dumps(written)
@@ -165,16 +147,10 @@ def test_the_message_of_a_pod_without_a_record_has_only_the_code(
     assert not {"text", "params"} & written.keys()
 
 
-def test_every_pod_writes_how_its_gang_ended(make_run: Callable[..., MadeRun], gang: Callable[..., Gang]) -> None:
-    made = make_run(
-        "cluster.scheduler=kubernetes",
-        "cluster.nodes=2",
-        "restarts.crash=0",
-        die={"*:2": 7},
-        checkpoint_every=1,
-        steps=200,
-    )
-    pods = gang(made)
+def test_every_pod_writes_how_its_gang_ended(make_run: MakeRun, start_gang: Callable[..., Gang]) -> None:
+    settings = ("cluster.scheduler=kubernetes", "cluster.nodes=2", "restarts.crash=0")
+    made = make_run(*settings, die={"*:2": 7}, checkpoint_every=1, steps=200)
+    pods = start_gang(made)
     assert pods.wait() == [93, 93]
     for number in (0, 1):
         written = message_of(pods, number)
@@ -184,13 +160,13 @@ def test_every_pod_writes_how_its_gang_ended(make_run: Callable[..., MadeRun], g
         assert written["step"] == pods.attempts[0].last_step
 
 
-def test_a_gang_that_may_not_begin_writes_why(make_run: Callable[..., MadeRun], gang: Callable[..., Gang]) -> None:
+def test_a_gang_that_may_not_begin_writes_why(make_run: MakeRun, start_gang: Callable[..., Gang]) -> None:
     made = make_run("cluster.scheduler=kubernetes", "cluster.nodes=2")
-    pods = gang(made)
+    pods = start_gang(made)
     assert pods.wait() == [0, 0]
     assert message_of(pods, 1)["exit_code"] == 0
     pods.run.stop_file.touch()
-    again = gang(made)
+    again = start_gang(made)
     assert again.wait() == [93, 93]
     codes = {message_of(again, number)["code"] for number in (0, 1)}
     assert codes == {"launch.stop-cancelled-before-start"}
@@ -212,15 +188,10 @@ def failed(made: MadeRun, api: FakeApi) -> str:
     return name
 
 
-def put(api: FakeApi, made: MadeRun, one: dict[str, Any]) -> None:
-    one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
-    api.put("pods", one)
-
-
 def test_status_names_the_cause_and_the_step_of_a_run_whose_volume_is_not_seen(
     made: MadeRun, api: FakeApi, failed: str
 ) -> None:
-    put(api, made, reported(failed, 0, CRASH))
+    api.put("pods", reported(failed, 0, CRASH))
     seen = run_status(made.run)
     assert (seen.state, seen.step, seen.job.exit_code) == ("failed", 120, 93)
     assert f"pod {failed}-node-0-0-abcde on gpu-0 ended with exit code 93 at step 120: {FULL}" in seen.why
@@ -231,7 +202,7 @@ def test_status_names_the_cause_and_the_step_of_a_run_whose_volume_is_not_seen(
 
 
 def test_the_cause_is_kept_after_the_pods_are_deleted(made: MadeRun, api: FakeApi, failed: str) -> None:
-    put(api, made, reported(failed, 0, CRASH))
+    api.put("pods", reported(failed, 0, CRASH))
     run_status(made.run)
     api.objects.clear()
     assert str(FULL) in run_status(made.run).why
@@ -239,7 +210,7 @@ def test_the_cause_is_kept_after_the_pods_are_deleted(made: MadeRun, api: FakeAp
 
 
 def test_explain_names_the_cause_of_a_run_whose_volume_is_not_seen(made: MadeRun, api: FakeApi, failed: str) -> None:
-    put(api, made, reported(failed, 0, CRASH))
+    api.put("pods", reported(failed, 0, CRASH))
     (finding,) = explain(made.run).findings
     assert str(FULL) in " ".join(evidence.text for evidence in finding.evidence)
 
@@ -249,7 +220,7 @@ def test_a_pod_without_a_message_is_shown_with_the_last_line_of_its_log(
 ) -> None:
     one = ended(failed, 0, 93)
     one["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = "start\nthe last line\n"
-    put(api, made, one)
+    api.put("pods", one)
     assert "ended with exit code 93: the last line" in run_status(made.run).why
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_start_line
 from scaletrain_cli.worker.progress import progress_line
-from tests.cli.command_line import SMALL, Ended, scaletrain
-from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
+from tests.cli.command_line import scaletrain
+from tests.launch.backends.kubernetes.conftest import condition, ended, pod, put_cluster, put_kubectl, put_pods
+from tests.launch.backends.kubernetes.conftest import submit_small as submit
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
-from tests.launch.conftest import PROJECT, MadeRun
+from tests.launch.conftest import PROJECT, MakeRun
 from tests.launch.working_tree import WorkingTree
 
 GROUP = "jobset.x-k8s.io"
@@ -28,24 +26,8 @@ GROUP = "jobset.x-k8s.io"
 def ready(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     """Set up a cluster with enough resources for the run, and a runs root."""
     monkeypatch.chdir(tmp_path)
-    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
-    bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
-    api.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **bound})
-    allocatable = {"cpu": "8", "memory": "64Gi"}
-    for name in ("n0", "n1"):
-        api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": allocatable}}, namespace="")
+    put_cluster(api)
     return api
-
-
-def submit(*more: str) -> Ended:
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    return scaletrain("submit", SMALL, "--run-id", "r1", *settings, *more)
-
-
-def put_pods(api: FakeApi, *pods: dict[str, Any]) -> None:
-    for one in pods:
-        one["metadata"]["labels"]["scaletrain.dev/run"] = "r1"
-        api.put("pods", one)
 
 
 def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> None:
@@ -66,8 +48,7 @@ def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> 
     refused = scaletrain("resume", "r1", "--yes")
     assert refused.code == ExitCode.USAGE
     assert "still active" in refused.err
-    for name in ("jobsets", "pods"):
-        ready.objects = {key: body for key, body in ready.objects.items() if key[1] != name}
+    ready.forget("jobsets", "pods")
     assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
     assert "step      7/100" in scaletrain("logs", "r1", "--rank", "0").out  # of deleted pods
     resumed = scaletrain("resume", "r1", "--yes", "--json")
@@ -121,7 +102,7 @@ def test_an_unanswered_submission_is_shown_explained_and_cancelled(ready: FakeAp
     said = scaletrain("cancel", "r1", "--yes").err
     assert "asked to save and stop; `scaletrain status r1` shows when its pods are gone" in " ".join(said.split())
     assert scaletrain("status", "r1", "--json").data["state"] == "ending"
-    ready.objects = {key: body for key, body in ready.objects.items() if key[1] not in ("jobsets", "pods")}
+    ready.forget("jobsets", "pods")
     assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
     assert scaletrain("resume", "r1", "--yes", "--json").data["job_id"] == "jobset/r1-s2"
 
@@ -254,7 +235,7 @@ def test_cancel_with_force_deletes_only_the_pods_of_a_dead_node(ready: FakeApi) 
     assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
 
 
-def test_force_is_refused_for_other_back_ends(make_run: Callable[..., MadeRun]) -> None:
+def test_force_is_refused_for_other_back_ends(make_run: MakeRun) -> None:
     ended = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
     assert ended.code == ExitCode.USAGE
     assert "--force has no effect on this machine" in ended.err
@@ -306,11 +287,7 @@ def test_a_session_is_started_by_kubectl_in_the_newest_running_pod_of_the_node(
     """kubectl and the pod are stand-ins: this shows the words, and that the refusal of the pod's end arrives."""
     submit("--yes")
     put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
-    program = tmp_path / "bin" / "kubectl"
-    program.parent.mkdir()
-    program.write_text(_KUBECTL)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    put_kubectl(tmp_path / "programs", _KUBECTL)
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     refused = scaletrain("exec", "r1", "--node", "1", "--", "true")
@@ -320,7 +297,7 @@ def test_a_session_is_started_by_kubectl_in_the_newest_running_pod_of_the_node(
     assert words[4].startswith("r1-s1-node-0-1")
     assert words[5:8] == ["--container=node", "--", "python"]
     assert words[-4:] == ["scaletrain_cli.launch.node.command", "/runs/r1", "--node-rank", "1"]
-    ready.objects = {key: body for key, body in ready.objects.items() if key[1] != "pods"}
+    ready.forget("pods")
     gone = scaletrain("exec", "r1", "--", "true")
     assert gone.code == ExitCode.USAGE
     assert "does not run" in gone.err

@@ -29,8 +29,16 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import place_documents, read_record
 from tests import forked
-from tests.cli.command_line import SMALL, scaletrain
-from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod, put_kubectl
+from tests.cli.command_line import scaletrain
+from tests.launch.backends.kubernetes.conftest import (
+    SETTINGS,
+    condition,
+    pod,
+    put_cluster,
+    put_kubectl,
+    put_pods,
+    submit_small,
+)
 from tests.launch.backends.kubernetes.fake_api import FakeApi, Object
 from tests.launch.backends.kubernetes.rules.jobs import job_findings
 from tests.launch.backends.kubernetes.rules.pods import pod_findings
@@ -45,15 +53,17 @@ def long(*rows: Any) -> list[Any]:
     return [pytest.param(row, marks=pytest.mark.long) for row in rows]
 
 
-# Notes its words, and starts the program of a pod here: with the volume of the pods in place of /runs, and without the
+# Notes its words, and becomes the program of a pod here: with the volume of the pods in place of /runs, and without the
 # submitter's access to the cluster and runs.
-_KUBECTL = """#!/bin/sh
-echo "$@" >> "$NOTED"
-while [ "$1" != -- ]; do shift; done
-shift 2
-if [ "$4" = /runs ]; then set -- "$1" "$2" "$3" "$VOLUME" "$5"; fi
-unset KUBECONFIG SCALETRAIN_RUNS
-exec "$PYTHON" "$@"
+_KUBECTL = f"""#!{sys.executable}
+import os, sys
+with open(os.environ["NOTED"], "a") as noted:
+    print(*sys.argv[1:], file=noted)
+words = sys.argv[sys.argv.index("--") + 2 :]
+words = [os.environ["VOLUME"] if word == "/runs" else word for word in words]
+for name in ("KUBECONFIG", "SCALETRAIN_RUNS"):
+    os.environ.pop(name, None)
+os.execv(sys.executable, [sys.executable, *words])
 """
 
 
@@ -64,7 +74,9 @@ def volume(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder = tmp_path / "volume"
     folder.mkdir()
     put_kubectl(tmp_path / "programs", _KUBECTL)
-    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv(
+        forked.FORKS_PYTHON, "kubernetes.config kubernetes.client.api_client kubernetes.client.configuration"
+    )
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("VOLUME", str(folder))
     monkeypatch.setenv("NOTED", str(tmp_path / "kubectl.words"))
@@ -80,20 +92,14 @@ def volume(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         return made
 
     monkeypatch.setattr(api, "put", put_with_pod)
-    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
-    bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
-    api.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **bound})
-    for name in ("n0", "n1"):
-        body = {"metadata": {"name": name}, "status": {"allocatable": {"cpu": "8", "memory": "64Gi"}}}
-        api.put("nodes", body, namespace="")
+    put_cluster(api)
     return folder
 
 
 @pytest.fixture
 def run(volume: Path, api: FakeApi, tmp_path: Path) -> RunDir:
     """Submit a run; return its directory on the volume, with an attempt that has trained 40 steps and saved nothing."""
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    sent = scaletrain("submit", SMALL, "--run-id", "r1", *settings, "--yes")
+    sent = submit_small("--yes")
     assert sent.code == ExitCode.DONE, sent.err
     documents = next(body for body in api.all("configmaps"))["data"]
     folder = tmp_path / "documents"
@@ -110,15 +116,12 @@ def run(volume: Path, api: FakeApi, tmp_path: Path) -> RunDir:
 
 
 def running(api: FakeApi) -> None:
-    for index in (0, 1):
-        one = pod("r1-s1", index)
-        one["metadata"]["labels"]["scaletrain.dev/run"] = "r1"
-        api.put("pods", one)
+    put_pods(api, pod("r1-s1", 0), pod("r1-s1", 1))
 
 
 def over(api: FakeApi, kind: str = "Completed") -> None:
     """End the job, with its pods deleted."""
-    api.objects = {key: body for key, body in api.objects.items() if key[1] != "pods"}
+    api.forget("pods")
     api.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition(kind)]}
 
 
@@ -135,7 +138,10 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_a_view_runs_in_a_running_pod_and_reads_its_files(run: RunDir, api: FakeApi, tmp_path: Path) -> None:
+def test_a_view_runs_in_a_running_pod_and_reads_its_files(
+    run: RunDir, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(forked.FORKS_PYTHON)  # by real command lines
     running(api)
     seen = subprocess_of("status", "r1", "--json")
     assert seen["code"] == ExitCode.DONE, seen
@@ -428,7 +434,7 @@ def test_following_a_run_whose_volume_was_deleted_with_its_pod_ends(
     kept = [setting for setting in SETTINGS if "runs.claim" not in setting and "nodes" not in setting]
     settings = [*kept, "cluster.nodes=1", "cluster.kubernetes.runs.per_pod=true", "checkpoint.dir=/kept/checkpoints"]
     settings.append("cluster.kubernetes.volumes=[{claim: runs, path: /kept}]")
-    sent = scaletrain("submit", SMALL, "--run-id", "r1", *[f"--set={each}" for each in settings], "--yes")
+    sent = submit_small("--yes", settings=settings)
     assert sent.code == ExitCode.DONE, sent.err
     over(api)
     following = started(*verb, "r1", output=tmp_path / "shown")

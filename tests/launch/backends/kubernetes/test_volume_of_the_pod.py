@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,10 @@ from scaletrain_cli.launch.backends.kubernetes.own_data import prepare_own_data
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.conftest import IMAGE
 from tests.launch.backends.kubernetes.fake_api import FakeApi
+from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.rendering import container_of, template_of
 from tests.launch.backends.kubernetes.test_rendered_pods import start_pod
-from tests.launch.conftest import MadeRun, make_spec
+from tests.launch.conftest import MadeRun, MakeRun, make_spec
 from tests.ports import reserved_port
 from tests.waiting import wait_until
 
@@ -35,7 +35,6 @@ ALONE = (
 )
 DISK = "cluster.kubernetes.volumes=[{claim: disk, path: /disk}]"
 KEPT = (*ALONE, DISK, "checkpoint.dir=/disk/checkpoints")
-MakeRun = Callable[..., MadeRun]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +102,11 @@ def test_the_checks_before_a_submission_need_no_claim_of_the_runs(api: FakeApi, 
 
 def run_pod(made: MadeRun, folder: Path) -> RunDir:
     """Run the pod once, with a new volume; return its run directory."""
-    folder.mkdir()
-    (folder / "documents").mkdir()
     documents = documents_for(made.run, made.record)
-    for name, content in documents.items():
-        (folder / "documents" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    put_documents(documents, folder / "documents")
     pod = start_pod(manifest(made.record, documents), "jobset", 0, folder, reserved_port())
-    try:
-        output = pod.communicate()[0]
-    finally:
-        pod.kill()
-    assert pod.returncode == 0, output
+    output = pod.communicate()
+    assert pod.wait() == 0, output
     return RunDir(folder / "volume" / made.run.run_id)
 
 

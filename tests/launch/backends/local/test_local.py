@@ -27,6 +27,7 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
 from scaletrain_cli.launch.submit import read_submission, submit_run
+from tests.launch.backends.local.launching import launching
 from tests.launch.conftest import ENGINE, LOCAL, MadeRun, MakeRun, is_running, make_plan, make_spec
 from tests.waiting import wait_until
 
@@ -35,13 +36,16 @@ ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
 
 @pytest.fixture
 def submit(make_run: MakeRun) -> Iterator[MakeRun]:
-    """Submit a fake run; its processes are killed at the end of the test."""
+    """Submit a fake run, by forks unless ``real``; its processes are killed at the end of the test."""
     submitted: list[MadeRun] = []
 
-    def start(*overrides: str, **fake: object) -> MadeRun:
+    def start(*overrides: str, real: bool = False, **fake: object) -> MadeRun:
         made = make_run(*ONE_RANK, *overrides, **fake)
         submitted.append(made)
-        submit_run(made.run, made.record, LOCAL)
+        if real:
+            submit_run(made.run, made.record, LOCAL)
+        else:
+            launching("submit", made.run)
         return made
 
     yield start
@@ -192,7 +196,7 @@ def test_sigterm_to_the_supervisor_saves_and_starts_no_further_attempt(submit: M
 
 
 def test_cancelling_saves_the_state_and_ends_the_run(submit: MakeRun) -> None:
-    made = submit(steps=10_000, step_seconds=0.02)
+    made = submit(real=True, steps=10_000, step_seconds=0.02)  # processes are known by their command lines
     agent_pid(made, 1)
     LOCAL.cancel(made.run, made.record)
     wait_for_end(made)
@@ -252,19 +256,15 @@ def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: MakeRun
     code = run_in_foreground(done.run, done.record, engine=ENGINE, on_tick=lambda: ticks.append(None))
     assert code == 0
     assert ticks
-    assert run_in_foreground(stuck.run, stuck.record, engine=ENGINE) == 93
+    assert launching("foreground", stuck.run).wait() == 93
 
 
 def test_ctrl_c_in_the_foreground_saves_the_state(make_run: MakeRun) -> None:
     made = make_run(*ONE_RANK, steps=10_000)
-    interrupted: list[bool] = []
-
-    def interrupt_once_up() -> None:
-        if "up" in made.log(1, 0) and not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-
-    assert run_in_foreground(made.run, made.record, engine=ENGINE, on_tick=interrupt_once_up) == 75
+    training = launching("foreground", made.run)
+    wait_until(lambda: "up" in made.log(1, 0), "the rank is up")
+    training.send_signal(signal.SIGINT)
+    assert training.wait() == 75
     assert attempts(made)[0].last_checkpoint_step
 
 
@@ -308,9 +308,7 @@ def block_checkpoints(made: MadeRun) -> Path:
     return folder
 
 
-def test_a_submission_fails_with_the_reason_why_the_supervisor_cannot_begin(
-    make_run: MakeRun,
-) -> None:
+def test_a_submission_fails_with_the_reason_why_the_supervisor_cannot_begin(make_run: MakeRun) -> None:
     made = make_run()
     block_checkpoints(made)
     with pytest.raises(SchedulerError, match=r"checkpoints"):
@@ -323,8 +321,8 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
     wait_for_end(made)
     folder = block_checkpoints(made)
     before = read_submission(made.run)
-    with pytest.raises(SchedulerError, match=r"the supervisor cannot continue.*checkpoints"):
-        resume(made.run, scheduler=LOCAL, from_scratch=True)
+    with pytest.raises(RuntimeError, match=r"SchedulerError.*the supervisor cannot continue.*checkpoints"):
+        launching("resume", made.run)
     assert read_submission(made.run) == before
     assert "cannot continue" in LOCAL.job(made.run, made.record).detail
     status = run_status(made.run, LOCAL)
@@ -336,7 +334,7 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
     assert first.needs_action
     assert [event["why"] for event in made.events("stopped")][-1].startswith("the supervisor cannot continue")
     folder.unlink()
-    resume(made.run, scheduler=LOCAL, from_scratch=True)
+    launching("resume", made.run)
     wait_for_end(made)
     assert run_status(made.run, LOCAL).state == "finished"
 

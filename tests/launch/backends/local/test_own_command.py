@@ -13,9 +13,10 @@ import pytest
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.paths import RunDir
-from tests.launch.conftest import LOCAL, make_plan, make_spec
+from tests.launch.backends.local.launching import launching
+from tests.launch.conftest import make_plan, make_spec
 from tests.waiting import wait_until
 
 # A shell that starts a program which takes its time to save, as many training scripts do.
@@ -62,7 +63,7 @@ rank.run(train)
 def submitted(words: list[str], *overrides: str) -> RunDir:
     spec = make_spec("cluster.gpus_per_node=2", f"code.command={json.dumps(words)}", "data=null", *overrides)
     made = create_run(spec, make_plan(spec), None)
-    submit_run(made.run, made.record, LOCAL)
+    launching("submit", made.run)
     return made.run
 
 
@@ -102,11 +103,7 @@ def test_a_shell_script_gets_its_words_and_its_child_has_the_grace_period_to_sav
 
 @pytest.mark.parametrize(
     ("script", "code", "reason", "requeue"),
-    [
-        ("exit 93", 93, "crash", False),
-        ("kill -9 $$", 1, "killed", True),
-        ("sleep 600 & exit 0", 0, "done", False),
-    ],
+    [("exit 93", 93, "crash", False), ("kill -9 $$", 1, "killed", True), ("sleep 600 & exit 0", 0, "done", False)],
 )
 def test_an_exit_code_has_its_documented_meaning(script: str, code: int, reason: str, requeue: bool) -> None:
     run = submitted(["sh", "-c", f"[ $SCALETRAIN_ATTEMPT = 1 ] || exit 0; {script}"])

@@ -21,6 +21,7 @@ from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.launch.sweep import Point, SubmittedPoint, submit_as_array, submit_sweep
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from tests.launch.conftest import make_plan, make_spec
 
@@ -173,13 +174,7 @@ def test_a_resumed_run_gets_a_job_of_its_own(controller: Controller) -> None:
     assert read_submission(run) is not None
     record = json.loads((run.path / "sweep.json").read_text())
     assert record["array"]
-    assert '"$SLURM_JOB_ID"' in SLURM.render(run, _record(run))
-
-
-def _record(run: RunDir) -> Any:
-    from scaletrain_cli.rundir.record import read_record
-
-    return read_record(run)
+    assert '"$SLURM_JOB_ID"' in SLURM.render(run, read_record(run))
 
 
 def test_runs_that_request_different_jobs_are_refused_before_anything_is_made(controller: Controller) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.job import begin, main
 from scaletrain_cli.reasons import recorded
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 
-MakeRun = Callable[..., MadeRun]
 JOB = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "localhost"}
 ENDED_BY_SLURM = "Slurm is ending the job"
 

@@ -60,7 +60,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body.format(folder=folder)}\n", encoding="utf-8")
         (folder / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("STORE_KEY", SECRET)
     monkeypatch.setattr(
         "scaletrain_cli.launch.preparation.run_engine_command",

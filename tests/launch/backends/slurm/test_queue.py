@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, record_job
 from tests.launch.backends.slurm.test_preflight import ask
-from tests.launch.conftest import MadeRun, make_plan, make_spec
+from tests.launch.conftest import MadeRun, MakeRun, make_plan
 
 SLURM = SlurmBackend()
 ANSWERS = Path(__file__).parent / "slurm_answers"
@@ -136,18 +135,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[[str], MadeRun]:
-    def make(run_id: str) -> MadeRun:
-        spec = make_spec("cluster.scheduler=slurm")
-        made = create_run(spec, make_plan(spec), run_id, root=tmp_path / "runs")
-        return MadeRun(made.run, made.record)
-
-    return make
-
-
-@pytest.fixture
-def made(make: Callable[[str], MadeRun]) -> MadeRun:
-    return make("life")
+def made(make_run: MakeRun) -> MadeRun:
+    return make_run("cluster.scheduler=slurm", run_id="life")
 
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -233,10 +222,7 @@ def test_a_refusal_leaves_no_request_and_keeps_the_earlier_submission(controller
     assert read_submission(made.run) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "user"),
-    [("squeue", "root"), ("scancel", "root"), ("scancel", "someone-else")],
-)
+@pytest.mark.parametrize(("command", "user"), [("squeue", "root"), ("scancel", "root"), ("scancel", "someone-else")])
 def test_a_cancel_that_fails_changes_nothing(controller: Controller, made: MadeRun, command: str, user: str) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("RUNNING", user)
@@ -268,10 +254,8 @@ def test_a_suspended_job_that_the_user_may_not_resume_is_not_changed(controller:
     assert not controller.called("scancel")
 
 
-def test_the_status_of_many_runs_needs_one_request_to_slurm(
-    controller: Controller, make: Callable[[str], MadeRun]
-) -> None:
-    runs = [make(f"life-{index}") for index in range(4)]
+def test_the_status_of_many_runs_needs_one_request_to_slurm(controller: Controller, make_run: MakeRun) -> None:
+    runs = [make_run("cluster.scheduler=slurm", run_id=f"life-{index}") for index in range(4)]
     for one in runs:
         submit_run(one.run, one.record, SLURM)
         begin_attempt(one.run, one.record.spec, scheduler="slurm", job_id="1", nodes=("n1",))
@@ -293,11 +277,10 @@ def test_the_status_of_many_runs_needs_one_request_to_slurm(
 
 @pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 11), ("(null)", 7)])
 def test_a_submission_calls_slurm_eleven_times_and_seven_times_without_accounting(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounting: str, calls: int
+    controller: Controller, accounting: str, calls: int
 ) -> None:
     config = (ANSWERS / "config.txt").read_text().replace("accounting_storage/slurmdbd", accounting)
     (controller.folder / "config.txt").write_text(config)
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     spec, scheduler = ask(), SlurmBackend()
     plan = make_plan(spec)
     scheduler.preflight(spec, plan)
@@ -315,9 +298,8 @@ def test_a_submission_calls_slurm_eleven_times_and_seven_times_without_accountin
     ],
 )
 def test_a_value_that_sbatch_refuses_is_reported_at_its_line_of_the_spec(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str, key: str
+    controller: Controller, setting: str, said: str, key: str
 ) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     (controller.folder / "test-only.says").write_text(said)
     spec = ask(f"cluster.slurm.{setting}")
     with pytest.raises(SchedulerError) as caught:
@@ -327,10 +309,7 @@ def test_a_value_that_sbatch_refuses_is_reported_at_its_line_of_the_spec(
     assert said.rpartition(": ")[2] in problem.message
 
 
-def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Controller) -> None:
     missing = SchedulerError(Reason("slurm.no-command", {"command": "Invalid qos"}))
     spec = ask("cluster.slurm.qos=night")
     assert with_key(spec, missing) is missing
@@ -406,7 +385,7 @@ def test_a_hostlist_is_expanded_as_by_slurm(hostlist: str, names: tuple[str, ...
 )
 def test_a_failed_preparation_is_reported_only_if_it_ended_the_gang(
     controller: Controller,
-    make: Callable[[str], MadeRun],
+    made: MadeRun,
     gang: str,
     preparation: str,
     accounted: str,
@@ -414,7 +393,6 @@ def test_a_failed_preparation_is_reported_only_if_it_ended_the_gang(
     state: str,
     code: str,
 ) -> None:
-    made = make("r1")
     assert submit_run(made.run, made.record, SLURM).job_id == "100"
     folder = preparation_folder(made.run)
     folder.mkdir()

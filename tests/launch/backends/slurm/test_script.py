@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -85,20 +86,20 @@ folders = texts.map(lambda text: "-" + text.replace("/", "_"))
 variables = st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]{0,12}\Z").filter(lambda name: not name.startswith("LD_"))
 variables |= st.sampled_from(["PATH", "IFS", "UID", "RANDOM", "python", "run", "code", "PS4", "BASH_ENV", "PYTHONHOME"])
 
-# Takes the place of python, srun, scontrol, sbatch and squeue. -I: no variable under test can change it.
-RECORDER = """#!{python} -IS
-import json, os, sys
-program = os.path.basename(sys.argv[0])
-environment = {{os.fsdecode(name): value.decode() for name, value in os.environb.items()}}
-with open({record!r}, "a") as file:
-    print(json.dumps([program, sys.argv[1:], environment]), file=file)
-if "begin" in sys.argv:
-    print("7 node-a 23456")
-if "end" in sys.argv:
-    print("requeue")
-if program == "sbatch":
-    print("4711")
-sys.exit(75 if program == "srun" or "end" in sys.argv else 0)
+# Takes the place of python, srun, scontrol, sbatch and squeue. Records its name, its words after their number, and the
+# environment with which it was started, which ends with an empty entry.
+RECORDER = r"""#!/bin/sh
+{{ printf '%s\0' "${{0##*/}}" "$#" "$@"; /bin/cat "/proc/$$/environ"; printf '\0'; }} >>{record}
+code=0
+for word do case "$word" in
+    begin) echo 7 node-a 23456;;
+    end) echo requeue; code=75;;
+esac; done
+case "$0" in
+    */sbatch) echo 4711;;
+    */srun) code=75;;
+esac
+exit $code
 """
 
 
@@ -108,7 +109,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "bin"
         self._record = folder / "record"
-        self._text = RECORDER.format(python=sys.executable, record=str(self._record))
+        self._text = RECORDER.format(record=shlex.quote(str(self._record)))
         for name in ("srun", "scontrol", "sbatch", "squeue"):
             self.program(self.bin / name)
 
@@ -119,8 +120,22 @@ class Recorded:
 
     @property
     def calls(self) -> list[tuple[str, list[str], dict[str, str]]]:
-        lines = self._record.read_text().splitlines()
-        return [(program, arguments, environment) for program, arguments, environment in map(json.loads, lines)]
+        found, entries = [], iter(self._record.read_bytes().decode().split("\0")[:-1])
+        for program in entries:
+            arguments = [next(entries) for _ in range(int(next(entries)))]
+            variables = itertools.takewhile(bool, entries)
+            found.append(
+                (program, arguments, {name: value for name, _, value in (v.partition("=") for v in variables)})
+            )
+        return found
+
+    def run(self, script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a batch script as Slurm does, with these programs."""
+        (folder / "job.sh").write_text(script, encoding="utf-8")
+        base = {"PATH": f"{self.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+        return subprocess.run(
+            ["bash", folder / "job.sh"], env=base | environment, cwd=folder, capture_output=True, text=True, check=False
+        )
 
 
 def test_the_script_of_a_gpu_run_with_every_option_is_as_accepted(golden: Callable[[str, str], None]) -> None:
@@ -179,14 +194,12 @@ def test_bash_passes_every_value_on_unchanged_and_runs_nothing_else(
         folder = Path(name)
         recorded, run, python = Recorded(folder), folder / run_folder, folder / python_folder / "python"
         recorded.program(python)
-        script = folder / "job.sh"
-        script.write_text(job_script(make_spec(env=env), "run-1", run, str(python)), encoding="utf-8")
         files = set(folder.rglob("*"))
-        base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "HOME": str(folder)}
-        done = subprocess.run(["bash", script], env=base, cwd=folder, capture_output=True, text=True, check=False)
+        script = job_script(make_spec(env=env), "run-1", run, str(python))
+        done = recorded.run(script, folder, HOME=str(folder))
 
         assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
-        assert set(folder.rglob("*")) - files == {folder / "record"}
+        assert set(folder.rglob("*")) - files == {folder / "record", folder / "job.sh"}
         begin, step, end, requeue = recorded.calls
         job = python_words("scaletrain_cli.launch.backends.slurm.job")
         assert begin[:2] == ("python", [*job, "begin", str(run)])
@@ -197,21 +210,20 @@ def test_bash_passes_every_value_on_unchanged_and_runs_nothing_else(
         assert requeue[:2] == ("scontrol", ["requeue", "42"])
         wanted = {"FAKE": "{}"} | absolute_paths(env) | {"MASTER_ADDR": "node-a", "MASTER_PORT": "23456"}
         assert {name: step[2].get(name) for name in wanted} == wanted
-        assert all(environment["PATH"] == base["PATH"] for _, _, environment in (begin, end, requeue))
+        path = f"{recorded.bin}:/usr/bin:/bin"
+        assert all(environment["PATH"] == path for _, _, environment in (begin, end, requeue))
 
 
 @pytest.mark.parametrize("more", [(), ("secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]",)], ids=["no secrets", "secrets"])
 def test_only_allowed_variables_of_the_jobs_environment_reach_the_ranks(tmp_path: Path, more: tuple[str, ...]) -> None:
     recorded, python = Recorded(tmp_path), tmp_path / "opt" / "python"
     recorded.program(python)
-    script = tmp_path / "job.sh"
-    script.write_text(job_script(make_spec(*more, env={"NOTE": "named in the spec"}), "r", tmp_path / "r", str(python)))
-    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "HOME": str(tmp_path)}
+    script = job_script(make_spec(*more, env={"NOTE": "named in the spec"}), "r", tmp_path / "r", str(python))
     stray = STRAY if more else {name: value for name, value in STRAY.items() if name != "SCALETRAIN_TOKEN"}
-    subprocess.run(["bash", script], env=base | WANTED | stray, cwd=tmp_path, check=False)
+    recorded.run(script, tmp_path, HOME=str(tmp_path), **WANTED, **stray)
     (environment,) = [environment for program, _, environment in recorded.calls if program == "srun"]
-    given = {"NOTE", "FAKE", "MASTER_ADDR", "MASTER_PORT"}
-    assert environment.keys() - {"_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE"} == base.keys() | WANTED.keys() | given
+    given = {"NOTE", "FAKE", "MASTER_ADDR", "MASTER_PORT", "PATH", "SLURM_JOB_ID", "HOME"}
+    assert environment.keys() - {"_", "SHLVL", "PWD", "OLDPWD"} == WANTED.keys() | given
     assert {name: environment[name] for name in WANTED} == WANTED
     assert SECRET not in "".join(environment.values())
 
@@ -225,10 +237,8 @@ def test_modules_and_the_activation_script_run_before_the_attempt_begins(tmp_pat
     init.parent.mkdir(parents=True)
     init.write_text('module() { [ "$1 $2" = "load mkl/1" ] && export MKLROOT="$2"; }\n')
     spec = make_spec("cluster.slurm.modules=[mkl/1]", f"cluster.slurm.activate={json.dumps(str(activate))}")
-    script = tmp_path / "job.sh"
-    script.write_text(job_script(spec, "r", tmp_path / "r", "/nowhere/python"))
-    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "MODULESHOME": str(init.parent.parent)}
-    subprocess.run(["bash", script], env=base | {"MKLROOT": "of the submitter"}, cwd=tmp_path, check=False)
+    script = job_script(spec, "r", tmp_path / "r", "/nowhere/python")
+    recorded.run(script, tmp_path, MODULESHOME=str(init.parent.parent), MKLROOT="of the submitter")
     begin, step, *_ = recorded.calls
     assert begin[0] == "python3"
     assert step[1][-7] == str(activate.parent / "python3")
@@ -236,11 +246,8 @@ def test_modules_and_the_activation_script_run_before_the_attempt_begins(tmp_pat
 
 
 def test_a_module_that_cannot_be_loaded_ends_the_job_before_an_attempt(tmp_path: Path) -> None:
-    recorded = Recorded(tmp_path)
-    script = tmp_path / "job.sh"
-    script.write_text(job_script(make_spec("cluster.slurm.modules=[none/0]"), "r", tmp_path / "r", "/nowhere/python"))
-    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
-    done = subprocess.run(["bash", script], env=base, cwd=tmp_path, capture_output=True, text=True, check=False)
+    script = job_script(make_spec("cluster.slurm.modules=[none/0]"), "r", tmp_path / "r", "/nowhere/python")
+    done = Recorded(tmp_path).run(script, tmp_path)
     assert done.returncode == 4
     assert "cluster.slurm.modules" in done.stderr
     assert not (tmp_path / "record").exists()
@@ -261,10 +268,8 @@ def test_the_agent_runs_in_the_container_image(tmp_path: Path, runtime: str, gpu
     container = ContainerSpec(image=image, mounts=["/data:/d:ro"], runtime=runtime, python="/opt/my python")
     slurm = spec.cluster.slurm.model_copy(update={"container": container})
     spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
-    script = tmp_path / "job.sh"
-    script.write_text(job_script(spec, "r", root / "r", str(tmp_path / "python")))
-    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "PYTHONPATH": "/of/this/machine"}
-    subprocess.run(["bash", script], env=base, cwd=tmp_path, check=False)
+    script = job_script(spec, "r", root / "r", str(tmp_path / "python"))
+    recorded.run(script, tmp_path, PYTHONPATH="/of/this/machine")
     begin, step, *_ = recorded.calls
     assert begin[0] == "python"
     agent = ["-s", *python_words("scaletrain_cli.launch.node.agent"), str(root / "r"), "--attempt", "7"]
@@ -286,7 +291,7 @@ def test_image_mounts_and_activation_script_of_any_name_reach_srun_unchanged(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recorded, script, ran = Recorded(folder), folder / "job.sh", folder / "ran"
+        recorded, ran = Recorded(folder), folder / "ran"
         recorded.program(recorded.bin / "python3")
         container = {"image": image, "mounts": [f"/{mount}"], "runtime": runtime, "python": f"/{activate}"}
         slurm = SlurmSpec.model_validate({"container": container, "activate": f"/{activate}"})
@@ -294,9 +299,8 @@ def test_image_mounts_and_activation_script_of_any_name_reach_srun_unchanged(
         spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
         text = job_script(spec, "r", folder / "runs" / "r", "/nowhere/python")
         # Record the word that bash sources in place of sourcing it.
-        script.write_text(f'sourced() {{ printf %s "$1" >{ran}; }}\n' + text.replace("\n. ", "\nsourced ", 1))
-        base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
-        done = subprocess.run(["bash", script], env=base, cwd=folder, capture_output=True, text=True, check=False)
+        script = f'sourced() {{ printf %s "$1" >{ran}; }}\n' + text.replace("\n. ", "\nsourced ", 1)
+        done = recorded.run(script, folder)
         assert (done.returncode, done.stderr) == (75, "")
         assert ran.read_bytes().decode() == f"/{activate}"
         assert not (folder / "canary").exists()
@@ -327,8 +331,7 @@ def test_options_are_one_word_for_any_valid_spec(name: str, values: list[str]) -
     keys = ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "gres_type")
     try:
         slurm = SlurmSpec(
-            **dict(zip(keys, values[:8], strict=False)),
-            extra=dict.fromkeys(["wckey"], values[8]) if values[8:] else {},
+            **dict(zip(keys, values[:8], strict=False)), extra=dict.fromkeys(["wckey"], values[8]) if values[8:] else {}
         )
     except ValidationError:
         assume(False)
@@ -341,11 +344,7 @@ def test_options_are_one_word_for_any_valid_spec(name: str, values: list[str]) -
 def test_secrets_reach_neither_the_script_nor_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(tmp_path)
     monkeypatch.setenv("PATH", f"{recorded.bin}:{os.environ['PATH']}")
-    for name in (
-        "HF_TOKEN",
-        "SCALETRAIN_TOKEN",
-        "UNRELATED",
-    ):  # the second is passed on unless secret
+    for name in ("HF_TOKEN", "SCALETRAIN_TOKEN", "UNRELATED"):  # the second is passed on unless secret
         monkeypatch.setenv(name, SECRET)
     sets = ["--set", "cluster.scheduler=slurm", "--set", "secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]"]
     shown = scaletrain("submit", CPU_RECIPE, "--dry-run", *sets)
