@@ -99,17 +99,22 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     A test that talks to a cluster of its own sets that cluster's variables itself, after this.
     """
+    isolate(monkeypatch, tmp_path)
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The same for a fixture of a module or the session, which is set up before those of a test."""
     outside = tuple("SCALETRAIN_ SLURM_ SBATCH_ SRUN_ SQUEUE_ WANDB_ KUBERNETES_ AWS_ GOOGLE_ AZURE_".split())
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     for name in list(os.environ):
         if name.startswith(outside) or name in launched:
             monkeypatch.delenv(name)
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(folder / "runs"))
+    monkeypatch.setenv("KUBECONFIG", str(folder / "no-kubeconfig"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "no-aws"))
+        monkeypatch.setenv(name, str(folder / "no-aws"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 

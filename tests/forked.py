@@ -16,26 +16,19 @@ import contextlib
 import functools
 import gc
 import importlib
-import itertools
-import logging
 import os
 import pickle
 import pkgutil
-import runpy
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import scaletrain_cli
 from scaletrain_cli.launch.node import inspection
@@ -43,12 +36,12 @@ from scaletrain_cli.launch.node.processes import reap
 from scaletrain_cli.rundir import record
 from scaletrain_cli.sent_command import sent
 from scaletrain_cli.spec import load_spec
+from tests.forked_python import FORKS_PYTHON, end_with, fork_python, open_streams, python_path, run_module
 
 _PROJECT = Path(__file__).parent.parent
 # Not imported by the server: what needs torch, whose threads a fork would lose.
 _HEAVY = ("engine", "data", "worker.hugging_face", "worker.lightning")
 AUDIT_EVENT = "scaletrain.tests.forked"
-FORKS_PYTHON = "TESTS_FORK_PYTHON"
 _NUMBER = struct.Struct("i")
 _MOST_BYTES = 1 << 20
 
@@ -177,6 +170,7 @@ def _server() -> socket.socket:
 
 def _serve(channel: socket.socket) -> None:
     _import(scaletrain_cli.__path__, "")
+    importlib.import_module("psutil")  # threads of agents import it, whose lock a fork would find taken
     load_spec(_PROJECT / "recipes" / "llama-10m-cpu.yaml", [])  # builds the validators
     sent.cache_clear()  # each process has variables of its own
     record._plan_reader()
@@ -242,179 +236,16 @@ def _be(files: list[int], *, module: str, arguments: list[str], environment: dic
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        _open_streams()
+        open_streams()
         if FORKS_PYTHON in environment:
-            _fork_python(sys.path[2:])
+            fork_python(sys.path[2:])
         # As of ``python -m``; the first two entries are those of the server.
-        sys.path[:2] = [folder, *_python_path()]
+        sys.path[:2] = [folder, *python_path()]
         importlib.invalidate_caches()
         sys.argv[1:] = arguments
-        _run_module(module)
+        run_module(module)
 
-    _end_with(run)
-
-
-def _python_path() -> list[str]:
-    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-
-
-def _run_module(module: str) -> None:
-    if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # it runs as __main__, from the beginning
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _end_with(run: Callable[[], None]) -> NoReturn:
-    """Run a program, and end this process as the interpreter would."""
-    code: Any = 1
-    try:
-        run()
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:  # as the interpreter ends: it waits for threads, and 120 is its code for output that was lost
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                code = 120
-        os._exit(int(code))
-
-
-def _fork_python(installed: list[str]) -> None:
-    """From now on fork the Python programs that this process starts. ``installed``: the end of their search path."""
-    loaded = [vars(module) for name, module in sys.modules.items() if name.startswith("scaletrain_cli")]
-    caches = [value for names in loaded for value in names.values() if isinstance(value, functools._lru_cache_wrapper)]
-    empty = [function for function in caches if not function.cache_info().currsize]
-    popen, spawn, execute = subprocess.Popen.__init__, os.posix_spawn, os.execv
-
-    def become(
-        words: list[str], environment: Mapping[str, str] | None, kept: Iterable[int] | None, **options: Any
-    ) -> NoReturn:
-        for function in empty:
-            function.cache_clear()
-        _end_with(functools.partial(_be_python, words, environment, kept, installed, **options))
-
-    def start(process: Any, args: Any, *more: Any, **options: Any) -> None:
-        environment, prepare = options.get("env"), options.get("preexec_fn")
-        if (words := _python_words(args, environment)) is not None:
-
-            def child() -> None:
-                if prepare is not None:
-                    prepare()
-                become(words, environment, options.get("pass_fds", ()))
-
-            options["preexec_fn"] = child
-        popen(process, args, *more, **options)
-
-    def fork(path: str, command: list[str], environment: Mapping[str, str], **options: Any) -> int:
-        if (words := _python_words(command, environment)) is None:
-            return spawn(path, command, environment, **options)
-        if (pid := os.fork()) == 0:
-            if options.pop("setsid", False):
-                os.setsid()
-            for action, first, *rest in options.pop("file_actions", ()):
-                if action == os.POSIX_SPAWN_OPEN:
-                    os.dup2(os.open(*rest), first)
-                else:
-                    os.dup2(first, *rest)
-            become(words, environment, None, **options)
-        return pid
-
-    def replace(path: str, command: list[str]) -> None:
-        if (words := _python_words(command, None)) is not None:
-            become(words, None, None)
-        execute(path, command)
-
-    subprocess.Popen.__init__ = start  # type: ignore[assignment]
-    os.posix_spawn, os.execv = fork, replace  # type: ignore[assignment]
-
-
-def _python_words(command: Any, environment: Mapping[str, str] | None) -> list[str] | None:
-    """Return the words after the interpreter; None for another program."""
-    if isinstance(command, str | bytes | os.PathLike):
-        return None
-    program, *words = map(os.fsdecode, command)
-    if program == sys.executable:
-        return words
-    script = shutil.which(program, path=(os.environ if environment is None else environment).get("PATH"))
-    if script is None:
-        return None
-    with open(script, "rb") as file:
-        is_python = file.readline() == f"#!{sys.executable}\n".encode()
-    return [script, *words] if is_python else None
-
-
-def _be_python(
-    words: list[str],
-    environment: Mapping[str, str] | None,
-    kept: Iterable[int] | None,
-    installed: list[str],
-    *,
-    setsigdef: Iterable[int] = (),
-    setsigmask: Iterable[int] | None = None,
-) -> None:
-    """Run a Python program as a new interpreter would.
-
-    ``kept``: open files that it inherits; None: as they say. The signals are those of posix_spawn.
-    """
-    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
-    atexit._clear()
-    logging.root.handlers.clear()
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    for number in setsigdef:
-        signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)
-    if setsigmask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, setsigmask)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the listing
-            if descriptor > 2 and not (os.get_inheritable(descriptor) if kept is None else descriptor in kept):
-                os.close(descriptor)
-    if environment is not None:
-        given = dict(environment)
-        os.environ.clear()
-        os.environ.update(given)
-    flags = list(itertools.takewhile(("-I", "-S", "-s", "-u").__contains__, words))
-    kind, *arguments = words[len(flags) :]
-    _open_streams("-u" in flags)
-    sys.path[:] = ["", *_python_path(), *installed]
-    importlib.invalidate_caches()
-    if kind == "-m":
-        module, *sys.argv[1:] = arguments
-        _run_module(module)
-    elif kind == "-c":
-        code, *arguments = arguments
-        sys.argv[:] = [kind, *arguments]
-        if arguments and not hasattr(sys.modules.get(arguments[0]), "__path__"):
-            sys.modules.pop(arguments[0], None)  # as the module that own_processes.START runs
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(code, vars(main))
-    else:
-        sys.argv[:] = [kind, *arguments]
-        sys.path[0] = str(Path(kind).parent)
-        runpy.run_path(kind, run_name="__main__")
-
-
-def _open_streams(unbuffered: bool = False) -> None:
-    """Open the standard streams as an interpreter does at its start."""
-    _left.extend((sys.stdin, sys.stdout, sys.stderr))
-    buffering = 1 if unbuffered or "PYTHONUNBUFFERED" in os.environ else -1
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", buffering, closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
-
-
-_left: list[Any] = []  # streams whose buffers are of another program
+    end_with(run)
 
 
 if __name__ == "__main__":

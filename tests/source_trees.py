@@ -20,7 +20,6 @@ def text_of(path: Path) -> str:
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     tree = ast.parse(text_of(path), str(path))
-    gc.freeze()  # the trees of the package are millions of objects, which no search for garbage should walk
     return tree
 
 

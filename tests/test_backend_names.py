@@ -21,6 +21,8 @@ TABLES_OF_EXTRAS = ("extras.py", "cli/doctor.py")
 
 # Packages of the back ends.
 OWN_PACKAGES = tuple(f"scaletrain_cli.launch.backends.{name}." for name in BUILT_IN)
+# The texts without which a module can have nothing that is looked for.
+NAMED = tuple(text for name in BUILT_IN for text in (f'"{name}"', f"'{name}'", f"backends.{name}"))
 # Calls whose argument decides something.
 ASKING = ("startswith", "endswith", "get", "backend_for", "backend_traits")
 
@@ -65,12 +67,29 @@ said = "slurm"
     assert sorted(lines) == [2, 3, 4, 6, 6, 7]
 
 
-def files() -> Iterator[tuple[str, Iterable[ast.AST]]]:
-    """Yield the path below the package, and the nodes, of each module outside the back ends."""
-    for path in files_with(PACKAGE, *(f'"{name}"' for name in BUILT_IN), *OWN_PACKAGES):
-        name = path.relative_to(PACKAGE).as_posix()
+def files(package: Path = PACKAGE) -> Iterator[tuple[str, Iterable[ast.AST]]]:
+    """Yield the path below the package, and the nodes, of each module outside the back ends that names one."""
+    for path in files_with(package, *NAMED):
+        name = path.relative_to(package).as_posix()
         if not name.startswith(HOMES):
             yield name, nodes_of(path)
+
+
+def test_modules_that_compare_or_import_are_found_whichever_way_they_name_a_back_end(tmp_path: Path) -> None:
+    sources = {
+        "import.py": "from scaletrain_cli.launch.backends.slurm import script",
+        "import_within.py": "from scaletrain_cli.launch.backends.slurm.script import render",
+        "single.py": "asked = name == 'local'",
+        "double.py": 'asked = name == "local"',
+        "launch/backends/kubernetes/own.py": 'asked = name == "kubernetes"',
+        "none.py": "asked = name == kind",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    imports = [name for name, nodes in files(tmp_path) if list(imports_of_back_ends(nodes))]
+    assert imports == ["import.py", "import_within.py"]
+    assert [name for name, nodes in files(tmp_path) if list(decisions(nodes))] == ["double.py", "single.py"]
 
 
 def test_no_module_outside_the_back_ends_compares_the_name_of_one() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import files_with, nodes_of
+from tests.source_trees import dotted, files_with, nodes_of
 
 TESTS = Path(__file__).parent
 # Figures of a machine belong to benchmarks/; seconds that pass, to a clock that the test sets on.
@@ -44,6 +44,23 @@ MEASURED = {
 LIMITED = {"kubernetes_cluster/site.py": 1}
 # A port that nobody holds may be another's before it is bound: tests/ports.py reserves one.
 CHOSEN = {"slurm_cluster/cluster.py": 1}  # reserves it, by a folder of its name
+# A pause before an assertion is a guess of how long something takes.
+PAUSES = {
+    # Stand-ins, which take the time that a test has given them, or a long time.
+    "data/images/test_sources.py": 1,
+    "data/pipeline/test_claims.py": 1,
+    "diagnosis/injected_bugs/injection.py": 1,
+    "engine/data/reading.py": 1,
+    "engine/test_read_ahead.py": 1,
+    "launch/fake_engine.py": 2,
+    "launch/node/fake_nvml/pynvml.py": 1,
+    # What must not happen has had time to; on a slow machine such a test proves less, and passes.
+    "drills/test_campaign.py": 1,
+    "launch/node/test_agent.py": 1,
+    "launch/node/test_streams.py": 1,
+    "launch/test_agent_watch.py": 1,
+}
+BLOCKS = (ast.Module, ast.FunctionDef, ast.With, ast.Try)
 
 
 def measures(node: ast.AST) -> bool:
@@ -67,16 +84,24 @@ def chooses_a_port(node: ast.AST) -> bool:
     return isinstance(name, ast.Name) and name.id in ("free_port", "closed_port")
 
 
+def pauses(node: ast.AST) -> int:
+    """Count pauses outside of loops, which ask again, and of conditions."""
+    statements = node.body if isinstance(node, BLOCKS) else ()
+    calls = [each.value.func for each in statements if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
+    return sum(dotted(call) in ("time.sleep", "sleep") for call in calls)
+
+
 @pytest.mark.parametrize(
     ("rule", "texts", "allowed"),
     [
         (measures, MEASURES, MEASURED),
         (limits_a_wait, {"timeout"}, LIMITED),
         (chooses_a_port, {"free_port", "closed_port"}, CHOSEN),
+        (pauses, {"sleep("}, PAUSES),
     ],
 )
 def test_no_test_depends_on_the_speed_of_the_machine(
-    rule: Callable[[ast.AST], bool], texts: set[str], allowed: dict[str, int]
+    rule: Callable[[ast.AST], int], texts: set[str], allowed: dict[str, int]
 ) -> None:
     files = {path: sum(map(rule, nodes_of(path))) for path in files_with(TESTS, *texts)}
     assert Counter({str(path.relative_to(TESTS)): number for path, number in files.items() if number}) == allowed

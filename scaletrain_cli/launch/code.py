@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,7 +156,8 @@ class WorkingTree:
             "--no-renames",
             "--ignore-submodules=dirty",
         )
-        tracked = self._paths("diff", *named, "HEAD", "--", ".")
+        with self._copied_index() as aside:
+            tracked = self._paths("diff", *named, "HEAD", "--", ".", environment=aside)
         return (tracked - self._stored_elsewhere(tracked)) | self._paths("ls-files", "--others", "--exclude-standard")
 
     def _stored_elsewhere(self, paths: set[str]) -> set[str]:
@@ -228,17 +229,13 @@ class WorkingTree:
         """Return the patch for ``git apply`` that turns HEAD into these files, new ones included."""
         if not paths:
             return b""
-        import tempfile
-
-        index = Path(os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "index")).strip())
-        objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
-        with tempfile.TemporaryDirectory() as scratch:
-            # A diff shows new files only if they are in the index: use a copy of it, with a separate object directory.
-            if index.exists():  # keep its mtime, by which git detects files that changed after it was written
-                shutil.copy2(index, f"{scratch}/index")
+        objects = self._git_path("objects")
+        with self._copied_index() as aside:
+            # A diff shows new files only if they are in the index. Their objects are written beside its copy.
+            scratch = Path(aside["GIT_INDEX_FILE"]).parent
+            aside["GIT_OBJECT_DIRECTORY"] = str(scratch)
             Path(scratch, "info").mkdir()
-            create_file(Path(scratch, "info", "alternates"), os.fsencode(f"{objects}\n"))
-            aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
+            create_file(scratch / "info" / "alternates", os.fsencode(f"{objects}\n"))
             literal = [f":(literal){path}" for path in paths]
             there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]
             if there:
@@ -248,9 +245,24 @@ class WorkingTree:
             few = [literal[start : start + _PATHS_AT_A_TIME] for start in range(0, len(literal), _PATHS_AT_A_TIME)]
             return b"".join(self._git(*diff, *some, environment=aside) for some in few)
 
-    def _paths(self, *arguments: str) -> set[str]:
+    @contextlib.contextmanager
+    def _copied_index(self) -> Iterator[dict[str, str]]:
+        """Yield the variable that selects a copy of the index: a diff writes new times of files into the index."""
+        import tempfile
+
+        index = Path(self._git_path("index"))
+        with tempfile.TemporaryDirectory() as scratch:
+            if index.exists():  # keep its mtime, by which git detects files that changed after it was written
+                shutil.copy2(index, f"{scratch}/index")
+            yield {"GIT_INDEX_FILE": f"{scratch}/index"}
+
+    def _git_path(self, name: str) -> str:
+        return os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", name)).strip()
+
+    def _paths(self, *arguments: str, environment: Mapping[str, str] | None = None) -> set[str]:
         command, *rest = arguments
-        return {os.fsdecode(path) for path in self._git(command, "-z", *rest).split(b"\0") if path}
+        found = self._git(command, "-z", *rest, environment=environment)
+        return {os.fsdecode(path) for path in found.split(b"\0") if path}
 
     def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
         try:

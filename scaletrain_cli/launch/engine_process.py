@@ -98,6 +98,8 @@ def run_engine_command(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
             process.kill()
+            for reader in readers:  # which hold the pipes that are closed now
+                reader.join(_SIGNAL_SECONDS)
             raise
     answer = _last_object(printed)
     if process.returncode == 130:

@@ -18,6 +18,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.cli.conftest import replace_engine
+from tests.conftest import isolate
 from tests.launch.conftest import ENGINE
 from tests.waiting import wait_until
 
@@ -84,9 +85,9 @@ def test_a_run_is_submitted_followed_and_finished() -> None:
 def run_below(root: Path, verb: str, *more: str, **fake: Any) -> Ended:
     """Begin r1 by the real command lines, below this folder; return when it has ended."""
     with pytest.MonkeyPatch.context() as patch:
+        isolate(patch, root)
         replace_engine(patch, root)
         patch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
-        patch.setenv("SCALETRAIN_RUNS", str(root / "runs"))
         begun = submit(verb, "r1", *more, **fake)
         ended()
         return begun
@@ -267,10 +268,13 @@ def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     assert (again.code, "(3 cancelled). Nothing was done." in again.err) == (0, True)
 
 
-def test_train_ends_with_the_exit_code_of_the_run(trained_until_a_crash: tuple[Ended, Path]) -> None:
+def test_train_ends_with_the_exit_code_of_a_run_that_finishes() -> None:
     trained = submit("train", steps=3)
     assert (trained.code, trained.out) == (0, "r1\n"), trained.err
     assert "finished at step 3 of 100, exit code 0" in trained.err
+
+
+def test_train_ends_with_the_exit_code_of_a_run_that_crashes(trained_until_a_crash: tuple[Ended, Path]) -> None:
     assert trained_until_a_crash[0].code == ExitCode.CRASHED
 
 

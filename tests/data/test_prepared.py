@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import find_text
 from scaletrain_cli.spec.sources import SourceSpec
 from tests.cli.command_line import SMALL
+from tests.waiting import wait_until
 
 WORDS = [f"word{number}" for number in range(300)]
 NORMALIZED = [{"step": "normalization"}]
@@ -449,6 +449,18 @@ def test_the_unfinished_data_of_root_do_not_block_a_user(tmp_path: Path, monkeyp
     assert place_of(tmp_path, "c0ffee") == tmp_path / "c0ffee", "the whole dataset of another user is used"
 
 
+def kill_when_written(command: list[str], environment: dict[str, str], folder: Path, more: int) -> None:
+    def count() -> int:
+        return sum(len(files) for _, _, files in os.walk(folder))
+
+    enough = count() + more
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    wait_until(lambda: process.poll() is not None or count() >= enough, "the files are written")
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @pytest.mark.long
 def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
     for number in range(3):
@@ -458,11 +470,8 @@ def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, t
         command += ["--set", setting]
     command += ["--set", "data.prepare=[{step: quality, rules: gopher_repetition, only: null}]"]
     environment = os.environ | {"PYTHONPATH": str(FOLDER), "SCALETRAIN_RUNS": str(tmp_path / "runs")}
-    for seconds in (3, 6, 9):
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    for more in (1, 5, 10):  # files
+        kill_when_written(command, environment, tmp_path / "runs", more)
     subprocess.run(command, env=environment, check=True)
     subprocess.run(command, env=environment | {"SCALETRAIN_RUNS": str(tmp_path / "whole")}, check=True)
     found, whole = (

@@ -49,20 +49,22 @@ every_kind = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing_without_a_node_agent(
     dataset: Path, undisturbed: Undisturbed, chance: random.Random
 ) -> None:
     run = ForkedRun.create(drill_spec(dataset))
 
     def reaches(attempt: Attempt, first: int) -> bool:
-        step = chance.randrange(first, LAST_MOMENT)
+        step = chance.randrange(first, max(first + 1, LAST_MOMENT))
         lines = partial(read_metrics, run.run)
         return attempt.wait_for(
             lambda: any(each["attempt"] == attempt.number and each["step"] >= step for each in lines())
         )
 
     def kill(attempt: Attempt) -> None:
-        assert reaches(attempt, 11)  # after a checkpoint
+        assert reaches(attempt, 11)
+        assert attempt.wait_for(lambda: run.newest_step() >= 10)
         attempt.send(signal.SIGKILL, chance.randrange(2))
 
     def preempt(attempt: Attempt) -> None:
@@ -73,21 +75,27 @@ def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing_without_a
     fault = slowed({1: LAST_MOMENT, 2: LAST_MOMENT})
     ends = [run.attempt(kill, fault), run.attempt(preempt, fault), run.attempt()]
     assert [attempt.exit_codes for attempt in ends] == [None, [75, 75], [0, 0]]
-    assert run.events("resumed")[1]["lost_steps"] == 0
-    assert_same_run(Drill(run.run, LocalBackend()), undisturbed())
+    drill = Drill(run.run, LocalBackend())
+    assert drill.beginnings()[2]["lost_steps"] == 0
+    assert_same_run(drill, undisturbed())
 
 
-def test_a_preempted_run_of_one_rank_continues_without_losing_a_step(
+def test_a_rank_killed_and_a_preemption_under_the_node_agent_change_nothing(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, slowed({1: 6}))
-    drill = submit_drill(dataset, cluster__gpus_per_node=1)
-    drill.wait_for_step(5)
+    """The run continues after its latest checkpoint, and then where the preemption stopped it."""
+    monkeypatch.setenv(VARIABLE, slowed({1: 12, 2: 12}))
+    drill = submit_drill(dataset)
+    drill.wait_for(lambda: list_checkpoints(drill.run.checkpoints))
+    os.kill(drill.rank_pids()[1], signal.SIGKILL)
+    drill.wait_for(lambda: any(line["attempt"] == 2 for line in read_metrics(drill.run)))
     drill.preempt()
     drill.wait_for_end()
-    assert [event["reason"] for event in drill.events("attempt-ended")] == ["preempted", "done"]
-    assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
-    assert_same_run(drill, undisturbed(cluster__gpus_per_node=1))
+    assert [event["reason"] for event in drill.events("attempt-ended")] == ["killed", "preempted", "done"]
+    assert [event["event"] for event in drill.beginnings()] == ["started", "resumed", "resumed"]
+    assert drill.beginnings()[1]["step"] >= 10
+    assert drill.beginnings()[2]["lost_steps"] == 0
+    assert_same_run(drill, undisturbed())
 
 
 @pytest.mark.long

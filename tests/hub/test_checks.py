@@ -285,7 +285,6 @@ def test_the_endpoint_in_env_is_used_by_every_verb_as_on_the_nodes(
     assert len(resolve_commits(spec, os.environ)) == 2
 
 
-@pytest.mark.usefixtures("fetched_here")
 def test_offline_mode_in_env_lets_no_verb_send_a_request(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

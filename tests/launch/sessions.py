@@ -42,7 +42,9 @@ class Started:
 
     @property
     def errors(self) -> list[str]:
-        return os.pread(self.stderr, 1 << 20, 0).decode().splitlines()
+        """The lines that are complete."""
+        text = os.pread(self.stderr, 1 << 20, 0).decode()
+        return text[: text.rfind("\n") + 1].splitlines()
 
 
 class Sessions:
@@ -157,7 +159,7 @@ class Sessions:
         ``port``: of a server on the node that sends back what it receives.
         """
         with self.start("port-forward", f"{local}:{port}", f"0:{reserved_port()}", *options) as started:
-            wait_until(lambda: len(started.errors) == 3, "both ports are forwarded")
+            wait_until(lambda: len(started.errors) >= 3, "both ports are forwarded")
             found = re.search(r"127\.0\.0\.1:(\d+) leads to port \d+ of", started.errors[2])
             assert found is not None, started.errors
             for _ in range(2):

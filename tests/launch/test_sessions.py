@@ -21,6 +21,7 @@ from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.reasons import Reason
 from tests import forked
 from tests.cli.command_line import scaletrain
+from tests.conftest import isolate
 from tests.launch.backends.local.test_local import kill_all_of
 from tests.launch.conftest import LOCAL, PROJECT, MadeRun, MakeRun, forking, make_plan, make_spec
 from tests.launch.sessions import ECHO_SERVER, Sessions
@@ -31,15 +32,19 @@ from tests.waiting import wait_until
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeRun]:
     """A run of two ranks that trains until it is killed: with real ranks, whose variables a session reads."""
-    spec = make_spec("training.global_batch_size=2", fake={"steps": 100_000})
-    new = create_run(spec, make_plan(spec), root=tmp_path_factory.mktemp("runs"))
-    made = MadeRun(new.run, new.record)
+    folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
+        isolate(patch, folder)
         patch.setenv("PYTHONPATH", str(PROJECT))
-        submit_run(made.run, made.record, LOCAL)
-    wait_until(lambda: all("up" in made.log(1, rank) for rank in (0, 1)), "the ranks are up")
-    yield made
-    kill_all_of(made)
+        spec = make_spec("training.global_batch_size=2", fake={"steps": 100_000})
+        new = create_run(spec, make_plan(spec), root=folder / "runs")
+        made = MadeRun(new.run, new.record)
+        try:
+            submit_run(made.run, made.record, LOCAL)
+            wait_until(lambda: all("up" in made.log(1, rank) for rank in (0, 1)), "the ranks are up")
+            yield made
+        finally:
+            kill_all_of(made)
 
 
 @pytest.fixture

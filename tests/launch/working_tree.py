@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -25,7 +26,9 @@ class WorkingTree:
     def git(self, *arguments: str, sent: bytes = b"") -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
         command = ["git", "-C", str(self.folder), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, input=sent).stdout.decode()
+        environment = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+        done = subprocess.run(command, check=True, capture_output=True, input=sent, env=environment)
+        return done.stdout.decode()
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         path = self.folder / name

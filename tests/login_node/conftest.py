@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -89,32 +91,35 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs-here"))
-    commands = _listen(address)
+    commands, serving = _listen(address)
     try:
         wait_until(lambda: _answers(port), "sshd listens")
         yield Site(home, runs, tmp_path / "here", server)
     finally:
         end = ["ssh", "-O", "exit", "-o", f"ControlPath={sockets}/scaletrain-ssh/%C", "login.site"]
         subprocess.run(end, capture_output=True)
+        commands.shutdown(socket.SHUT_RDWR)  # wakes the thread, which a close does not
+        serving.join()
         commands.close()
         server.terminate()
         server.wait()
         shutil.rmtree(sockets)
 
 
-def _listen(address: str) -> socket.socket:
-    """Answer FORKED_COMMAND until the socket is closed."""
+def _listen(address: str) -> tuple[socket.socket, threading.Thread]:
+    """Answer FORKED_COMMAND until the socket is shut down; return it, and the thread."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen()
 
     def serve() -> None:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # it is shut down
             while True:
                 threading.Thread(target=_run, args=(listener.accept()[0],), daemon=True).start()
 
-    threading.Thread(target=serve, daemon=True).start()
-    return listener
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return listener, thread
 
 
 def _run(client: socket.socket) -> None:
@@ -125,6 +130,10 @@ def _run(client: socket.socket) -> None:
     process = forked.Forked("tests.login_node.there", words, environment, folder=Path(folder), **streams)
     for file in files:
         os.close(file)
+    while process.poll() is None:
+        if select.select([client], [], [], 0.02)[0]:  # the client sends nothing more, so it has ended
+            process.send_signal(signal.SIGHUP)  # as from sshd's session, of which the process is no member
+            break
     process.communicate()
     with contextlib.suppress(OSError):  # nobody waits for it any more
         client.send(bytes([process.wait() & 255]))

@@ -61,9 +61,9 @@ class Site:
         while not reached(now := self.status(run_id)):
             is_over = now["state"] in ENDED and now["job"]["state"] not in ("queued", "running")
             polls_after_end = polls_after_end + 1 if is_over else 0
-            assert polls_after_end < 30, f"the run has ended, and not: {what}; {now}"
+            assert polls_after_end < 50, f"the run has ended, and not: {what}; {now}"
             time.sleep(pause)
-            pause = min(1.3 * pause, 1.5)  # a status costs three commands of Slurm
+            pause = min(1.3 * pause, 0.6)  # a status costs three commands of Slurm
         return now
 
     def trains(self, run_id: str, attempt: int = 1) -> dict[str, Any]:

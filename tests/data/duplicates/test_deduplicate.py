@@ -189,17 +189,16 @@ for line in sys.stdin:
         ("removed", 4),
     )
     command = [sys.executable, "-c", program, str(folder)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdin is not None
-    assert server.stdout is not None
-    for phase, fatal in killed:
-        print(phase, fatal, file=server.stdin, flush=True)
-        assert int(server.stdout.readline()) == -signal.SIGKILL, phase
-        left = content(folder)
-        drafts = [name for name in left if name.endswith(".draft")]
-        assert len(drafts) == 1
-        assert {name: left[name] for name in left if name not in drafts}.items() <= expected.items()
-    server.communicate()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for phase, fatal in killed:
+            print(phase, fatal, file=server.stdin, flush=True)
+            assert int(server.stdout.readline()) == -signal.SIGKILL, phase
+            left = content(folder)
+            drafts = [name for name in left if name.endswith(".draft")]
+            assert len(drafts) == 1
+            assert {name: left[name] for name in left if name not in drafts}.items() <= expected.items()
     corpus = Corpus(folder, SOURCES, Settings())
     assert not corpus.report.exists()
     deduplicate(corpus, PlantedTexts(PER_TASK, words=60), workers=2, keep_phases=True)

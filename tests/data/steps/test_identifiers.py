@@ -137,7 +137,8 @@ def test_each_repetition_has_a_limit() -> None:
     assert without_limit == {"_PHONE_SEPARATORS", "_PEM_LINES"}
 
 
-def test_a_line_of_a_megabyte_has_placeholders_from_begin_to_end() -> None:
+def test_long_lines_have_placeholders_from_begin_to_end() -> None:
+    """4,000 characters of each part of an identifier, and of mixtures; then a line of a megabyte."""
     one, random_units = step("identifiers", replace=ALL), random.Random(1)
     units = [*UNITS, *("".join(random_units.choices(UNITS, k=40)) for _ in range(4))]
     for unit in units:

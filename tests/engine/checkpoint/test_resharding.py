@@ -33,7 +33,7 @@ ROUNDABOUT = [
     Row(2, sequence=2),
     Row(0, data=2),
 ]
-ON_FOUR = [Row(3, data=2, tensor=2), Row(3, data=4), Row(1, tensor=2, pipeline=2, accumulation=4)]
+STAGE_3_ON_FOUR = [Row(3, data=2, tensor=2), Row(3, data=4), Row(1, tensor=2, pipeline=2, accumulation=4)]
 EXPERTS = [
     with_features(Row(1, data=2, tensor=2), "experts", *MIXTURE, "layout.expert_parallel=2"),
     with_features(Row(3, data=2), "experts", *MIXTURE, "layout.expert_parallel=2"),
@@ -63,7 +63,7 @@ STAGED = [
     "rows",
     [
         pytest.param(ROUNDABOUT, id="every axis"),
-        pytest.param(ON_FOUR, id="four ranks", marks=pytest.mark.long),
+        pytest.param(STAGE_3_ON_FOUR, id="stage 3 on four ranks", marks=pytest.mark.long),
         pytest.param(STAGED, id="stages", marks=pytest.mark.long),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
         pytest.param(SPLIT, id="blocks of stages", marks=pytest.mark.long),

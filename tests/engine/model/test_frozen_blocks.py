@@ -80,6 +80,7 @@ class Saved:
 
     def __init__(self, model: ModelSpec, modules: frozenset[str], reached: bool, precision: torch.dtype) -> None:
         built = model_in(model, precision)
+        built.zero_grad()  # of the pass before
         for name, parameter in built.named_parameters():
             within = name.split(".", 3)[-1].rpartition(".")[0]
             parameter.requires_grad_((".layers." in name or ".h." in name) and within in modules)
@@ -104,7 +105,6 @@ class Saved:
             with FlopCounterMode(display=False) as backward:
                 out.sum().backward()
             self.backward = products(backward) / tokens
-            built.zero_grad()
 
 
 def products(counted: FlopCounterMode) -> int:

@@ -54,6 +54,12 @@ def test_the_loss_of_a_new_model_is_that_of_a_uniform_guess(dims: dict) -> None:
     assert loss.item() == pytest.approx(math.log(512), rel=0.01)
 
 
+def test_the_seed_decides_the_weights() -> None:
+    first, again, other = (build_model(spec(LLAMA), seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
 @every_model
 @pytest.mark.parametrize(
     ("mode", "keys"),

@@ -163,7 +163,7 @@ RUNS = {
 }
 
 
-SHORT = ("ZeRO-3", "sequence, padded")
+SHORT = ("ZeRO-3 and tensor", "sequence, padded")
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def test_an_interrupted_run_continues_bit_exactly(dataset: Path, tmp_path: Path)
     spec = row.spec(dataset, 4)
     save_hugging_face(spec.transformer, tmp_path / "b")
 
-    whole, resumed = train_in_layout(spec).trained, train_in_layout(spec, 1).trained
+    # Of the factors, B is 0 until after the first step, and until then A has no gradient and no moments.
+    whole, resumed = train_in_layout(spec).trained, train_in_layout(spec, 3).trained
 
     assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)

@@ -159,7 +159,7 @@ def test_the_built_in_engine_imports_nothing_from_a_tree_that_is_only_recorded(
     program.write("json.py", "raise RuntimeError('not the one that was meant')")
     spec = make_spec(f"code.path={program.folder}")
     made = create_run(spec, make_plan(spec))
-    agent = start_agent(MadeRun(made.run, made.record))
+    agent = start_agent(MadeRun(made.run, made.record), real=True)
     assert agent.wait() == 0, agent.errors
     assert made.record.code is not None
 

@@ -10,6 +10,7 @@ import pytest
 
 from scaletrain_cli.launch.attempts import read_attempts
 from tests.forked import Forked, RealProcess
+from tests.launch.backends.local.test_local import kill_all_of
 from tests.launch.conftest import ENGINE, MadeRun, MakeRun, forking
 from tests.waiting import wait_until
 
@@ -19,18 +20,20 @@ Start = Callable[..., Forked | RealProcess]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start the job of a run, as a back end does; it is killed at the end of the test."""
-    started: list[Forked | RealProcess] = []
+    """Start the job of a run, as a back end does; it and its agents are killed at the end of the test."""
+    started: list[tuple[MadeRun, Forked | RealProcess]] = []
 
     def job(made: MadeRun, *options: str, real: bool = False) -> Forked | RealProcess:
         words = [str(made.run.path), "--engine", ENGINE, "--scheduler", "local", "--job-id", "17", *options]
         kind, environment = (RealProcess, dict(os.environ)) if real else (Forked, forking(os.environ))
-        started.append(kind("scaletrain_cli.launch.node.job", words, environment, stdout=1))
-        return started[-1]
+        process = kind("scaletrain_cli.launch.node.job", words, environment, stdout=1)
+        started.append((made, process))
+        return process
 
     yield job
-    for process in started:
+    for made, process in started:
         process.kill()
+        kill_all_of(made)  # the agents, which hold the pipe of the job
         process.communicate()
 
 

@@ -190,28 +190,28 @@ def test_the_fullest_stage_is_the_first_of_its_kind(name: str) -> None:
         assert replace(every, by_stage=()) == replace(some, by_stage=())
 
 
-def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
-    for name in ("6 GPUs", "experts"):
-        plan = plan_of(name)
-        degrees = ("layout.", "training.", "model.", "zero_stage", *AXES)
-        reported = sum(row.count for row in plan.rejected if not row.text.startswith(degrees))
-        assert reported == plan.considered - 1 > 0, plan.rejected
-        assert all(row.text and row.example and row.count > 0 for row in plan.rejected)
+@clusters
+def test_every_layout_is_chosen_or_rejected_for_a_reason(name: str) -> None:
+    plan = plan_of(name)
+    degrees = ("layout.", "training.", "model.", "zero_stage", *AXES)
+    reported = sum(row.count for row in plan.rejected if not row.text.startswith(degrees))
+    assert reported == plan.considered - 1 > 0, plan.rejected
+    assert all(row.text and row.example and row.count > 0 for row in plan.rejected)
 
 
-def test_a_layout_that_is_called_not_faster_is_not_faster() -> None:
+@clusters
+def test_a_layout_that_is_called_not_faster_is_not_faster(name: str) -> None:
     """Of layouts that are equally fast within the error of the model, the simplest is taken; the reason says so."""
-    found = []
-    for name in SHORT:
-        plan = plan_of(name)
-        for row in plan.alternatives:
-            gain = 100 * (1 - row.step_seconds / plan.time.step)
-            if row.why.code == "plan.not-faster":
-                assert gain < 0.1, (name, row)
-            elif row.why.code == "plan.faster-within-error":
-                found.append(row)
-                assert row.why.params["gain"] == pytest.approx(gain / 100, abs=1e-9), (name, gain, row)
-    assert found
+    plan, found = plan_of(name), set()
+    for row in plan.alternatives:
+        gain = 100 * (1 - row.step_seconds / plan.time.step)
+        found.add(row.why.code)
+        if row.why.code == "plan.not-faster":
+            assert gain < 0.1, row
+        elif row.why.code == "plan.faster-within-error":
+            assert row.why.params["gain"] == pytest.approx(gain / 100, abs=1e-9), (gain, row)
+    if name in ("13b as megatron", "experts"):
+        assert {"plan.not-faster", "plan.faster-within-error"} <= found
 
 
 @clusters
@@ -433,6 +433,7 @@ def test_the_fastest_layout_with_a_margin_is_the_one_that_the_complete_search_ch
     device = find_accelerator(spec.cluster)
     whole = search(spec, device, axes_to_try(spec), RejectionCounts()).chosen
     assert whole is not None
+    assert whole.comfortable or name not in SHORT
     if not whole.comfortable:
         pytest.skip("no layout has a margin")
     seconds = whole.time.step

@@ -76,7 +76,8 @@ def has_archive(documents: Mapping[str, str | bytes]) -> bool:
 # `1_0` and `12:30`, are quoted, as in JSON.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@=-]*(:[A-Za-z0-9_./@=-]+)*( [A-Za-z0-9_./@=-]+)*")
 _NOT_STRINGS = frozenset("y n yes no on off true false null none nan inf infinity".split())
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+_FLOATS = {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}
 
 
 def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
@@ -110,7 +111,10 @@ def _yaml_scalar(value: Any) -> str:
     """Return a scalar, or an empty collection, in one line."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_STRINGS:
         return value
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):  # 1e-05 is a string in YAML 1.1
+        return _FLOATS.get(text, text if "." in text else text.replace("e", ".0e"))
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 _FIRST_POD_GROUP = "scheduling.k8s.io/v1alpha2"

@@ -268,8 +268,9 @@ def loaders() -> Iterator[list[Loader[Any]]]:
 
 
 @pytest.mark.process
-@pytest.mark.long  # tests/engine/data/test_loader.py has the same of other batches
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(  # tests/engine/data/test_loader.py has several processes with other batches
+    "workers", [1, *(pytest.param(workers, marks=pytest.mark.long) for workers in (2, 4))]
+)
 def test_reader_processes_read_the_same_bytes_and_each_batch_once(
     workers: int, loaders: list[Loader[Any]], tmp_path: Path
 ) -> None:
@@ -308,6 +309,7 @@ def test_a_reader_holds_the_batches_read_ahead_alone(loaders: list[Loader[Any]])
 
     loader = Loader(batch, CPU)
     loaders.append(loader)
+    gc.collect()  # what is garbage now would never be freed
     gc.freeze()  # what exists already is not searched 30 times
     for number in range(1, 31):
         taken = loader.take(number, range(number + 1, number + 1 + ahead))

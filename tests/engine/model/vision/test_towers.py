@@ -203,7 +203,14 @@ def test_the_backbone_of_a_vit_is_loaded_without_its_pooling_layer(tmp_path: Pat
         close(loaded(spec_of(tmp_path), tmp_path)(images()), theirs(images()).logits)
 
 
-@pytest.mark.parametrize(("activation", "end"), [("quick_gelu", 2), ("gelu", END)])
+@pytest.mark.parametrize(
+    ("activation", "end"),
+    [
+        ("quick_gelu", 2),
+        ("gelu", END),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("quick_gelu", END), ("gelu", 2))),
+    ],
+)
 def test_a_clip_equals_transformers_before_and_after_training(activation: str, end: int, tmp_path: Path) -> None:
     """With both activations, both rules for the end of a caption, and padding by the end or by zeros."""
     settings: dict[str, Any] = {"hidden_act": activation}

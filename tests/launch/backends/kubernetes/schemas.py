@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import jsonschema
 
 CRDS = os.environ.get("SCALETRAIN_CRDS")  # read before the tests clear the environment
+FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # not every build of PyYAML has libyaml
 needs_crds = pytest.mark.skipif(CRDS is None, reason="$SCALETRAIN_CRDS names no folder with CRDs")
 SERVER = "1.36"
 NEWEST, IN_NEWEST = "1.37", "scheduling.k8s.io/v1beta1"
@@ -56,7 +57,7 @@ def crd_schemas(group: str) -> dict[tuple[str, str], dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         if f"group: {group}\n" not in text:
             continue
-        for document in yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        for document in yaml.load_all(text, Loader=FastLoader):
             if isinstance(document, dict) and document.get("kind") == "CustomResourceDefinition":
                 spec = document["spec"]
                 for version in spec["versions"]:

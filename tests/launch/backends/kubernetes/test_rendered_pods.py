@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,13 @@ from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documen
 from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_MODULE, DOCUMENTS_PATH
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.rundir.paths import RunDir
-from tests.forked import FORKS_PYTHON, Forked, RealProcess
+from tests.forked import FORKS_PYTHON, Forked
 from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.rendering import BACKENDS, NEEDED, container_of
 from tests.launch.conftest import ENGINE, MakeRun
 from tests.launch.working_tree import WorkingTree
 from tests.ports import reserved_port
 
-Process = Forked | RealProcess
 OPTIONS = (
     *NEEDED,
     "cluster.nodes=2",
@@ -62,17 +63,25 @@ def environment(made: Manifest, known: dict[str, str], secrets: dict[tuple[str, 
     return found
 
 
-def start_pod(
-    made: Manifest, backend: str, number: int, folder: Path, port: int, kind: type[Process] = Forked
-) -> Process:
+def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int, engine: str | None = None) -> Any:
+    """Start a pod; without an engine as a fork, which has the stand-in's, else by the command of its container."""
     container = container_of(made)
     assert container["command"] == ["python", *python_words(AGENT_MODULE)]
     mounts = {"/volume": str(folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
     assert mounts.keys() < {mount["mountPath"] for mount in container["volumeMounts"]}
     pod_environment = environment(made, fields(backend, number), {("hub-login", "token"): "hf_0123"})
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), FORKS_PYTHON: "scaletrain_cli.engine.faults"}
-    arguments = [mounts.get(word, word) for word in container["args"]]
-    return kind(AGENT_MODULE, [*arguments, "--engine", ENGINE], {**os.environ, **pod_environment, **here})
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = [*(mounts.get(word, word) for word in container["args"]), "--engine", engine or ENGINE]
+    variables = {**os.environ, **pod_environment, **here}
+    if engine is None:
+        return Forked(AGENT_MODULE, arguments, variables | {FORKS_PYTHON: "scaletrain_cli.engine.faults"})
+    return subprocess.Popen(
+        [sys.executable, *container["command"][1:], *arguments],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def mount_documents(made: Manifest, folder: Path) -> None:
@@ -82,12 +91,12 @@ def mount_documents(made: Manifest, folder: Path) -> None:
     put_documents({**config["data"], **binary}, folder / "documents")
 
 
-def run_pods(made: Manifest, backend: str, folder: Path, kind: type[Process] = Forked) -> list[str]:
-    """Run both pods, require exit code 0, and return the output of each."""
+def run_pods(made: Manifest, backend: str, folder: Path, engine: str | None = None) -> list[str]:
+    """Run both pods as start_pod() does, require exit code 0, and return the output of each."""
     mount_documents(made, folder)
     port = reserved_port()
-    pods = [start_pod(made, backend, number, folder, port, kind) for number in (0, 1)]
-    output = [pod.communicate() for pod in pods]
+    pods = [start_pod(made, backend, number, folder, port, engine) for number in (0, 1)]
+    output = [pod.communicate() if engine is None else pod.communicate()[0] for pod in pods]
     assert [pod.wait() for pod in pods] == [0, 0], output
     return output
 
@@ -117,6 +126,6 @@ def test_pods_without_the_submitters_files_run_the_submitted_code(
     made_run = make_run(*OPTIONS, f"code.path={tree.folder}", program)
     made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
     tree.write("train.py", "raise SystemExit('newer')\n")
-    output = run_pods(made, "jobset", tmp_path, RealProcess)
+    output = run_pods(made, "jobset", tmp_path, ENGINE)
     assert "rank 0: submitted, as 0" in output[0]
     assert "rank 3: submitted, as 3" in output[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -164,7 +163,9 @@ def test_a_pod_that_is_terminated_while_it_prepares_data_ends_as_preempted_and_l
 
     def terminate() -> None:
         wait_until(lambda: started.exists() and started.read_text(), "the preparation runs")
-        os.kill(os.getpid(), signal.SIGTERM)
+        # At this thread, so that no system call of the main thread ends: as if it came just before the call.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as the agent has it
     handler = signal.getsignal(signal.SIGTERM)
