@@ -8,8 +8,12 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+
+FILES_AT_ONCE = 100  # so that few searches for garbage walk them
+_parsed = itertools.count(1)
 
 
 @functools.cache
@@ -20,6 +24,9 @@ def text_of(path: Path) -> str:
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     tree = ast.parse(text_of(path), str(path))
+    if next(_parsed) % FILES_AT_ONCE == 0:
+        gc.collect()  # what is garbage now would never be freed
+        gc.freeze()  # the trees of the package are millions of objects, which no search for garbage should walk
     return tree
 
 
