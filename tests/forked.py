@@ -46,6 +46,14 @@ _NUMBER = struct.Struct("i")
 _MOST_BYTES = 1 << 20
 
 
+def forking(environment: Mapping[str, str], libraries: str = "scaletrain_cli.engine.faults") -> dict[str, str]:
+    """Return the environment of a forked process that forks the Python programs that it starts, too.
+
+    ``libraries``: what the server imports for them; here what the stand-in engine needs.
+    """
+    return {**environment, FORKS_PYTHON: libraries}
+
+
 class Forked:
     """A process, with the methods of Popen that tests use."""
 

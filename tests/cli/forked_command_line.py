@@ -10,7 +10,7 @@ from tests.cli.command_line import BUG, Ended
 
 def forked_scaletrain(*arguments: object) -> Ended:
     """Run one command line; neither process imports anything again."""
-    environment = {**os.environ, forked.FORKS_PYTHON: "numpy tokenizers"}
+    environment = forked.forking(os.environ, "numpy tokenizers")
     done = forked.scaletrain(*map(str, arguments), environment=environment)
     assert BUG not in done.stdout + done.stderr, done
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec, parse_spec
-from tests.forked import FORKS_PYTHON, Forked, RealProcess
+from tests.forked import Forked, RealProcess, forking
 from tests.launch.working_tree import WorkingTree
 from tests.waiting import wait_until
 
@@ -168,11 +168,6 @@ def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_backend, "_spawn", spawn)
     monkeypatch.setattr(local_backend, "command_line", lambda pid: commands.get(pid, []))
     monkeypatch.setattr(local_backend, "_exit_code", lambda pid: started[pid].poll())
-
-
-def forking(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a forked process that forks the Python programs that it starts, too."""
-    return {**environment, FORKS_PYTHON: "scaletrain_cli.engine.faults"}
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked import Forked
-from tests.launch.conftest import forking
+from tests.forked import Forked, forking
 from tests.ports import reserved_port
 from tests.waiting import wait_until
 

@@ -23,7 +23,7 @@ from tests import forked
 from tests.cli.command_line import scaletrain
 from tests.conftest import isolate
 from tests.launch.backends.local.test_local import kill_all_of
-from tests.launch.conftest import LOCAL, PROJECT, MadeRun, MakeRun, forking, make_plan, make_spec
+from tests.launch.conftest import LOCAL, PROJECT, MadeRun, MakeRun, make_plan, make_spec
 from tests.launch.sessions import ECHO_SERVER, Sessions
 from tests.ports import reserved_port
 from tests.waiting import wait_until
@@ -214,5 +214,7 @@ def test_other_ports_are_refused(text: str) -> None:
 
 def test_no_file_is_needed_on_the_node_but_the_run_directory(tmp_path: Path, made: MadeRun) -> None:
     """The command starts in any folder: srun starts it in that of the user."""
-    done = forked.scaletrain("exec", str(made.run.path), "--", "pwd", environment=forking(os.environ), folder=tmp_path)
+    done = forked.scaletrain(
+        "exec", str(made.run.path), "--", "pwd", environment=forked.forking(os.environ), folder=tmp_path
+    )
     assert done.stdout.strip() == str(made.run.path)

@@ -302,7 +302,7 @@ def test_any_change_of_a_file_is_found_before_a_token_of_it_is_used(folder: Path
 
 @pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.long)])
 def test_the_embedded_questions_and_answers_are_the_same_each_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each ``step``-th file of the standard library."""
+    """``step``: the test reads one of so many files of the standard library."""
     files = CorpusFiles(find_files(PYTHON_STDLIB).files[::step], {})
     monkeypatch.setattr(docstrings, "find_files", lambda _: files)
     read = docstrings._documented.__wrapped__

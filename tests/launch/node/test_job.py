@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scaletrain_cli.launch.attempts import read_attempts
-from tests.forked import Forked, RealProcess
+from tests.forked import Forked, RealProcess, forking
 from tests.launch.backends.local.test_local import kill_all_of
-from tests.launch.conftest import ENGINE, MadeRun, MakeRun, forking
+from tests.launch.conftest import ENGINE, MadeRun, MakeRun
 from tests.waiting import wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,48 +73,36 @@ def has_archive(documents: Mapping[str, str | bytes]) -> bool:
 
 
 # Strings that YAML 1.1, which kubectl reads, and YAML 1.2 both read as strings without quotes. Others, such as `on`,
-# `1_0` and `12:30`, are quoted, as in JSON.
+# `1_0` and `12:30`, are quoted.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@=-]*(:[A-Za-z0-9_./@=-]+)*( [A-Za-z0-9_./@=-]+)*")
 _NOT_STRINGS = frozenset("y n yes no on off true false null none nan inf infinity".split())
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-_FLOATS = {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}
 
 
 def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
-    """Return one YAML document for each object, separated by ``---``.
+    """Return one YAML document for each object, separated by ``---``."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
 
-    A general emitter, which chooses among styles, takes longer than all else of a submission.
-    """
-    return "---\n".join("".join(f"{line}\n" for line in _yaml_lines(each)) for each in objects)
+    class Representer(SafeRepresenter):
+        """Writes no anchors, and quotes every string that could be parsed as another type."""
 
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
-def _yaml_lines(value: Any) -> Iterator[str]:
-    """Yield the lines of a value."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            lines = _yaml_lines(item)
-            if isinstance(item, dict | list | tuple) and item:
-                yield f"{_yaml_scalar(key)}:"
-                yield from (f"  {line}" for line in lines)
-            else:
-                yield f"{_yaml_scalar(key)}: {next(lines)}"
-    elif isinstance(value, list | tuple) and value:
-        for item in value:
-            lines = _yaml_lines(item)
-            yield f"- {next(lines)}"
-            yield from (f"  {line}" for line in lines)
-    else:
-        yield _yaml_scalar(value)
+        def represent_text(self, text: str) -> Any:
+            is_plain = _PLAIN.fullmatch(text) and text.lower() not in _NOT_STRINGS
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
 
-
-def _yaml_scalar(value: Any) -> str:
-    """Return a scalar, or an empty collection, in one line."""
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_STRINGS:
-        return value
-    text = json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float):  # 1e-05 is a string in YAML 1.1
-        return _FLOATS.get(text, text if "." in text else text.replace("e", ".0e"))
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    Representer.add_representer(str, Representer.represent_text)
+    writer = YAML(typ="safe", pure=True)
+    writer.Representer = Representer
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # None, by its annotation
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.width = _LONGEST_LINE
+    stream = io.StringIO()
+    writer.dump_all(list(objects), stream)
+    return stream.getvalue()
 
 
 _FIRST_POD_GROUP = "scheduling.k8s.io/v1alpha2"
@@ -200,6 +188,7 @@ def _about_preemption(spec: RunSpec) -> Iterator[Reason]:
 
 
 Object = dict[str, Any]
+_LONGEST_LINE = 2**31  # longer strings are never folded
 _ARCHIVE = ".tar.gz"
 _LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object is limited to 1 MiB
 

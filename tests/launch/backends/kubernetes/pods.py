@@ -12,7 +12,7 @@ from pathlib import Path
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import documents_of
-from tests.forked import FORKS_PYTHON, Forked
+from tests.forked import Forked, forking
 from tests.launch.conftest import ENGINE, MadeRun
 from tests.ports import reserved_port
 from tests.waiting import wait_until
@@ -53,12 +53,11 @@ class Gang:
                 "SCALETRAIN_POD": f"fake-s1-node-0-{number}",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
-                FORKS_PYTHON: "scaletrain_cli.engine.faults",
             }
             self.pods[number] = Forked(
                 "scaletrain_cli.launch.backends.kubernetes.pod_agent",
                 [*words, "--termination-log", str(self.termination_log(number))],
-                {**os.environ, **environment},
+                forking({**os.environ, **environment}),
             )
         return self
 

@@ -20,7 +20,7 @@ from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documen
 from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_MODULE, DOCUMENTS_PATH
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.rundir.paths import RunDir
-from tests.forked import FORKS_PYTHON, Forked
+from tests.forked import Forked, forking
 from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.rendering import BACKENDS, NEEDED, container_of
 from tests.launch.conftest import ENGINE, MakeRun
@@ -74,7 +74,7 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
     arguments = [*(mounts.get(word, word) for word in container["args"]), "--engine", engine or ENGINE]
     variables = {**os.environ, **pod_environment, **here}
     if engine is None:
-        return Forked(AGENT_MODULE, arguments, variables | {FORKS_PYTHON: "scaletrain_cli.engine.faults"})
+        return Forked(AGENT_MODULE, arguments, forking(variables))
     return subprocess.Popen(
         [sys.executable, *container["command"][1:], *arguments],
         env=variables,

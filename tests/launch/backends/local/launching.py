@@ -14,7 +14,7 @@ from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
-from tests.forked import FORKS_PYTHON, Forked
+from tests.forked import Forked, forking
 
 ENGINE = "tests.launch.fake_engine"
 STARTED = "started"
@@ -23,8 +23,7 @@ STARTED = "started"
 def launching(verb: str, run: RunDir) -> Forked:
     """Start the command line; a run in the background has then been submitted. Raises RuntimeError if it fails."""
     reads, writes = os.pipe()
-    environment = {**os.environ, FORKS_PYTHON: "scaletrain_cli.engine.faults"}
-    process = Forked(__name__, [verb, str(run.path)], environment, stdout=writes)
+    process = Forked(__name__, [verb, str(run.path)], forking(os.environ), stdout=writes)
     os.close(writes)
     with open(reads, encoding="utf-8") as said:
         if verb != "foreground" and said.readline().strip() != STARTED:
