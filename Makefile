@@ -11,7 +11,7 @@ TORCH ?= auto
 # More for pytest, as in: make test ARGS='-k planner -x'
 ARGS ?=
 # Tests at a time, by files. Many wait for Slurm or for processes that end, so it may be more than the cores.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Folders of tests/, or how their names begin, as in: make test-long AREA='slurm drills'
 AREA ?=
@@ -65,7 +65,7 @@ check: setup ## Lint, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-unit: setup ## Run the tests that need neither torch nor a process, in a minute and a half
+unit: setup ## Run the tests that need neither torch nor a process, in half a minute
 	$(BIN)/python -m pytest -p tests.unit -n $(WORKERS) $(UNIT) $(ARGS)
 
 test-oldest: ## Run the unit tests with the oldest Python found and the oldest libraries that pyproject.toml admits
