@@ -55,6 +55,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def lost_text(lost: Mapping[str, int]) -> str:
+    """Return what the tokens of rows lack, with the number of rows: ``reasoning of 12 rows``."""
+    return ", ".join(f"{name} of {counted(rows, 'row')}" for name, rows in lost.items())
+
+
 def listed(names: Iterable[object], limit: int = 5) -> str:
     """Return ``a, b, c and 4 more``: the first ``limit`` names, and how many more there are."""
     every = [str(name) for name in names]

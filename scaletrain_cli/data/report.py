@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ SCHEMA = "scaletrain.data-report/v1"
 IMAGE_REPORT = "scaletrain.image-report/v1"
 _OF_DATASET = "scaletrain.dataset-report/v1"
 _SPLITS = ("train", "validation")
-_ROWS = ("read", "truncated", "without_target", "too_long")
+_ROWS = ("read", "truncated", "without_target", "too_long", "unusable")
 
 
 def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -86,11 +87,12 @@ def _bytes(dataset: Mapping[str, Any]) -> int | None:
     return None if size is None or (has_tokens and not size) else int(size)
 
 
-def _rows(dataset: Mapping[str, Any]) -> dict[str, int] | None:
+def _rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the counts of rows for fine-tuning; None for text."""
     if "rows_read" not in dataset:
         return None
-    return {name: int(dataset[f"rows_{name}"]) for name in _ROWS} | {"target_tokens": int(dataset["targets"])}
+    counts = {name: int(dataset[f"rows_{name}"]) for name in _ROWS}
+    return {**counts, "target_tokens": int(dataset["targets"]), "lost": json.loads(dataset["lost"])}
 
 
 def images_in_rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -6,13 +6,17 @@ from scaletrain_cli.reasons import Text
 
 _FORMATS = ("Set data.format and data.fields, or rename the columns",)
 _TEMPLATE = ("Set data.chat_template to a Jinja file, or use a tokenizer with a chat template",)
+_LACKS = (
+    "Use a chat template that writes it, with data.chat_template",
+    "Remove it from the rows, or set data.on_bad: skip to leave out such rows",
+)
 _MARKERS = (
     "Use a template that marks the assistant's text with {{% generation %}} and {{% endgeneration %}}, or "
     "data.loss_on: last_assistant",
 )
 
 TEXTS: dict[str, Text] = {
-    "row": Text("{where}: {problem}"),
+    "row": Text("{where}: {problem}", ("Set data.format and data.fields, or repair the row",)),
     "row-and-remedy": Text("{where}: {problem}", ("{remedy}",)),
     "bad-document": Text(
         "{where}: {problem}", ("Correct the file, or set data.on_bad: skip to leave such documents out",)
@@ -143,7 +147,17 @@ TEXTS: dict[str, Text] = {
     "task-failed": Text("{task}: {error}"),
     # ---- the columns of a row --------------------------------------------------------------------------------------
     "not-an-object": Text("each row must be a JSON object"),
-    "not-an-array": Text("must be a JSON array of objects"),
+    "git-lfs-pointer": Text("it is a pointer of Git LFS, and not the file", ("Run git lfs pull",)),
+    "json-is-gzip": Text("the file is compressed with gzip", ("Add .gz to its name",)),
+    "json-is-utf-16": Text("the file is UTF-16", ("Convert it: iconv -f UTF-16 -t UTF-8",)),
+    "json-has-nul": Text("the line has NUL bytes, which JSON cannot have", ("Write the file again, or remove them",)),
+    "json-over-lines": Text("a JSON value spans several lines", ("Write one object per line, as jq -c does",)),
+    "json-single-quotes": Text(
+        "texts are in single quotes, as Python prints them, and JSON has double quotes", ("Write it with json.dumps",)
+    ),
+    "json-trailing-comma": Text("a comma follows the last value, which JSON does not have", ("Remove it",)),
+    "json-cut": Text("the JSON ends too early", ("Write the line again; the file may be incomplete",)),
+    "json-invalid": Text("it is not JSON: {error}", ("Correct it",)),
     "format-unknown": Text("the columns {columns:list} fit no format of rows; it needs {needed:or}", _FORMATS),
     "columns-missing": Text("format {format} needs the columns {missing:list}; the row has {columns:list}", _FORMATS),
     "format-without-images": Text(
@@ -154,15 +168,28 @@ TEXTS: dict[str, Text] = {
     "column-not-text": Text("the column {column} must be text"),
     "column-not-messages": Text("the column {column} must be a list of messages, each with a role and content"),
     "column-neither": Text("the column {column} must be text or a list of messages"),
+    "no-messages": Text("the column {column} has no message"),
+    "two-system-texts": Text(
+        "the column {column} has another system text than the first message",
+        ("Remove one of them, or set data.fields.system to a column that the rows do not have",),
+    ),
+    "history": Text("the column {column} must be a list of pairs of texts: what was asked, and the answer"),
+    "template-variables": Text("the column {column} must be an object, or its JSON text"),
+    "no-assistant": Text(
+        "no message has the role assistant; the roles {roles:list} are not known",
+        ("Set data.fields.roles, as in {{{roles[0]}: assistant}}",),
+    ),
     "columns-differ": Text("the columns {columns:list} must all be text, or all be lists of messages"),
     "message": Text(
         "message {number} of the column {column} must have a role and content: text, a list of text parts, or "
         "tool_calls"
     ),
-    "sharegpt-message": Text("message {number} of the column {column} must have from and value, both text"),
-    "sharegpt-role": Text("message {number} has from: {role}, which must be one of {known:list}"),
-    "function-call": Text("message {number}: a function_call must be JSON with name and arguments"),
-    "part": Text("message {number} of the column {column} has a part of type {type}; only text can be trained on"),
+    "sharegpt-role": Text(
+        "message {number} has from: {role}, which must be one of {known:list}",
+        ("Set data.fields.roles, as in {{{role}: assistant}}",),
+    ),
+    "function-call": Text("message {number}: a call must be JSON with name and arguments"),
+    "part": Text("message {number} has a part of type {type}; only text can be trained on"),
     "no-image-token": Text(
         "data.tokenizer: the id {id} of model.image_token_index is not one token of the tokenizer; {mark} has the id "
         "{usual}",
@@ -233,6 +260,19 @@ TEXTS: dict[str, Text] = {
         "told among them",
         ("Use data.loss_on: assistant and no weights of messages",),
     ),
+    "template-lacks-content": Text("the chat template does not write the text of message {number}: {text!r}", _LACKS),
+    "template-lacks-call": Text("the chat template does not write the call of message {number}: {text!r}", _LACKS),
+    "template-lacks-tool": Text("the chat template does not describe the tools of the row: {text!r}", _LACKS),
+    "turn-without-end": Text(
+        "the chat template ends message {number} of the assistant with no special token, so that the model would not "
+        "learn to stop",
+        ("Write the tokenizer's eos_token after each answer in the template",),
+    ),
+    "turn-end-within": Text(
+        "the chat template ends message {number} of the assistant with {token}, which also stands within the message "
+        "and is no eos_token_id of the tokenizer, config.json or generation_config.json",
+        ("Use the template of the model, or data.loss_on: last_assistant", "Add its id to generation_config.json"),
+    ),
     # ---- tokens ----------------------------------------------------------------------------------------------------
     "prompt-not-a-prefix": Text(
         "the tokens of the prompt are not the first tokens of prompt and answer: a token spans their border, at "
@@ -248,8 +288,11 @@ TEXTS: dict[str, Text] = {
     ),
     "nothing-to-train-on": Text(
         "no row of {source} has a token in the loss: {rows} rows, {dropped} of them without one in the first {seq_len} "
-        "tokens, {too_long} left out for their length",
-        ("Use a longer model.seq_len, or data.truncation: keep_end",),
+        "tokens, {too_long} left out for their length, and {unusable} that cannot be used",
+        (
+            "If the answers come later, use a longer model.seq_len or data.truncation: keep_end",
+            "If the rows have no answers, see them with scaletrain data show",
+        ),
     ),
     # ---- prepared data ---------------------------------------------------------------------------------------------
     "prepared-for-other-length": Text(

@@ -19,6 +19,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import LlavaSpec, RunSpec
+from scaletrain_cli.spec.data import SETTINGS_OF_ROWS
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.sources import SourceSpec
@@ -26,10 +27,7 @@ from scaletrain_cli.spec.sources import SourceSpec
 NAME = "datasets.json"
 _SCHEMA = "scaletrain.run-datasets/v1"
 _OF_TEXT = {"tokenizer", "on_bad", "validation_split"}
-_OF_ROWS = {"tokenizer", "validation_split", "format", "fields", "chat_template", "chat_template_date", "loss_on"} | {
-    "truncation",
-    "packing",
-}
+_OF_ROWS = {"tokenizer", "validation_split", "chat_template"} | SETTINGS_OF_ROWS
 
 Entry = dict[str, Any]
 
@@ -116,9 +114,9 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
             identity.append(section.fields.model_dump(mode="json"))
     else:
         identity += [spec.training.objective, spec.language_model.seq_len]
-        identity.append(data.settings_of_rows(_OF_ROWS))
+        identity.append(data.model_dump(mode="json", include=_OF_ROWS))
         if isinstance(spec.model, LlavaSpec):
-            identity += [data.images.folder, data.on_bad, spec.model.image_token_index, spec.model.tokens_per_image]
+            identity += [data.images.folder, spec.model.image_token_index, spec.model.tokens_per_image]
     return _hashed(identity)
 
 

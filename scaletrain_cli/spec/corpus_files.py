@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import expand_home
@@ -274,33 +274,6 @@ def text_of_line(line: str) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return text if isinstance(text, str) else None
-
-
-def first_rows(path: Path, count: int) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of the first rows of a jsonl or json file; ``place`` is ``file:line``, or names the row.
-
-    A line that is not JSON is given as None. Raises OSError, EOFError and zlib.error.
-    """
-    if kind_of(path) == "json":
-        with open_bytes(path) as file:
-            content = _json(file.read())
-        rows = content if isinstance(content, list) else [None]
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows[:count], start=1))
-        return
-    with open_bytes(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}:{number}", _json(line)
-                count -= 1
-            if not count:
-                return
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content.decode("utf-8-sig", "replace"))
-    except (ValueError, RecursionError):
-        return None
 
 
 def parquet_names(path: Path, columns: Collection[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,7 +86,11 @@ ONLY_SOURCE = "source"
 
 
 class FieldsSpec(Section):
-    """Names of the columns of the rows. Optional columns: tools, system, input, weight."""
+    """Names of the columns and of the roles of the rows. Optional columns: tools, system, input, weight.
+
+    Also read, under these names: history (alpaca), functions (as in OpenAI's first API), and chat_template_kwargs, the
+    variables that a row gives to the chat template.
+    """
 
     text: Text = "text"
     messages: Text = "messages"
@@ -104,6 +108,9 @@ class FieldsSpec(Section):
     images: Annotated[Text, _WITH_IMAGES_IN_ROWS] = Field(
         default="auto", description="llava: paths or bytes of the row's images; auto: images or image"
     )
+    roles: dict[Text, Literal["system", "user", "assistant", "tool"]] = Field(
+        default={}, description="names of roles in the rows, such as bing: assistant; usual ones are known"
+    )
 
 
 Date = Annotated[str, Matching(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", 10, "must be a date: YYYY-MM-DD")]
@@ -117,6 +124,11 @@ PACKINGS_OF: dict[str, tuple[str, ...]] = {
     "causal_lm": ("none", "documents"),
     "sft": ("none", "best_fit", "best_fit_split"),
     "dpo": ("none",),
+}
+# The settings that decide what rows become, beside the tokenizer and the chat template.
+SETTINGS_OF_ROWS = {"format", "fields", "loss_on", "truncation", "packing", "on_bad"} | {
+    "chat_template_date",
+    "chat_template_kwargs",
 }
 # What llava can read: formats with a place for an image in their text. No packing cuts an image.
 FORMATS_WITH_IMAGES = ("messages", "sharegpt", "prompt_completion")
@@ -141,12 +153,9 @@ class DataSpec(Section):
     prepare: Annotated[tuple[AnyStep, ...], _WITH_TEXT] = Field(
         default=(), max_length=100, description="steps before tokenization, in order"
     )
-    on_bad: Annotated[
-        Literal["stop", "skip"],
-        used_when(where("training.objective", "causal_lm", *LOSSES_OF), where("model.family", "llava")),
-    ] = Field(
+    on_bad: Literal["stop", "skip"] = Field(
         default="stop",
-        description="a document or image that cannot be read ends the preparation, or is left out and counted",
+        description="a document, row or image that cannot be used ends the preparation, or is left out and counted",
     )
     images: Annotated[
         ImagesSpec, used_when(where("training.objective", *LOSSES_OF), where("model.family", "llava"))
@@ -181,6 +190,11 @@ class DataSpec(Section):
     )
     chat_template_date: Annotated[Date, _WITH_ROWS] = Field(
         default="2024-07-26", description="current date for chat templates that write it, so that prompts never change"
+    )
+    chat_template_kwargs: Annotated[dict[Text, bool | int | float | str | None], _WITH_ROWS] = Field(
+        default={},
+        description="variables of the chat template, such as enable_thinking: false; those of a row's column "
+        "chat_template_kwargs come first",
     )
     loss_on: Annotated[Literal["assistant", "last_assistant", "all"], used_when(where("training.objective", "sft"))] = (
         Field(
@@ -266,16 +280,9 @@ class DataSpec(Section):
         if self.loss_on == "last_assistant" and self.format in ("prompt_completion", "text"):
             yield "loss_on", f"must be assistant or all with format: {self.format}, which has no turns."
 
-    def settings_of_rows(self, names: Collection[str]) -> dict[str, Any]:
-        """Return settings that decide what prepared rows are, as JSON values: those of earlier versions for theirs."""
-        found = self.model_dump(mode="json", include=set(names))
-        if self.fields.images == FieldsSpec.model_fields["images"].default:
-            del found["fields"]["images"]
-        return found
-
-    def recorded_fields(self) -> str:
-        """Return ``fields`` as dataset.json records them."""
-        return json.dumps(self.fields.model_dump(exclude_defaults=True), sort_keys=True)
+    def recorded(self, key: str) -> str:
+        """Return ``fields`` or ``chat_template_kwargs`` as dataset.json records them."""
+        return json.dumps(self.model_dump(include={key}, exclude_defaults=True).get(key, {}), sort_keys=True)
 
     def recorded_template(self, folder: Path) -> str:
         """Return ``chat_template`` as dataset.json records it: the SHA-256 of its file, null, or "" if unreadable.
@@ -308,10 +315,10 @@ class DataSpec(Section):
             found, recorded = self.recorded_template(folder), str(prepared.get("chat_template") or "")
             if not found or found != recorded:
                 yield "chat_template", str(self.chat_template), recorded if found else ""
-        if self.fields != FieldsSpec():
-            fields, recorded = self.recorded_fields(), str(prepared.get("fields") or "")
-            if fields != recorded:
-                yield "fields", fields, recorded
+        for key in ("fields", "chat_template_kwargs"):
+            value, recorded = self.recorded(key), str(prepared.get(key) or "")
+            if value not in ("{}", recorded):
+                yield key, value, recorded
 
     def conversation_inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for each setting that rows with images cannot have."""

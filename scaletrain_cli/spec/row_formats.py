@@ -9,25 +9,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from scaletrain_cli.errors import sentence
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.data import FORMATS_OF, FORMATS_WITH_IMAGES, FieldsSpec
 
 Message = dict[str, Any]
-# Names of the roles in ShareGPT files.
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
+# Names of roles in files of ShareGPT, of OpenAI's first API with functions, and of Gemma; data.fields.roles adds more.
+_ROLES = {
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
 }
+_ROLE_KEYS = {"role", "from"}
+_CALL = "function_call"  # the role of a message that is a call, and the key of a call in OpenAI's first API
+# Columns whose names are fixed: earlier turns of alpaca rows, tools of OpenAI's first API, variables of the template.
+_HISTORY, _FUNCTIONS, _VARIABLES = "history", "functions", "chat_template_kwargs"
 ASSISTANT = "assistant"
+# Names under which a message has its reasoning, as in transformers; most templates read the first, GPT-OSS the second.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # The place of an image in a text, as in the files of LLaVA and of the datasets library.
 IMAGE_MARK = "<image>"
 TRAINED_IMAGE_TOKEN = 3  # id of IMAGE_MARK in a tokenizer that is trained on the rows
@@ -49,6 +49,12 @@ class RowError(Exception):
         super().__init__(code)
         self.reason = Reason(f"data.{code}", params)
 
+    def at(self, where: str) -> Reason:
+        """Return the reason with the file and the number of the row, and with what to do."""
+        remedies = " ".join(map(sentence, self.reason.remedies))
+        params = {"where": where, "problem": self.reason}
+        return Reason("data.row-and-remedy", params | {"remedy": remedies}) if remedies else Reason("data.row", params)
+
 
 class PlainText(NamedTuple):
     """A row whose tokens are all in the loss."""
@@ -57,11 +63,12 @@ class PlainText(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A prompt and its answer, both text or both messages."""
+    """A prompt and its answer, both text or both messages. ``variables``: of the chat template, by name."""
 
     prompt: str | list[Message]
     completion: str | list[Message]
     tools: list[Any] | None = None
+    variables: Mapping[str, Any] = {}
 
 
 class GivenImage(NamedTuple):
@@ -72,11 +79,15 @@ class GivenImage(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages, and the weight of each in the loss; None for messages that are not of the assistant."""
+    """Messages, and the weight of each in the loss; None for messages that are not of the assistant.
+
+    ``variables``: of the chat template, by name.
+    """
 
     messages: list[Message]
     weights: list[float | None]
     tools: list[Any] | None = None
+    variables: Mapping[str, Any] = {}
 
 
 class Pair(NamedTuple):
@@ -87,6 +98,17 @@ class Pair(NamedTuple):
 
 
 Example = PlainText | Answer | Conversation | Pair
+
+
+class ParsedRow(NamedTuple):
+    """A row in its own form. ``weight``: in the loss. ``not_read``: columns with content that its format does not use.
+
+    ``not_read`` names only columns that a format of rows can have; those of the user's own have no effect anywhere.
+    """
+
+    example: Example
+    weight: float
+    not_read: tuple[str, ...]
 
 
 def format_of(row: Any, objective: str, fields: FieldsSpec) -> str:
@@ -110,25 +132,27 @@ def missing_columns(names: Sequence[str], row_format: str, fields: FieldsSpec) -
     return [name for column in _NEEDED[row_format] if (name := getattr(fields, column)) not in names]
 
 
-def parse_row(row: Any, row_format: str, fields: FieldsSpec, *, images: bool = False) -> tuple[Example, float]:
-    """Return a row in its own form, and its weight in the loss. Raises RowError.
+def parse_row(row: Any, row_format: str, fields: FieldsSpec, *, images: bool = False) -> ParsedRow:
+    """Return a row in its own form, with its weight and the columns that were not read. Raises RowError.
 
     ``images``: messages may have parts of type image, and the row needs as many images as its text has places.
     """
     columns = _columns(row)
     if missing := missing_columns(columns, row_format, fields):
         raise RowError("columns-missing", format=row_format, missing=missing, columns=columns)
-    weight = row.get(fields.weight)
+    read = _RowReader(row, fields)
+    weight = read.optional(fields.weight)
     if row_format == "preference" and weight is not None and _weight(weight) != 1:
         raise RowError("weight-of-pair", column=fields.weight)
-    example = _PARSERS[row_format](row, fields)
+    example = _PARSERS[row_format](read)
     if images:
         marks, given = image_marks(example), len(images_of(row, fields))
         if marks != given:
             raise RowError("image-marks", marks=marks, images=given)
+        read.columns |= {"images", "image", fields.images}
     else:
-        _refuse_images(row, fields)
-    return example, 1.0 if weight is None else _weight(weight)
+        _refuse_images(example)
+    return ParsedRow(example, 1.0 if weight is None else _weight(weight), tuple(read.not_read()))
 
 
 def images_of(row: Mapping[str, Any], fields: FieldsSpec) -> tuple[GivenImage, ...]:
@@ -186,93 +210,173 @@ def is_image_part(part: Mapping[str, Any]) -> bool:
     return part.get("type") == "image"
 
 
-def _refuse_images(row: Mapping[str, Any], fields: FieldsSpec) -> None:
+def _refuse_images(example: Example) -> None:
     """Raise RowError for a message with a part of type image."""
-    for column in (fields.messages, fields.prompt, fields.completion, fields.chosen, fields.rejected):
-        found = row.get(column)
-        for number, message in enumerate(found if isinstance(found, list) else []):
-            content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, list) and any(is_image_part(part) for part in content):
-                raise RowError("part", number=number, column=column, type="image")
+    if isinstance(example, PlainText):
+        return
+    if isinstance(example, Pair):
+        _refuse_images(example.chosen)
+        _refuse_images(example.rejected)
+        return
+    parts = [example.messages] if isinstance(example, Conversation) else [example.prompt, example.completion]
+    messages = [message for part in parts if not isinstance(part, str) for message in part]
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list) and any(is_image_part(part) for part in content):
+            raise RowError("part", number=number, type="image")
 
 
 def _columns(row: Any) -> list[str]:
+    if isinstance(row, RowError):  # of a line that is not JSON
+        raise row
     if not isinstance(row, dict):
         raise RowError("not-an-object")
     return [str(name) for name in row]
 
 
-def _plain_text(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
-    return PlainText(_text(row, fields.text))
+class _RowReader:
+    """Reads the columns of a row, and keeps the names of those it has read."""
+
+    def __init__(self, row: Mapping[str, Any], fields: FieldsSpec) -> None:
+        self._row, self.fields, self.columns = row, fields, {fields.weight}
+
+    def optional(self, column: str) -> Any:
+        """Return the value of a column; None if it is absent or empty. NaN is how pandas writes an absent value."""
+        self.columns.add(column)
+        value = self._row.get(column)
+        return None if value is None or value != value or value in ("", [], {}) else value
+
+    def required_text(self, column: str) -> str:
+        """Return the text of a column. Raises RowError."""
+        self.columns.add(column)
+        if not isinstance(self._row[column], str):
+            raise RowError("column-not-text", column=column)
+        return str(self._row[column])
+
+    def messages(self, column: str) -> list[Message]:
+        """Return the messages of a column, which may be their JSON text, or a single message. Raises RowError."""
+        self.columns.add(column)
+        return _messages(self._row[column], column, self.fields)
+
+    def is_text(self, column: str) -> bool:
+        """Return whether a column is text, and not the JSON text of messages."""
+        value = self._row[column]
+        messages = _from_json(value) if isinstance(value, str) else None
+        listed = messages if isinstance(messages, list) else []
+        are_messages = bool(listed) and all(isinstance(each, dict) and _ROLE_KEYS & {*each} for each in listed)
+        return isinstance(value, str) and not are_messages
+
+    def not_read(self) -> list[str]:
+        """Return the columns with content that a format of rows can have, and that were not read."""
+        names = {str(name) for name in self.fields.model_dump(exclude={"roles"}).values()} - {"auto"}
+        names |= {_HISTORY, _FUNCTIONS, _VARIABLES, "images", "image"}
+        return [name for name in self._row if name in names - self.columns and self.optional(name) is not None]
+
+    def system(self, messages: list[Message]) -> list[Message]:
+        """Return messages with the text of the column system before them. Raises RowError if they have another one."""
+        if self.optional(self.fields.system) is None:
+            return messages
+        text = self.required_text(self.fields.system)
+        if messages[0]["role"] != "system":
+            return [{"role": "system", "content": text}, *messages]
+        if messages[0].get("content") != text:
+            raise RowError("two-system-texts", column=self.fields.system)
+        return messages
+
+    def tools(self) -> list[Any] | None:
+        """Return the JSON schemas of the tools; None for a row without them. Raises RowError."""
+        column = self.fields.tools if self.optional(self.fields.tools) is not None else _FUNCTIONS
+        value = self.optional(column)
+        is_blank = isinstance(value, str) and not value.strip()
+        tools = None if value is None or is_blank else (_from_json(value) or value if isinstance(value, str) else value)
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise RowError("tools", column=column)
+        if tools and column == _FUNCTIONS:
+            tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        return tools or None
+
+    def variables(self) -> Mapping[str, Any]:
+        """Return the variables of the chat template that the row sets. Raises RowError."""
+        value = self.optional(_VARIABLES)
+        variables = _from_json(value) if isinstance(value, str) else value or {}
+        if not isinstance(variables, Mapping):
+            raise RowError("template-variables", column=_VARIABLES)
+        return variables
 
 
-def _messages(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
-    messages = _message_list(row[fields.messages], fields.messages)
-    return _conversation(messages, _tools(row, fields))
+def _plain_text(row: _RowReader) -> Example:
+    return PlainText(row.required_text(row.fields.text))
 
 
-def _sharegpt(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
-    column = fields.conversations
-    found = row[column]
-    if not isinstance(found, list) or not found:
-        raise RowError("column-not-messages", column=column)
-    messages = [] if row.get(fields.system) in (None, "") else [_system(row, fields)]
-    for number, given in enumerate(found):
-        if not isinstance(given, dict) or not all(isinstance(given.get(key), str) for key in ("from", "value")):
-            raise RowError("sharegpt-message", number=number, column=column)
-        role = _SHAREGPT_ROLES.get(given["from"])
-        if role is None:
-            raise RowError("sharegpt-role", number=number, role=given["from"], known=sorted(_SHAREGPT_ROLES))
-        message: Message = {"role": role, "content": given["value"]}
-        if given["from"] == "function_call":
-            message = {"role": role, "content": "", "tool_calls": [_function_call(number, given["value"])]}
-        if given.get("weight") is not None:
-            message["weight"] = given["weight"]
-        messages.append(message)
-    return _conversation(messages, _tools(row, fields))
+def _chat(row: _RowReader) -> Example:
+    return _conversation(row.system(row.messages(row.fields.messages)), row)
 
 
-def _function_call(number: int, text: str) -> dict[str, Any]:
-    try:
-        call = json.loads(text)
-        return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-    except (ValueError, KeyError, TypeError):
-        raise RowError("function-call", number=number) from None
+def _sharegpt(row: _RowReader) -> Example:
+    return _conversation(row.system(row.messages(row.fields.conversations)), row)
 
 
-def _alpaca(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
-    parts = [_text(row, fields.instruction)]
-    if row.get(fields.input) not in (None, ""):
-        parts.append(_text(row, fields.input))
-    messages = [] if row.get(fields.system) in (None, "") else [_system(row, fields)]
-    messages.append({"role": "user", "content": "\n\n".join(parts)})
-    messages.append({"role": ASSISTANT, "content": _text(row, fields.output)})
-    return _conversation(messages, None)
+def _alpaca(row: _RowReader) -> Example:
+    answer = {"role": ASSISTANT, "content": row.required_text(row.fields.output)}
+    return _conversation(row.system([*_alpaca_prompt(row), answer]), row)
 
 
-def _prompt_completion(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
-    return _answer(row, fields.prompt, fields.completion, _tools(row, fields))
+def _alpaca_prompt(row: _RowReader) -> list[Message]:
+    """Return the earlier turns and the instruction with its input."""
+    messages: list[Message] = []
+    history = row.optional(_HISTORY) or []
+    for turn in history if isinstance(history, list) else [None]:
+        if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise RowError("history", column=_HISTORY)
+        messages += [{"role": "user", "content": turn[0]}, {"role": ASSISTANT, "content": turn[1]}]
+    parts = [row.required_text(row.fields.instruction)]
+    if row.optional(row.fields.input) is not None:
+        parts.append(row.required_text(row.fields.input))
+    return [*messages, {"role": "user", "content": "\n\n".join(parts)}]
 
 
-def _preference(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
-    chosen, rejected, tools = row[fields.chosen], row[fields.rejected], _tools(row, fields)
-    # Some data sets with implicit prompts also have the prompt as text, beside conversations.
-    if row.get(fields.prompt) is not None and isinstance(row[fields.prompt], str) == isinstance(chosen, str):
-        return Pair(*(_answer(row, fields.prompt, column, tools) for column in (fields.chosen, fields.rejected)))
+def _prompt_completion(row: _RowReader) -> Example:
+    prompt = _text_or_messages(row, row.fields.prompt)
+    return _answer(row, prompt, _text_or_messages(row, row.fields.completion), row.fields.completion)
+
+
+def _preference(row: _RowReader) -> Example:
+    columns = (row.fields.chosen, row.fields.rejected)
+    answers = [_text_or_messages(row, column) for column in columns]
+    prompt = _prompt_of_pair(row)
+    have_prompt = all(not isinstance(answer, str) and answer[0]["role"] != ASSISTANT for answer in answers)
+    if prompt is None or (isinstance(prompt, str) and have_prompt):
+        beside = prompt  # a copy of the prompt as text, which some data sets have
+        prompt, *answers = _without_common_prompt(row, answers)
+        if isinstance(prompt, list) and beside not in (None, *(message["content"] for message in prompt)):
+            row.columns.discard(row.fields.prompt)
+    return Pair(*(_answer(row, prompt, answer, column) for answer, column in zip(answers, columns, strict=True)))
+
+
+def _prompt_of_pair(row: _RowReader) -> str | list[Message] | None:
+    """Return the prompt: its column, that of a conversation, or an instruction; None if there is none."""
+    for column in (row.fields.prompt, row.fields.conversations, row.fields.messages):
+        if row.optional(column) is not None:
+            return _text_or_messages(row, column)
+    return _alpaca_prompt(row) if row.optional(row.fields.instruction) is not None else None
+
+
+def _without_common_prompt(
+    row: _RowReader, answers: Sequence[str | list[Message]]
+) -> tuple[str | list[Message], str | list[Message], str | list[Message]]:
+    """Return the common beginning of two answers, and the two rests. Raises RowError."""
+    chosen, rejected = answers
     if isinstance(chosen, str) and isinstance(rejected, str):
-        prompt, *answers = _without_common_text(chosen, rejected)
-        return Pair(*(Answer(prompt, answer, tools) for answer in answers))
-    parsed = [_unweighted(_message_list(row[column], column)) for column in (fields.chosen, fields.rejected)]
+        return _without_common_text(chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise RowError("columns-differ", columns=[row.fields.chosen, row.fields.rejected])
     common = 0
-    while all(common < len(messages) for messages in parsed) and parsed[0][common] == parsed[1][common]:
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
     if not common:
         raise RowError("no-common-prompt")
-    common = min(common, *(len(messages) - 1 for messages in parsed))  # equal answers are answers still
-    prompts = parsed[0][:common]
-    for messages, column in zip(parsed, (fields.chosen, fields.rejected), strict=True):
-        _require_assistant(messages[common:], column, common)
-    return Pair(*(Answer(prompts, messages[common:], tools) for messages in parsed))
+    common = min(common, len(chosen) - 1, len(rejected) - 1)  # equal answers are answers still
+    return chosen[:common], chosen[common:], rejected[common:]
 
 
 def _without_common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -289,82 +393,138 @@ def _without_common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def _answer(row: Mapping[str, Any], prompt: str, completion: str, tools: list[Any] | None) -> Answer:
-    for column in (prompt, completion):
-        if not isinstance(row[column], str | list):
-            raise RowError("column-neither", column=column)
-    given = row[prompt], row[completion]
-    if isinstance(given[0], str) and isinstance(given[1], str):
-        return Answer(given[0], given[1], tools)
-    if isinstance(given[0], str) or isinstance(given[1], str):
-        raise RowError("columns-differ", columns=[prompt, completion])
-    answer = _unweighted(_message_list(given[1], completion))
-    _require_assistant(answer, completion, 0)
-    return Answer(_unweighted(_message_list(given[0], prompt)), answer, tools)
+def _text_or_messages(row: _RowReader, column: str) -> str | list[Message]:
+    """Return a text, or messages. Raises RowError for anything else."""
+    if row.is_text(column):
+        return row.required_text(column)
+    try:
+        return row.messages(column)
+    except RowError as error:
+        if error.reason.code == "data.column-not-messages":
+            raise RowError("column-neither", column=column) from error
+        raise
 
 
-def _unweighted(messages: list[Message]) -> list[Message]:
-    for number, message in enumerate(messages):
-        if message.pop("weight", None) is not None:
-            raise RowError("weight-in-answer", number=number)
-    return messages
-
-
-def _require_assistant(messages: list[Message], column: str, before: int) -> None:
-    for number, message in enumerate(messages, start=before):
+def _answer(row: _RowReader, prompt: str | list[Message], answer: str | list[Message], column: str) -> Answer:
+    """Return the answer to a prompt, as messages if one of them is, or if the row has what only messages have."""
+    tools, variables = row.tools(), row.variables()
+    has_more = tools is not None or variables or row.optional(row.fields.system) is not None
+    if isinstance(prompt, str) and isinstance(answer, str) and not has_more:
+        return Answer(prompt, answer)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(answer, str):
+        answer = [{"role": ASSISTANT, "content": answer}]
+    before = len(prompt)
+    if answer[:before] == prompt and len(answer) > before:  # an answer that repeats its prompt
+        answer = answer[before:]
+    for number, message in enumerate(answer, start=before):
         if message["role"] != ASSISTANT:
             raise RowError("completion-role", number=number, column=column, role=message["role"])
+    prompt = row.system(prompt)
+    for number, message in enumerate([*prompt, *answer]):
+        if message.pop("weight", None) is not None:
+            raise RowError("weight-in-answer", number=number)
+    return Answer(prompt, answer, tools, variables)
 
 
-def _conversation(messages: list[Message], tools: list[Any] | None) -> Conversation:
-    """Return the conversation with the weights of its messages apart, which no template reads."""
+def _conversation(messages: list[Message], row: _RowReader) -> Conversation:
+    """Return the conversation with the weights of its messages apart, which no template reads. Raises RowError."""
     weights: list[float | None] = []
     for number, message in enumerate(messages):
         weight = message.pop("weight", None)
         is_assistant = message["role"] == ASSISTANT
-        if weight is not None and not is_assistant:
+        if weight and not is_assistant:  # 0 says what holds in any case
             raise RowError("weight-role", number=number, role=message["role"])
         weights.append(None if not is_assistant else 1.0 if weight is None else _weight(weight))
-    return Conversation(messages, weights, tools)
+    others = {message["role"] for message in messages} - {*_ROLES.values(), "developer"}
+    if others and not any(weight is not None for weight in weights):
+        raise RowError("no-assistant", roles=sorted(others))
+    return Conversation(messages, weights, row.tools(), row.variables())
 
 
-def _message_list(given: Any, column: str) -> list[Message]:
-    if not isinstance(given, list) or not given:
+def _messages(value: Any, column: str, fields: FieldsSpec) -> list[Message]:
+    """Return messages with the keys role and content, whatever their keys and roles are called. Raises RowError."""
+    value = _from_json(value) if isinstance(value, str) else value
+    listed = [value] if isinstance(value, dict) else value
+    if not isinstance(listed, list):
         raise RowError("column-not-messages", column=column)
-    for number, message in enumerate(given):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not listed:
+        raise RowError("no-messages", column=column)
+    messages: list[Message] = []
+    for number, entry in enumerate(listed):
+        message = _message(entry, number, column, fields)
+        is_call = message.pop(_CALL, False)
+        if is_call and messages and messages[-1].get("tool_calls") and not messages[-1]["content"]:
+            messages[-1]["tool_calls"] += message["tool_calls"]  # calls that were made at once
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Message:
+    """Return one message; that of a call has the key function_call in addition. Raises RowError."""
+    if not isinstance(entry, dict):
+        raise RowError("message", number=number, column=column)
+    # A key that is null says no more than one that is absent, and templates ask whether it is there.
+    message = {key: value for key, value in entry.items() if (value is not None and value == value) or key == "content"}
+    of_sharegpt = "from" in message and "role" not in message
+    role = message.pop("from", None) if of_sharegpt else message.pop("role", None)
+    content = message.pop("value", None) if of_sharegpt else message.pop("content", None)
+    if not isinstance(role, str):
+        raise RowError("message", number=number, column=column)
+    roles = _ROLES | dict(fields.roles)
+    if of_sharegpt and role not in roles and role != _CALL:
+        raise RowError("sharegpt-role", number=number, role=role, known=sorted({*roles, _CALL}))
+    found: Message = {"role": roles.get(role, role), "content": content, **message}
+    if role == _CALL:
+        calls = [{"type": "function", "function": call} for call in _calls(content, number)]
+        return {"role": ASSISTANT, "content": "", "tool_calls": calls, _CALL: True}
+    if _CALL in message:
+        found["tool_calls"] = [{"type": "function", "function": call} for call in _calls(found.pop(_CALL), number)]
+    elif "tool_calls" in message:
+        found["tool_calls"] = _calls(message["tool_calls"], number)
+        if not found["tool_calls"]:
+            del found["tool_calls"]
+    if isinstance(content, list):
+        found["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        for part in found["content"]:
+            if not isinstance(part, dict) or not (is_image_part(part) or isinstance(part.get("text"), str)):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise RowError("part", number=number, type=str(kind))
+    elif not isinstance(content, str):
+        says_more = found.get("tool_calls") or any(found.get(name) for name in REASONING)
+        if content is not None or not says_more:
             raise RowError("message", number=number, column=column)
-        content = message.get("content")
-        if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, dict) or not (is_image_part(part) or isinstance(part.get("text"), str)):
-                    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                    raise RowError("part", number=number, column=column, type=str(kind))
-        elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise RowError("message", number=number, column=column)
-    return [dict(message) for message in given]
+    return found
 
 
-def _tools(row: Mapping[str, Any], fields: FieldsSpec) -> list[Any] | None:
-    given = row.get(fields.tools)
-    if isinstance(given, str):
-        try:
-            given = json.loads(given) if given.strip() else None
-        except ValueError:
-            raise RowError("tools", column=fields.tools) from None
-    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-        raise RowError("tools", column=fields.tools)
-    return given or None
+def _calls(value: Any, number: int) -> list[Any]:
+    """Return calls of tools, whose arguments are objects where they are the JSON text of one. Raises RowError.
+
+    ``value``: a list of calls, one call, or the JSON text of either.
+    """
+    value = _from_json(value) if isinstance(value, str) else value
+    calls = list(value) if isinstance(value, list) else [value]
+    for position, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("function-call", number=number)
+        arguments = function.get("arguments", {})
+        parsed = _from_json(arguments) if isinstance(arguments, str) else arguments
+        function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
+        calls[position] = {**call, "function": function} if "function" in call else function
+    return calls
 
 
-def _system(row: Mapping[str, Any], fields: FieldsSpec) -> Message:
-    return {"role": "system", "content": _text(row, fields.system)}
-
-
-def _text(row: Mapping[str, Any], column: str) -> str:
-    if not isinstance(row[column], str):
-        raise RowError("column-not-text", column=column)
-    return str(row[column])
+def _from_json(text: str) -> Any:
+    """Return the list or the object of a JSON text; None for any other text."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 # Beyond this range a weight is 0 or infinite in fp32, or its token decides the loss alone.
@@ -380,7 +540,7 @@ def _weight(given: Any) -> float:
 
 _PARSERS = {
     "text": _plain_text,
-    "messages": _messages,
+    "messages": _chat,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,

@@ -156,8 +156,11 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
     yield f"<p>{documents}, {size}{split}{density}</p>"
     if source["rows"]:
         names = {"read": "rows read", "truncated": "truncated", "without_target": "left out: no token in the loss"}
-        names |= {"too_long": "left out: too long", "target_tokens": "tokens in the loss"}
-        yield _table(["rows", ""], ([names[key], whole_text(value)] for key, value in source["rows"].items()), "ln")
+        names |= {"too_long": "left out: too long", "unusable": "left out: cannot be used"}
+        names |= {"target_tokens": "tokens in the loss"}
+        lines = [[name, whole_text(source["rows"][key])] for key, name in names.items()]
+        lines += [[f"without {name}", whole_text(count)] for name, count in source["rows"]["lost"].items()]
+        yield _table(["rows", ""], lines, "ln")
     if source["images"]:
         yield f"<p>{_safe(images_text(source['images']))}</p>"
     if source["steps"]:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.text import bytes_text, count_text, counted, listed, percent_text, whole_text
+from scaletrain_cli.text import bytes_text, count_text, counted, listed, lost_text, percent_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 
 _MOST_RULES = 12
@@ -47,11 +47,14 @@ def _show_source(console: Console, source: Mapping[str, Any]) -> None:
     if source["rows"]:
         rows = source["rows"]
         left_out = f"{whole_text(rows['without_target'])} without a token in the loss, {whole_text(rows['too_long'])}"
+        unusable = f", {whole_text(rows['unusable'])} that cannot be used" if rows["unusable"] else ""
         line(
             console,
             f"  {whole_text(rows['read'])} rows read; {whole_text(rows['truncated'])} truncated; left out: {left_out} "
-            "for their length",
+            f"for their length{unusable}",
         )
+        if rows["lost"]:
+            line(console, f"  not in the tokens: {plain(lost_text(rows['lost']))}")
         if images := source["images"]:
             line(console, f"  {images_text(images)}")
             for place in images["bad"]:

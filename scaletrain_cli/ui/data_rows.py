@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from scaletrain_cli.text import percent_text, visible, whole_text
+from scaletrain_cli.text import lost_text, percent_text, visible, whole_text
 from scaletrain_cli.ui.console import line, plain, stdout_console
 
 _STATES = {
@@ -16,6 +16,7 @@ _STATES = {
     "truncated": ", truncated",
     "without_target": ", left out: no token in the loss",
     "too_long": ", left out: longer than model.seq_len",
+    "unusable": ", left out: cannot be used",
 }
 
 
@@ -59,18 +60,20 @@ def marked(parts: list[Mapping[str, Any]], console: Console) -> Text:
 
 
 def _counts(answer: Mapping[str, Any]) -> list[str]:
-    counted = answer["counted"]
-    share = counted["target_tokens"] / counted["tokens"] if counted["tokens"] else 0.0
+    counts = answer["counted"]
+    share = counts["target_tokens"] / counts["tokens"] if counts["tokens"] else 0.0
     found = [
-        f"format {answer['format']}; of the first {whole_text(counted['rows'])} rows:",
-        f"  in the loss    {whole_text(counted['target_tokens'])} of {whole_text(counted['tokens'])} tokens "
+        f"format {answer['format']}; of the first {whole_text(counts['rows'])} rows:",
+        f"  in the loss    {whole_text(counts['target_tokens'])} of {whole_text(counts['tokens'])} tokens "
         f"({percent_text(share)})",
-        f"  truncated      {whole_text(counted['truncated'])} to {whole_text(answer['seq_len'])} tokens",
-        f"  left out       {whole_text(counted['without_target'])} without a token in the loss, "
-        f"{whole_text(counted['too_long'])} for their length",
-        f"  sequences      {whole_text(counted['sequences'])} of {whole_text(answer['seq_len'])} tokens, "
-        f"{percent_text(counted['filled'])} filled (data.packing: {answer['packing']})",
+        f"  truncated      {whole_text(counts['truncated'])} to {whole_text(answer['seq_len'])} tokens",
+        f"  left out       {whole_text(counts['without_target'])} without a token in the loss, "
+        f"{whole_text(counts['too_long'])} for their length, {whole_text(counts['unusable'])} that cannot be used",
+        f"  sequences      {whole_text(counts['sequences'])} of {whole_text(answer['seq_len'])} tokens, "
+        f"{percent_text(counts['filled'])} filled (data.packing: {answer['packing']})",
     ]
+    if counts["lost"]:
+        found.append(f"  not in tokens  {plain(lost_text(counts['lost']))}")
     if answer["tokenizer_trained_on_rows"] is not None:
         rows = whole_text(answer["tokenizer_trained_on_rows"])
         found.append(f"The tokenizer was trained on the first {rows} rows for this view; the run's has other tokens.")

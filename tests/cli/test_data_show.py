@@ -85,11 +85,13 @@ def test_colors_replace_the_brackets_on_a_terminal(
     monkeypatch.setenv("TERM", "xterm-256color")
     part = [{"text": "ask \x1b", "weight": 0.0}, {"text": "answer", "weight": 1.0}, {"text": "half", "weight": 0.5}]
     document = {"name": "text", "tokens": 3, "target_tokens": 2, "parts": part}
-    counted = dict.fromkeys(("rows", "truncated", "without_target", "too_long", "target_tokens", "sequences"), 1)
+    counted = dict.fromkeys(
+        ("rows", "truncated", "without_target", "too_long", "unusable", "target_tokens", "sequences"), 1
+    )
     show_rows(
         {
             "rows": [{"row": 1, "where": "a:1", "state": "truncated", "documents": [document]}],
-            "counted": {**counted, "tokens": 3, "filled": 0.5},
+            "counted": {**counted, "tokens": 3, "filled": 0.5, "lost": {"reasoning": 1}},
             **{"format": "messages", "packing": "none", "seq_len": 8, "tokenizer_trained_on_rows": None},
         }
     )
@@ -99,3 +101,4 @@ def test_colors_replace_the_brackets_on_a_terminal(
     assert "\x1b[33mhalf" in out
     assert "ask \\x1b" in out, "control characters of the data do not reach the terminal"
     assert "truncated" in out
+    assert "not in tokens  reasoning of 1 row" in out

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.errors import sentences
+from scaletrain_cli.data.sources.rows import Tally
+from scaletrain_cli.engine.data.row_source import rows_of
+from scaletrain_cli.errors import UsageError, sentences
 from scaletrain_cli.launch.resource_checks.files import (
     image_folder_problems,
     not_recorded,
@@ -36,6 +40,8 @@ def problems(folder: Path, rows: list[Any], *settings: str, objective: str = "sf
     )
 
 
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+BING = ("data.fields.roles={bing: assistant}",)
 GOOD: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"messages": ANSWERED}, "sft", ()),
     ({"chat": ANSWERED, "other": 1}, "sft", ("data.fields.messages=chat",)),
@@ -46,6 +52,19 @@ GOOD: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"text": "Once upon a time"}, "sft", ()),
     ({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}, "dpo", ()),
     ({"chosen": ANSWERED, "rejected": [ANSWERED[0], {"role": "assistant", "content": "No."}]}, "dpo", ()),
+    ({"messages": json.dumps(ANSWERED)}, "sft", ()),
+    ({"messages": [ANSWERED[0], {"role": "model", "content": "Hello."}]}, "sft", ()),
+    ({"messages": [ANSWERED[0], {"role": "bing", "content": "Hello."}]}, "sft", BING),
+    ({"conversations": ANSWERED}, "sft", ()),
+    ({"conversations": [{"from": "user", "value": "Hi"}, {"from": "bing", "value": "Hello."}]}, "sft", BING),
+    ({"conversations": [{**SHAREGPT[0], "weight": 0}, {**SHAREGPT[1], "weight": 1}]}, "sft", ()),
+    ({"conversations": [{**SHAREGPT[0], "weight": None}, SHAREGPT[1]], "weight": math.nan}, "sft", ()),
+    ({"instruction": "Count.", "input": math.nan, "output": "One.", "history": [["a", "b"]]}, "sft", ()),
+    ({"prompt": ANSWERED[:1], "chosen": "yes", "rejected": "no"}, "dpo", ()),
+    ({"prompt": ANSWERED[:1], "chosen": ANSWERED, "rejected": [*ANSWERED[:1], ANSWERED[1]]}, "dpo", ()),
+    ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "dpo", ()),
+    ({"instruction": "Count.", "chosen": "One.", "rejected": "Two."}, "dpo", ()),
+    ({"prompt": "Hi", "chosen": ANSWERED[1:], "rejected": ANSWERED[1:], "system": "Be brief."}, "dpo", ()),
 ]
 
 
@@ -57,18 +76,35 @@ def test_rows_of_every_format_are_accepted(
 
 
 BAD: list[tuple[Any, str, str]] = [
-    (["a"], "sft", "each row must be a JSON object"),
+    ("a", "sft", "each row must be a JSON object"),
     ({"question": "a", "answer": "b"}, "sft", "the columns question, answer fit no format of rows"),
     ({"messages": ANSWERED}, "dpo", "the columns messages fit no format of rows; it needs chosen and rejected"),
-    ({"messages": []}, "sft", "the column messages must be a list of messages"),
+    ({"messages": []}, "sft", "the column messages has no message"),
     ({"messages": [{"role": "user"}]}, "sft", "message 0 of the column messages must have a role and content"),
     ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "sft", "only messages of the assistant have one"),
     ({"messages": [{**ANSWERED[1], "weight": -1}]}, "sft", "the weight -1 must be 0, or a number from 1e-6 to 1e6"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", "a part of type image"),
     ({"messages": ANSWERED, "tools": "["}, "sft", "the column tools must be a list of JSON schemas"),
+    ({"messages": ANSWERED, "tools": [1]}, "sft", "the column tools must be a list of JSON schemas"),
+    ({"messages": ANSWERED, "chat_template_kwargs": "a"}, "sft", "chat_template_kwargs must be an object"),
+    ({"messages": [{"role": "system", "content": "a"}, *ANSWERED], "system": "b"}, "sft", "has another system text"),
+    (
+        {"messages": [ANSWERED[0], {"role": "bing", "content": "a"}]},
+        "sft",
+        "Set data.fields.roles, as in {bing: assist",
+    ),
+    (
+        {"messages": [ANSWERED[0], {"role": "assistant", "content": None}]},
+        "sft",
+        "message 1 of the column messages must",
+    ),
+    ({"messages": [ANSWERED[0], {"role": "assistant", "tool_calls": [{}]}]}, "sft", "message 1: a call must be JSON"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "sft", "message 0: a call must be JSON with name"),
+    ({"instruction": "a", "output": "b", "history": ["c"]}, "sft", "history must be a list of pairs of texts"),
     ({"conversations": [{"from": "alien", "value": "Hi"}]}, "sft", "message 0 has from: alien"),
-    ({"prompt": "a", "completion": ANSWERED}, "sft", "must all be text, or all be lists of messages"),
-    ({"prompt": ANSWERED[:1], "completion": ANSWERED}, "sft", "message 0 of the column completion has the role user"),
+    ({"prompt": "a", "completion": 3}, "sft", "the column completion must be text or a list of messages"),
+    ({"prompt": "a", "completion": ANSWERED}, "sft", "message 1 of the column completion has the role user"),
+    ({"prompt": ANSWERED[1:], "completion": ANSWERED}, "sft", "message 1 of the column completion has the role user"),
     ({"chosen": "yes", "rejected": "no"}, "dpo", "chosen and rejected have no common prompt"),
 ]
 
@@ -80,6 +116,50 @@ def test_a_row_that_cannot_be_used_is_named_with_its_line_and_the_reason(
     found = problems(tmp_path, [row], objective=objective)
     assert said in found
     assert "rows.jsonl:1: " in found
+
+
+ROW = json.dumps({"messages": ANSWERED})
+BROKEN = {
+    "cut": (ROW[:-9].encode(), "the JSON ends too early"),
+    "over lines": (json.dumps(json.loads(ROW), indent=1).encode(), "Write one object per line, as jq -c does"),
+    "single quotes": (str(json.loads(ROW)).encode(), "Write it with json.dumps"),
+    "trailing comma": (ROW[:-1].encode() + b",}", "a comma follows the last value"),
+    "comma between rows": (f"{ROW},\n{ROW}".encode(), "a comma follows the last value"),
+    "NUL": (ROW.encode().replace(b"Hi", b"\0"), "the line has NUL bytes"),
+    "UTF-16": (ROW.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+    "gzip": (gzip.compress(ROW.encode()), "Add .gz to its name"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Run git lfs pull"),
+    "words": (b"{hello}", "it is not JSON: Expecting property name"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_not_json_is_told_apart_from_other_faults(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    (problem,) = row_problems(view(tmp_path))
+    assert said in f"{problem.message} {problem.hint}"
+    assert "rows.jsonl:1: " in problem.message
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_rows_are_lines_or_an_array_whatever_the_file_is_called(name: str, tmp_path: Path) -> None:
+    for content in (f"\n{ROW}\n\n{ROW}\n", f" \n[{ROW},\n{ROW}]\n"):
+        (tmp_path / name).write_text(content)
+        assert not [*row_problems(view(tmp_path, f"data.source={name}"))]
+        data = view(tmp_path, f"data.source={tmp_path / name}").spec.data
+        assert [row.example.messages for row in rows_of(data, "sft")[1]] == [ANSWERED] * 2  # type: ignore[union-attr]
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"a": 1}}\n{ROW}\n{ROW[:9]}\n{{"messages": []}}\n{ROW}\n')
+    settings = (f"data.source={tmp_path}/rows.jsonl", "data.on_bad=skip")
+    tally = Tally()
+    assert len([*rows_of(view(tmp_path, *settings).spec.data, "sft", tally)[1]]) == 2
+    assert tally.unusable == 3
+    assert [problem.partition(": ")[0][-1] for problem in tally.problems] == ["1", "3", "4"]
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the columns a fit no format"):
+        rows_of(view(tmp_path, settings[0]).spec.data, "sft")
+    assert not [*row_problems(view(tmp_path, *settings))], "what is left out stops no submission"
 
 
 def test_a_row_unlike_the_first_one_is_named_with_its_line(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
@@ -19,26 +21,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.row_formats import ASSISTANT, IMAGE_MARK, Conversation, Message, RowError, is_image_part
-
-# Tokens that end a turn, which a model must learn to write; beside the tokenizer's eos_token.
-_ENDS_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "</s>",
+from scaletrain_cli.spec.row_formats import (
+    ASSISTANT,
+    IMAGE_MARK,
+    REASONING,
+    Conversation,
+    Message,
+    RowError,
+    is_image_part,
 )
+
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Names under which a message has its reasoning, as in transformers; templates read the first, GPT-OSS the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-_PROBE = "9b1c6f"  # a text that no template contains
+_PROBE, _OTHER_PROBE = "9b1c6f", "e40a77"  # texts that no template contains
 # Unicode's noncharacters mark the ends of generation blocks while a template is rendered.
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -99,36 +93,65 @@ class Span(NamedTuple):
     weight: float
 
 
+class Ended(NamedTuple):
+    """A text with spans that include the ends of turns; ``stops``: the tokens at which these turns end."""
+
+    text: str
+    spans: list[Span]
+    stops: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    ``named``: by their names for templates, such as ``bos_token``. ``stops``: those at which the model stops, by
+    tokenizer, config.json and generation_config.json. ``every``: all of them.
+    """
+
+    named: Mapping[str, str]
+    stops: tuple[str, ...] = ()
+    every: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled chat template. ``tokens``: the tokenizer's special tokens by name, such as ``bos_token``."""
+    """A compiled chat template. ``variables``: those of the spec, by name."""
 
     source: str
-    tokens: dict[str, str]
-    date: str
+    tokens: SpecialTokens
     compiled: jinja2.Template
+    variables: Mapping[str, Any]
 
     @property
     def is_marked(self) -> bool:
         """True if the template marks the assistant's text with generation blocks."""
         return _MARKED.search(self.source) is not None
 
-    def render(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        prompt: bool = False,
+    ) -> Rendered:
         """Return the text of a conversation. ``prompt``: with the beginning of the assistant's next turn.
 
-        Raises RowError.
+        Messages reach the template in the forms that it takes: contents as text or as parts, null or empty, arguments
+        of calls as objects or as JSON text. Raises RowError.
         """
-        given = [_with_reasoning(message) for message in messages]
-        opening, closing = _marks(given, tools) if self.is_marked else ("", "")
+        return self._rendered([self._adapted(message) for message in messages], tools, variables, prompt=prompt)
+
+    def _rendered(
+        self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any], *, prompt: bool = False
+    ) -> Rendered:
+        messages = [_with_reasoning(message) for message in messages]
+        opening, closing = _marks(messages, tools) if self.is_marked else ("", "")
+        values = {**self.variables, **variables, **self.tokens.named, _OPENING: opening, _CLOSING: closing}
+        values |= {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
-            text = self.compiled.render(
-                messages=given,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self.tokens,
-                **{_OPENING: opening, _CLOSING: closing},
-            )
+            text = self.compiled.render(values)
         except jinja2.TemplateError as error:
             raise RowError("template-failed", error=error.message or str(error)) from error
         except (
@@ -143,6 +166,67 @@ class ChatTemplate:
             raise RowError("template-failed", error=f"{type(error).__name__}: {error}") from error
         return _without_marks(text, opening, closing) if opening else Rendered(text, [])
 
+    # ---- what the template takes and writes, found by rendering short conversations ----------------------------------
+
+    def _probed(self, messages: list[Message]) -> str:
+        """Return the text of a conversation without a change of its messages; empty if it cannot be rendered."""
+        try:
+            return self._rendered(messages, None, {}).text
+        except RowError:
+            return ""
+
+    def _adapted(self, message: Message) -> Message:
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list) and not any(map(is_image_part, content)) and message["role"] not in self._of_parts:
+            message = {**message, "content": "\n".join(part["text"] for part in content)}
+        if content is None and not self._takes_null:
+            message = {**message, "content": ""}
+        if calls and not self._takes_objects:
+            message = {**message, "tool_calls": [_with_json_arguments(call) for call in calls]}
+        return message
+
+    @cached_property
+    def _of_parts(self) -> frozenset[str]:
+        """The roles whose contents may be lists of parts: the template writes the text of each."""
+        parts = [{"type": "text", "text": _PROBE}]
+        user, assistant = {"role": "user", "content": parts}, {"role": ASSISTANT, "content": parts}
+        conversations: dict[str, list[Message]] = {
+            "user": [user, assistant],
+            "system": [{"role": "system", "content": parts}, user, assistant],
+            "tool": [user, _probe_call(None, {}), {"role": "tool", "content": parts}],
+        }
+        found = set()
+        for role, messages in conversations.items():
+            text = self._probed(messages)
+            if text.count(_PROBE) == sum(each["content"] == parts for each in messages) and "'type'" not in text:
+                found |= {role, ASSISTANT} if role == "user" else {role}
+        return frozenset(found) if "user" in found else frozenset()
+
+    @cached_property
+    def _takes_null(self) -> bool:
+        """Whether the content of a message with calls may be null; otherwise it is an empty text."""
+        text = self._probed([_PROBE_PROMPT, _probe_call(None, {"city": _PROBE})])
+        return _PROBE in text and "None" not in text
+
+    @cached_property
+    def _takes_objects(self) -> bool:
+        """Whether the arguments of calls may be objects; otherwise they are the JSON text of one."""
+        arguments = {"city": _PROBE}
+        texts = [self._probed([_PROBE_PROMPT, _probe_call(content, arguments)]) for content in (None, "")]
+        return any(_PROBE in text and "'city'" not in text for text in texts) or not any(
+            _PROBE in self._probed([_PROBE_PROMPT, _probe_call(content, json.dumps(arguments))])
+            for content in (None, "")
+        )
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """The text from the end of an answer to the first special token after it; empty if another text comes first."""
+        conversation = [_PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}, _PROBE_PROMPT]
+        rest = self._probed(conversation).partition(_PROBE)[2]
+        start = len(rest) - len(rest.lstrip())
+        token = self._token_at(rest, start, self.tokens.every)
+        return rest[: start + len(token)] if token else ""
+
     def takes_parts(self, image_token: str) -> bool:
         """Return True if contents may be lists of parts, as processors of images have them.
 
@@ -150,64 +234,112 @@ class ChatTemplate:
         """
         text = {"type": "text", "text": _PROBE}
         messages = [{"role": "user", "content": [{"type": "image"}, text]}, {"role": ASSISTANT, "content": [text]}]
-        try:
-            found = self.render(messages, None).text
-        except RowError:
-            return False
+        found = self._probed(messages)
         return found.count(image_token) == 1 and found.count(_PROBE) == 2 and "'type'" not in found
 
-    def assistant_spans(self, conversation: Conversation, *, last_only: bool) -> tuple[str, list[Span]]:
+    # ---- the turns of the assistant ----------------------------------------------------------------------------------
+
+    def assistant_spans(self, conversation: Conversation, *, last_only: bool) -> Ended:
         """Return the text of a conversation and the spans of its assistant's turns, with the ends of the turns.
 
-        Raises RowError if the template does not separate them from the prompts without doubt.
+        Raises RowError if the template does not separate them from the prompts without doubt, or does not end them.
         """
-        messages, _, tools = conversation
-        text, marked = self.render(messages, tools)
+        messages, _, tools, variables = conversation
+        text, marked = self.render(messages, tools, variables)
         turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not turns:
-            return text, []
+            return Ended(text, [])
         chosen = turns[-1:] if last_only else turns
         if self.is_marked:
             spans = self._marked_spans(conversation, turns, chosen, marked)
         else:
-            spans = [self._turn(conversation, text, number) for number in chosen]
-        return text, [self._with_end(text, span) for span in spans]
+            spans = {number: [self._turn(conversation, text, number)] for number in chosen}
+        stops = set[str]()
+        for number, (*_, last) in spans.items():
+            is_end = number == len(messages) - 1
+            text, stop, token = self.ended(text, last.start, last.stop, is_end=is_end)
+            spans[number][-1] = last._replace(stop=stop)
+            if last.weight:
+                stops |= {token}
+                self._require_end(token, number, (text[span.start : span.stop] for span in spans[number]))
+        return Ended(text, [span for number in spans for span in spans[number]], frozenset(stops))
+
+    def _require_end(self, token: str, number: int, texts: Iterable[str]) -> None:
+        """Raise RowError if a turn ends with no token, or with one at which the model must not stop everywhere."""
+        if not token:
+            raise RowError("turn-without-end", number=number)
+        if token not in self.tokens.stops and any(token in text.rstrip().removesuffix(token) for text in texts):
+            raise RowError("turn-end-within", number=number, token=token)
+
+    def ended(self, text: str, start: int, stop: int, *, is_end: bool) -> tuple[str, int, str]:
+        """Return the text, the place after the token that ends the turn from ``start`` to ``stop``, and that token.
+
+        The token is the last of the turn, or comes after it and nothing but white space; one at which the model stops
+        is preferred to any other special token. ``is_end``: the turn is the last; if the template ends a turn only with
+        the beginning of the next one, as GLM-4.5's does, this token is added to the text.
+        """
+        inside = text[start:stop].rstrip()
+        after = stop + len(text[stop:]) - len(text[stop:].lstrip())
+        for tokens in (self.tokens.stops, self.tokens.every):
+            if token := next((token for token in tokens if inside.endswith(token)), ""):
+                return text, stop, token
+            if token := self._token_at(text, after, tokens):
+                return text, after + len(token), token
+        if is_end and self._end_of_turn and text[stop:].strip() == "":
+            text = f"{text[: start + len(inside)]}{self._end_of_turn}"
+            return text, len(text), self._end_of_turn.lstrip()
+        return text, stop, ""
+
+    @staticmethod
+    def _token_at(text: str, place: int, tokens: Iterable[str]) -> str:
+        return max((token for token in tokens if token and text.startswith(token, place)), key=len, default="")
 
     def _marked_spans(
         self, conversation: Conversation, turns: list[int], chosen: list[int], marked: list[tuple[int, int]]
-    ) -> list[Span]:
-        messages, weights, tools = conversation
+    ) -> dict[int, list[Span]]:
+        """Return the spans of each chosen turn; those of turns that cannot be told apart are of the last one."""
+        messages, weights, tools, variables = conversation
         if not marked:
             raise RowError("template-marks-nothing", number=turns[0])
         if len(marked) == len(turns):
             of_turn = dict(zip(turns, ([each] for each in marked), strict=True))
-        elif chosen == turns and all(weights[number] == 1 for number in turns):
-            return [Span(start, stop, 1.0) for start, stop in marked]
         else:  # several blocks in one turn: those that the turn adds to the conversation
-            counts = {number: len(self.render(messages[: number + 1], tools).marked) for number in turns}
-            firsts = [0, *(counts[number] for number in turns)]
-            if firsts != sorted(firsts) or firsts[-1] != len(marked):
+            counts = [0, *(len(self.render(messages[: number + 1], tools, variables).marked) for number in turns)]
+            if counts == sorted(counts) and counts[-1] == len(marked):
+                of_turn = {number: marked[counts[i] : counts[i + 1]] for i, number in enumerate(turns)}
+            elif chosen == turns and all(weights[number] == 1 for number in turns):
+                of_turn = {turns[-1]: marked}
+            else:
                 raise RowError("template-marks-differ", found=len(marked))
-            of_turn = {number: marked[firsts[i] : firsts[i + 1]] for i, number in enumerate(turns)}
-        return [Span(*each, weights[number] or 0.0) for number in chosen for each in of_turn[number]]
+        return {
+            number: [Span(*each, weights[number] or 0.0) for each in of_turn[number]]
+            for number in chosen
+            if of_turn.get(number)
+        }
 
     def _turn(self, conversation: Conversation, text: str, number: int) -> Span:
         """Return the span of one message, from the end of its generation prompt to the end of the message.
 
         Both ends are those of rendered beginnings of the conversation, which must be beginnings of ``text``.
         """
-        messages, weights, tools = conversation
-        until = text if number == len(messages) - 1 else self.render(messages[: number + 1], tools).text
-        prompt = self.render(messages[:number], tools, prompt=True).text
-        end = self.tokens.get("eos_token", "")
+        messages, weights, tools, variables = conversation
+
+        def rendered(count: int, *, prompt: bool = False) -> str:
+            return self.render(messages[:count], tools, variables, prompt=prompt).text
+
+        until = text if number == len(messages) - 1 else rendered(number + 1)
+        prompt = rendered(number, prompt=True)
+        end = self.tokens.named.get("eos_token", "")
         if end and until.endswith(end) and not text.startswith(until):  # written once, after the last message
             until = until.removesuffix(end)
-            if self._end_at(text, len(until)):  # another token ends the turn there
+            token = self._token_at(text, len(until), self.tokens.every)
+            is_ended = until.rstrip().endswith(self.tokens.every)
+            if token and token not in self.tokens.stops and not is_ended:  # another token ends the turn there
                 raise RowError("template-rewrites-history", number=number)
         if not text.startswith(until):
             raise RowError("template-rewrites-history", number=number)
         if not until.startswith(prompt):
-            plain = self.render(messages[:number], tools).text
+            plain = rendered(number)
             if not text.startswith(plain):
                 raise RowError("template-rewrites-history", number=number - 1)
             raise RowError("template-prompt-differs", number=number, prompt=prompt[len(plain) :])
@@ -219,18 +351,31 @@ class ChatTemplate:
                 raise RowError("template-without-prompt", number=number, before=before)
         return Span(len(prompt), len(until), weights[number] or 0.0)
 
-    def _with_end(self, text: str, span: Span) -> Span:
-        """Return the span with the token that ends the turn, where it follows the span directly."""
-        return span._replace(stop=span.stop + len(self._end_at(text, span.stop)))
 
-    def _end_at(self, text: str, place: int) -> str:
-        """Return the token that ends a turn, if it is at this place of the text; else an empty string."""
-        ends = (self.tokens.get("eos_token", ""), *_ENDS_OF_TURN)
-        return next((end for end in ends if end and text.startswith(end, place)), "")
+_PROBE_PROMPT: Message = {"role": "user", "content": _OTHER_PROBE}
 
 
-def compile_template(source: str, tokens: dict[str, str], date: str) -> ChatTemplate:
-    """Return the template with a tokenizer's special tokens and a fixed date (YYYY-MM-DD). Raises UsageError."""
+def _probe_call(content: str | None, arguments: Any) -> Message:
+    function = {"name": _OTHER_PROBE, "arguments": arguments}
+    calls = [{"type": "function", "id": _OTHER_PROBE, "function": function}]
+    return {"role": ASSISTANT, "content": content, "tool_calls": calls}
+
+
+def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function.get("arguments"), dict):
+        return call
+    function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def compile_template(
+    source: str, tokens: SpecialTokens, date: str, variables: Mapping[str, Any] = MappingProxyType({})
+) -> ChatTemplate:
+    """Return the template with a tokenizer's special tokens and a fixed date (YYYY-MM-DD). Raises UsageError.
+
+    ``variables``: values for all conversations, by name.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -249,7 +394,7 @@ def compile_template(source: str, tokens: dict[str, str], date: str) -> ChatTemp
     except (MemoryError, RecursionError, ValueError) as error:
         params = {"line": 1, "error": f"{type(error).__name__}: {error}"}
         raise UsageError(Reason("data.template-invalid", params)) from error
-    return ChatTemplate(source, tokens, date, compiled)
+    return ChatTemplate(source, tokens, compiled, variables)
 
 
 def _to_json(
@@ -375,7 +520,7 @@ def _parts(content: str | list[Any] | None) -> list[dict[str, str]]:
 
 def _with_reasoning(message: Message) -> Message:
     """Return the message with its reasoning under each name that templates read."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +15,19 @@ from scaletrain_cli.engine.data.chat_template import (
     CHATML,
     ChatTemplate,
     Span,
+    SpecialTokens,
     compile_template,
     with_image_parts,
     with_image_token,
 )
+from scaletrain_cli.engine.data.missing_parts import missing_parts
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import DataSpec, LlavaSpec
+from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.row_formats import (
+    ASSISTANT,
     IMAGE_MARK,
     Answer,
     Conversation,
@@ -40,10 +43,11 @@ _CHARACTERS_SHOWN = 20
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document, and the weight of each in the loss."""
+    """The tokens of one document, and the weight of each in the loss. ``lacks``: what it does not have of its row."""
 
     ids: npt.NDArray[np.int64]
     weights: npt.NDArray[np.float32]
+    lacks: tuple[str, ...] = ()
 
 
 class ImageTokens(NamedTuple):
@@ -62,7 +66,7 @@ class ImageTokens(NamedTuple):
     def without_copies(self, document: Encoded) -> Encoded:
         """Return a document with one token for each image."""
         kept = first_copies(document.ids, self.id, self.copies)
-        return Encoded(document.ids[kept], document.weights[kept])
+        return document._replace(ids=document.ids[kept], weights=document.weights[kept])
 
 
 def first_copies(ids: npt.NDArray[np.int64], image: int, copies: int) -> npt.NDArray[np.bool_]:
@@ -90,22 +94,28 @@ class _Text(NamedTuple):
     prompt: str | None = None
     spans: list[Span] | None = None
     images: int = 0
+    lacks: tuple[str, ...] = ()  # what the template does not write of the messages
 
 
 @dataclass(frozen=True)
 class TemplateFiles:
-    """Special tokens and chat templates beside a tokenizer. ``templates``: by name, ``default`` and ``tool_use``."""
+    """Special tokens and chat templates beside a tokenizer. ``templates``: by name, ``default`` and ``tool_use``.
+
+    ``stop_ids``: token ids at which the model stops, of config.json and generation_config.json.
+    """
 
     tokens: dict[str, str]
     templates: dict[str, str]
+    stop_ids: tuple[int, ...] = ()
 
 
-def template_files(data: DataSpec, *, images: bool = False) -> TemplateFiles:
+def template_files(spec: RunSpec) -> TemplateFiles:
     """Return special tokens and chat templates of a spec's tokenizer. Raises UsageError.
 
-    A trained tokenizer has the tokens and the template of ChatML. ``images``: chat_template.json, which processors of
+    A trained tokenizer has the tokens and the template of ChatML. Of LLaVA chat_template.json, which processors of
     images have, is preferred to the tokenizer's own.
     """
+    data, images = spec.data, isinstance(spec.model, LlavaSpec)
     given: dict[str, str] = {}
     if data.chat_template is not None:
         try:
@@ -120,7 +130,20 @@ def template_files(data: DataSpec, *, images: bool = False) -> TemplateFiles:
     config = json_object(folder / "tokenizer_config.json")
     if images and isinstance(of_processor := json_object(folder / "chat_template.json").get("chat_template"), str):
         config["chat_template"] = of_processor
-    return TemplateFiles(special_tokens(folder), given or _templates(folder, config))
+    folders = [folder] if spec.language_weights is None else [folder, expand_home(spec.language_weights)]
+    return TemplateFiles(special_tokens(folder), given or _templates(folder, config), stop_ids(folders))
+
+
+def stop_ids(folders: Iterable[Path]) -> tuple[int, ...]:
+    """Return the ids of eos_token_id in the config.json and the generation_config.json of folders, sorted."""
+    values = [
+        json_object(folder / name).get("eos_token_id")
+        for folder in folders
+        for name in ("config.json", "generation_config.json")
+    ]
+    return tuple(
+        sorted({i for value in values for i in (value if isinstance(value, list) else [value]) if type(i) is int})
+    )
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -140,7 +163,10 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 class ChatTokenizer:
-    """Turns examples into tokens with weights. The results depend on nothing but the arguments."""
+    """Turns examples into tokens with weights. The results depend on nothing but the arguments.
+
+    ``stops``: ids of the tokens at which the turns that were encoded end, which a model learns to write.
+    """
 
     def __init__(self, tokenizer: Any, files: TemplateFiles, data: DataSpec, images: ImageTokens | None = None) -> None:
         """``tokenizer``: of the package tokenizers. ``images``: None: rows have none.
@@ -149,10 +175,16 @@ class ChatTokenizer:
         """
         self._tokenizer, self._loss_on, self.images = tokenizer, data.loss_on, images
         self._name = data.tokenizer.path or "bpe"
+        self.stops = set[int]()
         known = (name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if name is not None)
         self.end = next((name for name in known if tokenizer.token_to_id(name) is not None), None)
+        stops = [files.tokens.get("eos_token"), *map(tokenizer.id_to_token, files.stop_ids)]
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        tokens = SpecialTokens(
+            files.tokens, tuple({name: None for name in stops if name}), tuple({*special, *filter(None, stops)})
+        )
         self._templates = {
-            name: compile_template(source, files.tokens, data.chat_template_date)
+            name: compile_template(source, tokens, data.chat_template_date, data.chat_template_kwargs)
             for name, source in files.templates.items()
         }
         self._takes_parts = {
@@ -182,7 +214,7 @@ class ChatTokenizer:
             failed = next((one for one in documents if isinstance(one, RowError)), None)
             whole = [one for one in documents if isinstance(one, Encoded)]
             found.append(
-                [Encoded(ids, weights * np.float32(weight)) for ids, weights in whole] if failed is None else failed
+                [one._replace(weights=one.weights * np.float32(weight)) for one in whole] if failed is None else failed
             )
         return found
 
@@ -202,17 +234,22 @@ class ChatTokenizer:
 
     def _conversation(self, conversation: Conversation) -> _Text:
         template = self._template(conversation.tools)
-        conversation = conversation._replace(messages=self._with_images(conversation.messages, conversation.tools))
+        messages = self._with_images(conversation.messages, conversation.tools)
+        conversation = conversation._replace(messages=messages)
         weights = [weight for weight in conversation.weights if weight is not None]
         if self._loss_on == "all" and all(weight == 1 for weight in weights):
-            return _Text(template.render(conversation.messages, conversation.tools).text, special=False)
-        text, spans = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
+            text = template.render(messages, conversation.tools, conversation.variables).text
+            if messages[-1]["role"] == ASSISTANT:
+                text = self._ended_turn(template, text, 0, len(messages) - 1)
+            return self._checked(_Text(text, special=False), messages, conversation.tools)
+        text, spans, stops = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
+        self._add_stops(stops)
         if self._loss_on == "all":
             spans = _with_the_rest(text, spans)
-        return _Text(text, special=False, spans=spans)
+        return self._checked(_Text(text, special=False, spans=spans), messages, conversation.tools)
 
     def _answer(self, answer: Answer) -> _Text:
-        prompt, completion, tools = answer
+        prompt, completion, tools, variables = answer
         if isinstance(prompt, str) and isinstance(completion, str):
             if self.images is not None:
                 prompt, completion = (each.replace(IMAGE_MARK, self.images.text) for each in (prompt, completion))
@@ -223,17 +260,34 @@ class ChatTokenizer:
         template = self._template(tools)
         messages: list[Message] = self._with_images([*prompt, *completion], tools)
         prompt = messages[: len(prompt)]
-        text = template.render(messages, tools).text
+        text = template.render(messages, tools, variables).text
         if self._loss_on == "all":
-            return _Text(text, special=False)
+            text = self._ended_turn(template, text, 0, len(messages) - 1)
+            return self._checked(_Text(text, special=False), messages, tools)
         # A prompt that ends with the assistant's turn is continued; any other one gets the start of a turn.
-        begins = template.render(prompt, tools, prompt=prompt[-1]["role"] != "assistant").text
+        begins = template.render(prompt, tools, variables, prompt=prompt[-1]["role"] != ASSISTANT).text
         if not text.startswith(begins):
-            plain = template.render(prompt, tools).text
+            plain = template.render(prompt, tools, variables).text
             if not text.startswith(plain):
                 raise RowError("template-rewrites-history", number=len(prompt) - 1)
             raise RowError("template-prompt-differs", number=len(prompt), prompt=begins[len(plain) :])
-        return _Text(text, special=False, prompt=begins)
+        text = self._ended_turn(template, text, len(begins), len(messages) - 1)
+        return self._checked(_Text(text, special=False, prompt=begins), messages, tools)
+
+    def _ended_turn(self, template: ChatTemplate, text: str, start: int, number: int) -> str:
+        """Return a text whose last turn, which begins at ``start``, ends with a token. Raises RowError."""
+        text, _, token = template.ended(text, start, len(text), is_end=True)
+        if not token:
+            raise RowError("turn-without-end", number=number)
+        self._add_stops([token])
+        return text
+
+    def _add_stops(self, tokens: Iterable[str]) -> None:
+        self.stops |= {number for token in tokens if (number := self._tokenizer.token_to_id(token)) is not None}
+
+    def _checked(self, text: _Text, messages: Sequence[Message], tools: list[Any] | None) -> _Text:
+        """Return a text with the names of what it lacks. Raises RowError if it lacks more than reasoning."""
+        return text._replace(lacks=missing_parts(text.text, messages, tools))
 
     def _with_images(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return the messages with the places of their images as the template takes them."""
@@ -255,6 +309,7 @@ class ChatTokenizer:
     def _ended(self, text: str) -> str:
         if self.end is None:
             raise RowError("tokenizer-without-end", tokenizer=self._name)
+        self._add_stops([self.end])
         return text if text.endswith(self.end) else text + self.end
 
     def _encode(self, texts: Sequence[_Text]) -> list[Encoded | RowError]:
@@ -290,17 +345,19 @@ class ChatTokenizer:
             raise RowError("prompt-not-a-prefix", around=around)
         else:
             weights[len(prompt) :] = 1
-        return Encoded(ids, weights) if self.images is None else self._with_copies(ids, weights, text.images)
+        encoded = Encoded(ids, weights, text.lacks)
+        return encoded if self.images is None else self._with_copies(encoded, text.images)
 
-    def _with_copies(self, ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float32], images: int) -> Encoded:
+    def _with_copies(self, document: Encoded, images: int) -> Encoded:
         """Return the tokens with as many copies of each image token as an image has, which are not in the loss."""
         assert self.images is not None
+        ids, weights, _ = document
         places = ids == self.images.id
         if (found := int(places.sum())) != images:
             raise RowError("image-tokens", found=found, images=images)
         weights[places] = 0
         copies = np.where(places, self.images.copies, 1)
-        return Encoded(np.repeat(ids, copies), np.repeat(weights, copies))
+        return document._replace(ids=np.repeat(ids, copies), weights=np.repeat(weights, copies))
 
 
 def _counted(texts: list[_Text], example: Example) -> list[_Text]:

@@ -128,7 +128,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
     if info.replaced:
         print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
-    if isinstance(info, RowsInfo) and (note := left_out(info)):
+    for note in left_out(info) if isinstance(info, RowsInfo) else []:
         print(note, file=sys.stderr)
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     found = {
@@ -151,7 +151,9 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
                 "truncated": info.rows_truncated,
                 "without_target": info.rows_without_target,
                 "too_long": info.rows_too_long,
+                "unusable": info.rows_unusable,
             },
+            "lost": json.loads(info.lost),
         }
     if isinstance(info, RowsInfo) and info.tokens_per_image:
         found["images"] = images_in_rows(asdict(info))

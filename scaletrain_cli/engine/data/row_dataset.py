@@ -22,8 +22,11 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.shared_datasets import dataset_place
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import LlavaSpec, RunSpec
+from scaletrain_cli.spec.data import SETTINGS_OF_ROWS
+from scaletrain_cli.text import lost_text
 
 SCHEMA = "scaletrain.rows/v1"
+_RENDERING = "rendering/v2"  # raised with every change of what rows become
 # The files of a split, and their types; tokens have the type of the dataset.
 PARTS = {"bin": "", "weights.bin": "float32", "ends.bin": "int64", "rows.bin": "int64", "totals.bin": "float64"}
 
@@ -55,7 +58,12 @@ class RowsInfo(DatasetInfo):
     loss_on: str = ""  # empty in earlier versions, as the next ones
     truncation: str = ""
     chat_template: str = ""  # as DataSpec.recorded_template
-    fields: str = ""  # as DataSpec.recorded_fields
+    chat_template_kwargs: str = ""  # as DataSpec.recorded
+    fields: str = ""  # as DataSpec.recorded
+    rows_unusable: int = 0  # left out by data.on_bad: skip
+    unusable: str = ""  # the first ones, a line each
+    lost: str = "{}"  # JSON: the number of rows whose tokens lack something of them, by its name
+    stop_tokens: str = ""  # ids of the tokens at which trained turns end, with commas
     tokens_per_image: int = 0  # 0: rows have no images
     image_token: int = 0
     image_folder: str = ""
@@ -83,26 +91,27 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
     source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
         return source
-    settings = data.settings_of_rows({"format", "fields", "chat_template_date", "loss_on", "truncation", "packing"})
+    settings = data.model_dump(mode="json", include=SETTINGS_OF_ROWS)
     identity = [
         SCHEMA,
+        _RENDERING,
         spec.training.objective,
         str(spec.language_model.seq_len),
         rows_content(data.only_source, runs_root),
         tokenizer_identity(data.tokenizer),
-        template_hash(template_files(data, images=isinstance(spec.model, LlavaSpec))),
+        template_hash(template_files(spec)),
         json.dumps(settings, sort_keys=True),
         repr(data.validation_split),
     ]
     if isinstance(spec.model, LlavaSpec):
         folder = "" if data.images.folder is None else str(expand_home(data.images.folder).absolute())
-        identity += [folder, data.on_bad, str(spec.model.image_token_index), str(spec.model.tokens_per_image)]
+        identity += [folder, str(spec.model.image_token_index), str(spec.model.tokens_per_image)]
     return dataset_place(runs_root, hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16])
 
 
 def template_hash(files: TemplateFiles) -> str:
     """Return the SHA-256 of special tokens and chat templates."""
-    return hashlib.sha256(json.dumps([files.tokens, files.templates], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*vars(files).values()], sort_keys=True).encode()).hexdigest()
 
 
 def open_rows(
@@ -174,13 +183,20 @@ def _open_split(folder: Path, split: str, info: RowsInfo) -> tuple[list[CheckedF
     return checked, sequences
 
 
-def left_out(info: RowsInfo) -> str:
-    """Return how many rows were truncated or left out; empty if none was."""
+def left_out(info: RowsInfo) -> list[str]:
+    """Return lines that say how many rows were truncated or left out, and what their tokens lack; none if all is in."""
+    lines = []
     bad = info.rows_with_bad_images
-    if not (info.rows_truncated or info.rows_without_target or info.rows_too_long or bad):
-        return ""
-    of_images = f", {bad} with bad images, the first at {info.bad_images.partition(chr(10))[0]}" if bad else ""
-    return (
-        f"of {info.rows_read + bad} rows {info.rows_truncated} were truncated to {info.seq_len} tokens; left out: "
-        f"{info.rows_without_target} without a token in the loss, {info.rows_too_long} for their length{of_images}"
-    )
+    unusable = info.rows_unusable
+    if info.rows_truncated or info.rows_without_target or info.rows_too_long or bad or unusable:
+        of_images = f", {bad} with bad images, the first at {info.bad_images.partition(chr(10))[0]}" if bad else ""
+        first = info.unusable.partition("\n")[0]
+        of_rows = f", {unusable} that cannot be used, the first: {first}" if unusable else ""
+        lines.append(
+            f"of {info.rows_read + bad + unusable} rows {info.rows_truncated} were truncated to {info.seq_len} tokens; "
+            f"left out: {info.rows_without_target} without a token in the loss, {info.rows_too_long} for their length"
+            f"{of_images}{of_rows}"
+        )
+    if lost := json.loads(info.lost):
+        lines.append(f"not in the tokens: {lost_text(lost)}")
+    return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.sources.rows import Tally
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.given import given_tokenizer
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
@@ -30,7 +32,7 @@ from scaletrain_cli.engine.data.dataset import DTYPES, SPLITS, draw, seal_of
 from scaletrain_cli.engine.data.packing import Piece, pack
 from scaletrain_cli.engine.data.row_dataset import PARTS, SCHEMA, RowsInfo, template_hash
 from scaletrain_cli.engine.data.row_images import ImageWriter, StoredImage
-from scaletrain_cli.engine.data.row_source import Row, Tally, row_error, rows_of
+from scaletrain_cli.engine.data.row_source import Row, row_error, rows_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
@@ -71,9 +73,8 @@ def tokenizer_of(data: DataSpec, objective: str, most_rows: int | None = None, *
 
 def chat_tokenizer(spec: RunSpec, tokenizer: Any) -> ChatTokenizer:
     """Return what renders and encodes the rows of a spec. Raises UsageError."""
-    is_llava = isinstance(spec.model, LlavaSpec)
     images = image_tokens(tokenizer, spec.model) if isinstance(spec.model, LlavaSpec) else None
-    return ChatTokenizer(tokenizer, template_files(spec.data, images=is_llava), spec.data, images)
+    return ChatTokenizer(tokenizer, template_files(spec), spec.data, images)
 
 
 def _texts_of(example: Example) -> Iterator[str]:
@@ -94,24 +95,32 @@ def _texts_of(example: Example) -> Iterator[str]:
 
 
 class RowEncoder:
-    """Encodes and truncates rows, and counts what becomes of them."""
+    """Encodes and truncates rows, and counts what becomes of them.
 
-    def __init__(self, tokenizer: ChatTokenizer, data: DataSpec, seq_len: int) -> None:
-        self._tokenizer, self._seq_len = tokenizer, seq_len
+    ``lost``: rows whose tokens lack something of them, by its name. ``tally``: counts rows that are left out because
+    data.on_bad is skip.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, data: DataSpec, seq_len: int, tally: Tally | None = None) -> None:
+        self._tokenizer, self._seq_len, self._skips = tokenizer, seq_len, data.on_bad == "skip"
         self._images = tokenizer.images
         self._truncation = "" if data.packing == "best_fit_split" else data.truncation
-        self.counts = RowCounts()
+        self.counts, self.lost, self.tally = RowCounts(), Counter[str](), tally or Tally()
 
     def encode(self, rows: list[Row]) -> Iterator[tuple[Row, list[Encoded]]]:
         """Yield each row that is kept, with its one document, or its chosen and its rejected answer.
 
         The first token of a document has weight 0: it is nobody's successor. Raises UsageError.
         """
-        found = self._tokenizer.encode([(row.example, row.weight) for row in rows])
-        for row, documents in zip(rows, found, strict=True):
+        encoded = self._tokenizer.encode([(row.example, row.weight) for row in rows])
+        for row, documents in zip(rows, encoded, strict=True):
             if isinstance(documents, RowError):
-                raise row_error(row.where, documents)
-            if (kept := self._kept(row, documents)) is not None:
+                if not self._skips:
+                    raise row_error(row.where, documents)
+                self.tally.leave_out(str(row_error(row.where, documents)))
+            elif (kept := self._kept(row, documents)) is not None:
+                lacks = {name for document in documents for name in document.lacks}
+                self.lost.update(lacks | {f"column {name}" for name in row.not_read})
                 yield row, kept
 
     def _kept(self, row: Row, documents: list[Encoded]) -> list[Encoded] | None:
@@ -126,20 +135,21 @@ class RowEncoder:
         part = slice(-self._seq_len, None) if self._truncation == "keep_end" else slice(self._seq_len)
         if cut and self._images is not None:
             part = slice(self._images.before_a_cut(documents[0].ids, self._seq_len))
-        kept = [Encoded(each.ids[part], each.weights[part]) for each in documents] if cut else documents
-        for document in kept:
+        if cut:
+            documents = [each._replace(ids=each.ids[part], weights=each.weights[part]) for each in documents]
+        for document in documents:
             document.weights[:1] = 0
-        if not all(document.weights.any() for document in kept):
+        if not all(document.weights.any() for document in documents):
             self.counts = replace(counts, read=counts.read + 1, without_target=counts.without_target + 1)
             return None
         self.counts = replace(
             counts,
             read=counts.read + 1,
             truncated=counts.truncated + cut,
-            tokens=counts.tokens + sum(len(document.ids) for document in kept),
-            targets=counts.targets + sum(int(np.count_nonzero(document.weights)) for document in kept),
+            tokens=counts.tokens + sum(len(document.ids) for document in documents),
+            targets=counts.targets + sum(int(np.count_nonzero(document.weights)) for document in documents),
         )
-        return kept
+        return documents
 
 
 class _Spool:
@@ -228,7 +238,7 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
 def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     data, objective, seq_len = spec.data, spec.training.objective, spec.language_model.seq_len
     is_llava = isinstance(spec.model, LlavaSpec)
-    files, tally = template_files(data, images=is_llava), Tally()
+    files, tally = template_files(spec), Tally()
     raw = tokenizer_of(data, objective, images=is_llava)
     create_file(folder / "tokenizer.json", raw.to_str(pretty=True))
     if data.tokenizer.path is None:
@@ -243,7 +253,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
         ids.discard(chat.images.id)  # no row of the embedding
     vocab_size = max(ids) + 1
     row_format, rows = rows_of(data, objective, tally, images=is_llava)
-    encoder = RowEncoder(chat, data, seq_len)
+    encoder = RowEncoder(chat, data, seq_len, tally)
     weighted = False
     with ExitStack() as opened:
         spools = {split: opened.enter_context(_Spool(folder, split, dtype)) for split in SPLITS}
@@ -260,6 +270,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     counts = encoder.counts
     if not counts.targets:
         params = {"rows": counts.read, "dropped": counts.without_target, "too_long": counts.too_long}
+        params |= {"unusable": tally.unusable}
         raise UsageError(Reason("data.nothing-to-train-on", {"source": data.source, "seq_len": seq_len, **params}))
     digest, hashes = hashlib.sha256(), list[bytes]()
     numbers: dict[str, Any] = {}
@@ -298,7 +309,12 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
         loss_on=data.loss_on,
         truncation=data.truncation,
         chat_template=data.recorded_template(Path()),
-        fields=data.recorded_fields(),
+        chat_template_kwargs=data.recorded("chat_template_kwargs"),
+        fields=data.recorded("fields"),
+        rows_unusable=tally.unusable,
+        unusable="\n".join(tally.problems),
+        lost=json.dumps(encoder.lost, sort_keys=True),
+        stop_tokens=",".join(map(str, sorted(chat.stops))),
         tokens_per_image=0 if chat.images is None else chat.images.copies,
         image_token=0 if chat.images is None else chat.images.id,
         image_folder=data.images.folder or "",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.images.prepared import is_of_images
+from scaletrain_cli.data.sources.rows import Tally
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens
 from scaletrain_cli.engine.data.packing import pack
 from scaletrain_cli.engine.data.row_dataset import rows_folder
@@ -40,8 +41,9 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         raise UsageError(Reason("data.prepared-not-shown", {"source": data.source}))
     tokenizer, is_own = _tokenizer(spec, Path(arguments[1]))
     chat, with_images = chat_tokenizer(spec, tokenizer), isinstance(spec.model, LlavaSpec)
-    row_format, rows = rows_of(data, objective, images=with_images)
-    encoder, shown = RowEncoder(chat, data, seq_len), []
+    tally = Tally()
+    row_format, rows = rows_of(data, objective, tally, images=with_images)
+    encoder, shown = RowEncoder(chat, data, seq_len, tally), []
     lengths: list[int] = []
     number = 0
     for number, row in enumerate(islice(rows, max(_ROWS_COUNTED, first + count - 1)), start=1):
@@ -56,7 +58,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
                     for name in ("without_target", "too_long", "truncated")
                     if getattr(counts, name) > getattr(before, name)
                 ),
-                "whole",
+                "whole" if kept else "unusable",
             )
             documents = kept[0] if kept else _uncut(chat, row)
             shown.append(_shown(number, row, state, documents, tokenizer, chat.images))
@@ -77,6 +79,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
             "truncated": counts.truncated,
             "without_target": counts.without_target,
             "too_long": counts.too_long,
+            "unusable": encoder.tally.unusable,
+            "lost": dict(encoder.lost),
             "tokens": counts.tokens,
             "target_tokens": counts.targets,
             "sequences": sequences,

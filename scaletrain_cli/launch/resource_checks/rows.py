@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
+from itertools import islice
 from pathlib import Path
 
+from scaletrain_cli.data.sources.rows import Tally, rows_in
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import (
-    first_rows,
     kind_of,
     parquet_names,
     row_file_problem,
@@ -49,8 +50,8 @@ def problem_of_rows(
                 found = _problem_of_first_rows(path, data, objective, beside if images else None)
             if found:
                 return found
-        except (EOFError, zlib.error) as error:
-            return Reason("checks.source-file", {"why": f"{path}: is not a complete gzip file: {error}"})
+        except UsageError as error:
+            return error.reason
         except OSError as error:
             return Reason("checks.source-file", {"why": f"{path}: cannot be read: {error.strerror or error}"})
     return None
@@ -59,7 +60,7 @@ def problem_of_rows(
 def _problem_of_first_rows(path: Path, data: DataSpec, objective: str, images: Path | None) -> Reason | None:
     """``images``: the folder of the images of the rows; None: rows have none."""
     row_format: str = data.format
-    for where, row in first_rows(path, _ROWS_PER_FILE):
+    for where, row, _ in islice(rows_in(path, Tally()), _ROWS_PER_FILE):
         try:
             if row_format == "auto":
                 row_format = format_of(row, objective, data.fields)
@@ -73,7 +74,8 @@ def _problem_of_first_rows(path: Path, data: DataSpec, objective: str, images: P
                     place = str(images / expand_home(name))
                     return Reason("checks.row-without-image", {"where": where, "path": place})
         except RowError as error:
-            return Reason("checks.source-row", {"where": where, "problem": error.reason})
+            if data.on_bad == "stop":
+                return error.at(where)
     return None
 
 

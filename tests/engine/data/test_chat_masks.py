@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaletrain_cli.engine.data.chat_template import CHATML, compile_template
+from scaletrain_cli.engine.data.chat_template import CHATML, SpecialTokens, compile_template
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles
 from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
@@ -40,6 +40,7 @@ class Family:
     eos: str = "</s>"
     system: bool = True
     tools: bool = True
+    describes_tools: bool = True  # the template writes the column tools
     rewritten: tuple[str, ...] = ()
     more: dict[str, str] = field(default_factory=dict)
 
@@ -83,6 +84,7 @@ FAMILIES = {
         ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁end｜>"),
         "<｜begin▁of▁sentence｜>",
         "<｜end▁of▁sentence｜>",
+        describes_tools=False,
     ),
     "gpt-oss": Family(
         "<|return|>",
@@ -179,8 +181,8 @@ def chat(name: str, template: str | None = None, **settings: Any) -> tuple[Any, 
     return plain, ChatTokenizer(plain, files, DataSpec(source="x", chat_template_date=DATE, **settings))
 
 
-def example(kind: str) -> Example:
-    row = {"messages": CONVERSATIONS[kind]} | ({"tools": TOOLS} if kind == "tools" else {})
+def example(kind: str, family: Family) -> Example:
+    row = {"messages": CONVERSATIONS[kind]} | ({"tools": TOOLS} if kind == "tools" and family.describes_tools else {})
     return parse_row(row, "messages", FieldsSpec())[0]
 
 
@@ -219,7 +221,7 @@ def test_a_conversation_is_rendered_as_by_transformers(name: str) -> None:
     template = CHATML if name == "chatml" else source(name)
     tokens = special_tokens(name) if name in FAMILIES else {"eos_token": "<|im_end|>"}
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(name), chat_template=template, **tokens)
-    ours = compile_template(template, tokens, DATE)
+    ours = compile_template(template, SpecialTokens(tokens), DATE)
     kinds = [kind for case, kind in CASES if case == name] or [*CONVERSATIONS]
     for kind in kinds:
         messages, tools = CONVERSATIONS[kind], TOOLS if kind == "tools" else None
@@ -237,11 +239,11 @@ def test_every_token_of_the_assistant_is_in_the_loss_and_no_token_of_a_prompt(na
     turns = [message for message in messages if message["role"] == "assistant"]
     if kind in family.rewritten:
         with pytest.raises(RowError) as refused:
-            encoded(chat(name)[1], example(kind))
+            encoded(chat(name)[1], example(kind, family))
         assert refused.value.reason.code == "data.template-rewrites-history"
         turns = turns[-1:]
     plain, chosen = chat(name, loss_on="last_assistant" if kind in family.rewritten else "assistant")
-    (document,) = encoded(chosen, example(kind))
+    (document,) = encoded(chosen, example(kind, family))
     spans, rest = spans_in_the_loss(plain, document)
     assert len(spans) == len(turns)
     for span, turn in zip(spans, turns, strict=True):
@@ -291,7 +293,7 @@ def test_marked_templates_of_trl_give_the_masks_of_transformers(name: str, file:
 def test_truncation_keeps_the_mask_of_the_tokens_that_remain(name: str, kind: str) -> None:
     last = "last_assistant" if kind in FAMILIES[name].rewritten else "assistant"
     _, chosen = chat(name, loss_on=last)
-    given = example(kind)
+    given = example(kind, FAMILIES[name])
     (whole,) = encoded(chosen, given)
     for length in (len(whole.ids) - 1, len(whole.ids) // 2, 12):
         for rule, part in (("keep_start", slice(length)), ("keep_end", slice(-length, None))):
@@ -375,7 +377,7 @@ def test_a_prompt_and_its_completion_have_the_mask_of_the_last_turn(name: str) -
     messages = CONVERSATIONS["turns"]
     answer = parse_row({"prompt": messages[:-1], "completion": messages[-1:]}, "prompt_completion", FieldsSpec())[0]
     (ours,) = encoded(chat(name)[1], answer)
-    (last,) = encoded(chat(name, loss_on="last_assistant")[1], example("turns"))
+    (last,) = encoded(chat(name, loss_on="last_assistant")[1], example("turns", FAMILIES[name]))
     assert ours.ids.tolist() == last.ids.tolist()
     assert ours.weights.tolist() == last.weights.tolist()
 

@@ -236,7 +236,7 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
         open_data_of(spec(folder, f"data.source={first}", "data.loss_on=all"), first)
     begun = spec(folder, f"data.source={first}", "data.loss_on=all")
     assert open_data_of(begun, first, begun=True), "a run that has trained keeps its rows"
-    (folder / "chat.jinja").write_text("{{ messages[0].content }}{{ messages[1].content }}")
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     template = f"data.chat_template={folder}/chat.jinja"
     with pytest.raises(UsageError, match=r"holds prepared rows, on which data.chat_template = .* has no effect"):
         open_data_of(spec(folder, f"data.source={first}", template), first)
@@ -311,7 +311,7 @@ def test_the_embedded_questions_and_answers_are_the_same_each_time(step: int, mo
     assert len(rows) > 1000 / step
     assert rows == [*docstring_rows(pairs=False)]
     parsed = [parse_row(row, format_of(row, "sft", FieldsSpec()), FieldsSpec()) for _, row in rows]
-    assert all(isinstance(example, Conversation) for example, _ in parsed)
+    assert all(isinstance(row.example, Conversation) for row in parsed)
     pairs = [row for _, row in docstring_rows(pairs=True)]
     assert len(pairs) > 200 / step
     assert all(row["chosen"] != row["rejected"] for row in pairs)

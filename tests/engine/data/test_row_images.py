@@ -40,7 +40,7 @@ LLAVA_TEMPLATE = (
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
     "{% endfor %}{% else %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
+    "{% generation %}{{ content['text'] + '<|im_end|>'}}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
@@ -222,7 +222,7 @@ def test_tokens_and_pixels_are_those_of_the_processor_of_transformers(takes_part
     if takes_parts:
         (beside / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     else:
-        template = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+        template = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
         template += "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     (beside / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     given = spec(folder, f"data.tokenizer={{kind: file, path: {beside}/tokenizer.json}}")

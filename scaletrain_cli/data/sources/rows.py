@@ -1,0 +1,158 @@
+"""Read the rows of files for fine-tuning as JSON values: jsonl, json and parquet."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scaletrain_cli.data.sources.libraries import require
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.corpus_files import FEW_REPLACED, MOST_REPLACED, kind_of, open_bytes
+from scaletrain_cli.spec.row_formats import RowError
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_PROBLEMS_KEPT = 20
+_LFS_POINTER = "version https://git-lfs.github.com/spec/"
+
+
+@dataclass
+class Tally:
+    """Counters of what was read. ``replaced``: bytes that are not UTF-8, replaced by U+FFFD.
+
+    ``unusable``: rows that were left out, because data.on_bad is skip; ``problems``: what is wrong with the first ones.
+    """
+
+    characters: int = 0
+    replaced: int = 0
+    unusable: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def leave_out(self, problem: str) -> None:
+        """Count a row that cannot be used."""
+        self.unusable += 1
+        if len(self.problems) < _PROBLEMS_KEPT:
+            self.problems.append(problem)
+
+
+class RawRow(NamedTuple):
+    """A row of a file. ``where``: its file and line; ``content``: its JSON value, or why it has none."""
+
+    where: str
+    content: Any
+    file: Path = Path()
+
+
+def rows_in(path: Path, tally: Tally, at_once: int | None = None) -> Iterator[RawRow]:
+    """Yield the rows of a file. A line that is not JSON has a RowError as its content.
+
+    ``at_once``: rows of a parquet file that are in memory at a time; None: as many as pyarrow has. Raises UsageError
+    for a file that cannot be read to its end, or is not text.
+    """
+    own = Tally()
+    try:
+        if kind_of(path) == "parquet":
+            yield from _parquet(path, at_once)
+        else:
+            with open_bytes(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape") as text:
+                yield from _json_rows(path, text, own)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(Reason("engine.file-not-gzip", {"path": str(path), "error": str(error)})) from error
+    except OSError as error:
+        params = {"path": str(path), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.file-unreadable", params)) from error
+    if own.replaced > max(FEW_REPLACED, MOST_REPLACED * own.characters):
+        counts = {"replaced": own.replaced, "characters": own.characters}
+        raise UsageError(Reason("engine.file-not-utf-8", {"path": str(path), **counts}))
+    tally.characters += own.characters
+    tally.replaced += own.replaced
+
+
+def _json_rows(path: Path, text: io.TextIOWrapper, tally: Tally) -> Iterator[RawRow]:
+    """Yield the rows of an array, or of lines; either may have either suffix."""
+    number, line = 0, "\n"
+    while line and not line.strip():
+        number, line = number + 1, text.readline()
+    if line.lstrip().startswith("["):
+        whole = line + text.read()
+        tally.characters += len(whole)
+        rows = _parsed(_clean(whole, tally))
+        if isinstance(rows, list):
+            yield from (RawRow(f"{path}, row {place}", row, path) for place, row in enumerate(rows, start=1))
+        else:
+            yield RawRow(str(path), rows, path)
+        return
+    while line:
+        if line.strip():
+            tally.characters += len(line)
+            row = _parsed(_clean(line, tally))
+            yield RawRow(f"{path}:{number}", row, path)
+        number, line = number + 1, text.readline()
+
+
+def _clean(text: str, tally: Tally) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text, replaced = _SURROGATES.subn("\ufffd", text)
+        tally.replaced += replaced
+    return text
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON value, or a RowError; lone surrogates, which JSON can contain, become question marks."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return RowError(_json_problem(text.strip(" \t\r\n")), error=str(error))  # gzip begins with white space
+    if "\\u" in text:
+        plain = json.dumps(value, ensure_ascii=False)
+        if (valid := plain.encode("utf-8", "replace").decode()) != plain:
+            return json.loads(valid)
+    return value
+
+
+def _json_problem(text: str) -> str:
+    """Return the code of the reason why a line, or the whole of an array, is not JSON."""
+    if text.startswith(_LFS_POINTER):
+        return "git-lfs-pointer"
+    if text.startswith("\x1f"):
+        return "json-is-gzip"
+    if text.count("\0") > len(text) // 3:
+        return "json-is-utf-16"
+    if "\0" in text:
+        return "json-has-nul"
+    if text in ("{", "["):
+        return "json-over-lines"
+    if re.match(r"[\[{]+\s*'", text):
+        return "json-single-quotes"
+    if re.search(r",\s*[\]}]+$", text) or text.endswith("},"):
+        return "json-trailing-comma"
+    return "json-invalid" if text.endswith(("}", "]")) else "json-cut"
+
+
+def _parquet(path: Path, at_once: int | None) -> Iterator[RawRow]:
+    arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(**({} if at_once is None else {"batch_size": at_once})):
+            for row in batch.to_pylist():
+                number += 1
+                content = {name: _without_nulls(value) for name, value in row.items()}
+                yield RawRow(f"{path}, row {number}", content, path)
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise UsageError(Reason("engine.parquet-unreadable", {"path": str(path), "error": str(error)})) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a nested value without the keys that parquet adds as null to the objects of a list that lack them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

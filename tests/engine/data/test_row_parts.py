@@ -1,0 +1,181 @@
+"""What a row says is in the text that is trained on, or the row is refused, or the part is counted by name.
+
+Rows of every format are made of words that occur nowhere else, so that a missing part is a missing word.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrain_cli.engine.data.chat_template import CHATML
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, TemplateFiles
+from scaletrain_cli.engine.data.row_source import Row
+from scaletrain_cli.engine.data.row_writing import RowEncoder
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.data import FieldsSpec
+from scaletrain_cli.spec.row_formats import parse_row
+from tests.engine.data.test_chat_masks import DATE, FAMILIES, source, special_tokens, tokenizer
+
+TEMPLATES = {"chatml": CHATML, "glm-4.5": source("glm-4.5"), "llama-4": source("llama-4")} | {
+    name: source(name) for name in FAMILIES
+}
+SAMPLES = {
+    # The forms of one template that others found: each writes content in another way.
+    "plain content": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "trimmed": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "arguments as text": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "arguments as json": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "last reasoning": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+WRITES_EVERYTHING = {"chatml", "glm-4.5", "qwen-2.5", "qwen-3", "granite-3"}
+EVERY_TEMPLATE = TEMPLATES | SAMPLES
+STOPS = {"glm-4.5": ("<|user|>", "<|observation|>", "<|endoftext|>"), "llama-4": ("<|eot|>", "<|eom|>")}
+MARKS = {
+    "glm-4.5": ("<|user|>", "<|observation|>", "<|assistant|>", "<|system|>", "<|endoftext|>", "[gMASK]", "<sop>"),
+    "llama-4": ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>"),
+}
+
+
+def chat_of(name: str, **settings: Any) -> tuple[Any, ChatTokenizer]:
+    """Return a tokenizer with the special tokens of a template, and the one that renders with it."""
+    plain = tokenizer(name)
+    if name in MARKS:
+        import tokenizers
+
+        plain.add_special_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in MARKS[name]])
+    tokens = special_tokens(name) if name in FAMILIES else {"eos_token": STOPS.get(name, ("<|im_end|>",))[-1]}
+    tokens |= {"bos_token": "<|begin_of_text|>"} if name == "llama-4" else {}
+    ids = tuple(plain.token_to_id(mark) for mark in STOPS.get(name, ()))
+    data = DataSpec(source="x", chat_template_date=DATE, **settings)
+    return plain, ChatTokenizer(plain, TemplateFiles(tokens, {"default": EVERY_TEMPLATE[name]}, ids), data)
+
+
+def words() -> Iterator[str]:
+    return (f"wo{number}rd" for number in itertools.count(100))
+
+
+def conversation(draw: Any, word: Iterator[str]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return messages and tools with all that a conversation may have."""
+    messages: list[dict[str, Any]] = []
+    tools: list[Any] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": next(word)})
+    for _ in range(draw(st.integers(1, 2))):
+        text: Any = next(word)
+        messages.append({"role": "user", "content": [{"type": "text", "text": text}] if draw(st.booleans()) else text})
+        if draw(st.booleans()):
+            name = next(word)
+            tools.append({"type": "function", "function": {"name": name, "description": next(word), "parameters": {}}})
+            arguments = {next(word): next(word), "depth": {"list": [next(word), 7]}}
+            calls = [
+                {"type": "function", "id": "abcdefghi", "function": {"name": name, "arguments": given_arguments}}
+                for given_arguments in (arguments, json.dumps({"more": next(word)}))[: draw(st.integers(1, 2))]
+            ]
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            messages += [
+                {"role": "tool", "name": name, "tool_call_id": "abcdefghi", "content": next(word)} for _ in calls
+            ]
+        answer = {"role": "assistant", "content": next(word)}
+        if draw(st.integers(0, 3)) == 3:
+            answer["reasoning_content"] = next(word)
+        messages.append(answer)
+    return messages, tools
+
+
+def in_sharegpt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
+    turns = []
+    for message in messages:
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content or [])
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            given_arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            called = {"name": call["function"]["name"], "arguments": given_arguments}
+            turns.append({"from": "function_call", "value": json.dumps(called)})
+        if text:
+            turns.append({"from": names[message["role"]], "value": text})
+        if "reasoning_content" in message:
+            turns[-1]["reasoning_content"] = message["reasoning_content"]
+    return turns
+
+
+@st.composite
+def rows(draw: Any) -> tuple[dict[str, Any], str]:
+    """Return a row and its format."""
+    word = words()
+    messages, tools = conversation(draw, word)
+    row: dict[str, Any] = {"tools": tools} if tools else {}
+    kind = draw(st.sampled_from(["messages", "json", "system", "sharegpt", "answer", "pair", "alpaca", "legacy"]))
+    if kind in ("messages", "json", "system"):
+        row |= {"messages": json.dumps(messages) if kind == "json" else messages}
+        if kind == "system" and messages[0]["role"] != "system":
+            row["system"] = next(word)
+        return row, "messages"
+    if kind == "sharegpt":
+        return row | {"conversations": in_sharegpt(messages)}, "sharegpt"
+    if kind == "answer":
+        return row | {"prompt": messages[:-1], "completion": messages[-1]["content"]}, "prompt_completion"
+    if kind == "pair":
+        one, other = ({"role": "assistant", "content": next(word)} for _ in range(2))
+        return row | {"conversations": messages[:-1], "chosen": one, "rejected": other}, "preference"
+    if kind == "alpaca":
+        row |= {"instruction": next(word), "input": next(word), "output": next(word), "system": next(word)}
+        return row | {"history": [[next(word), next(word)]], "prompt": next(word)}, "alpaca"
+    functions = [tool["function"] for tool in row.pop("tools", [])]
+    call = {"name": functions[0]["name"] if functions else "f", "arguments": json.dumps({"a": next(word)})}
+    turns = [{"role": "user", "content": next(word)}, {"role": "assistant", "content": None, "function_call": call}]
+    turns += [{"role": "function", "name": call["name"], "content": next(word)}]
+    return {"functions": functions, "messages": [*turns, {"role": "assistant", "content": next(word)}]}, "messages"
+
+
+def words_of(value: Any) -> set[str]:
+    text = json.dumps(value)
+    return {
+        piece for piece in text.replace('"', " ").replace("\\", " ").split() if piece.startswith("wo") and "rd" in piece
+    }
+
+
+@pytest.mark.parametrize("name", EVERY_TEMPLATE)
+@given(made=rows())
+def test_every_part_of_a_row_is_in_the_text_or_named(name: str, made: tuple[dict[str, Any], str]) -> None:
+    row, row_format = made
+    plain, chat = chat_of(name, loss_on="all")
+    encoder = RowEncoder(chat, DataSpec(source="x", on_bad="skip"), 1 << 16)
+    parsed = parse_row(row, row_format, FieldsSpec())
+    kept = list(encoder.encode([Row("rows:1", parsed.example, parsed.weight, "", (), parsed.not_read)]))
+    if not kept:
+        assert name not in WRITES_EVERYTHING
+        assert encoder.tally.unusable == 1
+        assert encoder.tally.problems[0].startswith("rows:1: ")
+        return
+    (_, documents), text = kept[0], ""
+    for document in documents:
+        text += plain.decode(document.ids.tolist(), skip_special_tokens=False)
+    unread = words_of({name: row[name] for name in parsed.not_read})
+    listed = [json.loads(row["messages"]) if isinstance(row.get("messages"), str) else row.get("messages")]
+    listed += [row.get("conversations"), row.get("prompt")]
+    messages = [message for each in listed if isinstance(each, list) for message in each]
+    thoughts = words_of([message.get("reasoning_content") for message in messages])
+    missing = {each for each in words_of(row) if each not in text}
+    assert missing <= unread | thoughts
+    assert bool(missing & unread) <= any(each.startswith("column ") for each in encoder.lost)
+    assert bool(missing & thoughts) <= ("reasoning" in encoder.lost)
+    assert "None" not in text
+    assert "'type'" not in text
+    assert "\\\\" not in text, "no JSON within the JSON of arguments"

@@ -1,0 +1,126 @@
+"""Every turn that is trained ends with a token at which the model stops, or the template is refused by name."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, TemplateFiles
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.data import FieldsSpec
+from scaletrain_cli.spec.row_formats import RowError, parse_row
+from tests.engine.data.test_chat_masks import CASES, DATE, FAMILIES, encoded, example, source, special_tokens, tokenizer
+from tests.engine.data.test_row_parts import EVERY_TEMPLATE, chat_of
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bergen"}}}
+TURNS = [
+    {"role": "user", "content": "Weather in Bergen?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain", "name": "weather"},
+    {"role": "assistant", "content": "It rains."},
+    {"role": "user", "content": "Thanks."},
+    {"role": "assistant", "content": "My pleasure."},
+]
+
+
+def ends_of_turns(plain: Any, document: Any) -> list[str]:
+    """Return the last token, without white space, of each run of tokens in the loss."""
+    targets = np.concatenate([[0], document.weights > 0, [0]]).astype(int)
+    edges = np.flatnonzero(np.diff(targets))
+    runs = [document.ids[start:stop].tolist() for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    words = [[plain.decode([token], skip_special_tokens=False) for token in run] for run in runs]
+    return [next(word for word in reversed(run) if word.strip()) for run in words]
+
+
+def conversation(messages: list[dict[str, Any]], **row: Any) -> Any:
+    return parse_row({"messages": messages} | row, "messages", FieldsSpec()).example
+
+
+def test_a_turn_that_ends_with_the_role_of_the_next_one_learns_to_write_it() -> None:
+    plain, chat = chat_of("glm-4.5")
+    (document,) = encoded(chat, conversation(TURNS))
+    assert ends_of_turns(plain, document) == ["<|observation|>", "<|user|>", "<|user|>"]
+    text = plain.decode(document.ids.tolist(), skip_special_tokens=False)
+    rendered = "[gMASK]<sop><|user|>\nWeather in Bergen?<|assistant|>\n<tool_call>weather\n<arg_key>town</arg_key>"
+    assert text.startswith(rendered)
+    assert text.endswith("<|assistant|>\nMy pleasure.<|user|>"), "after the last turn comes what would follow it"
+    assert chat.stops == {plain.token_to_id("<|observation|>"), plain.token_to_id("<|user|>")}
+
+
+def test_an_end_after_a_generation_block_is_in_the_loss() -> None:
+    plain, chat = chat_of("llama-4")
+    (document,) = encoded(chat, conversation(TURNS))
+    assert ends_of_turns(plain, document) == ["<|eot|>"] * 3
+    in_the_loss = plain.decode(document.ids[document.weights > 0].tolist(), skip_special_tokens=False)
+    assert (
+        in_the_loss == '{"name": "weather", "parameters": {"town": "Bergen"}}<|eot|>It rains.<|eot|>My pleasure.<|eot|>'
+    )
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
+@pytest.mark.parametrize("name", ["glm-4.5", "llama-4"])
+def test_an_answer_to_a_prompt_learns_to_stop(name: str, loss_on: str) -> None:
+    plain, chat = chat_of(name, loss_on=loss_on)
+    row = {"prompt": "Hello", "chosen": [TURNS[3]], "rejected": "No.", "system": "Be brief."}
+    pair = parse_row(row, "preference", FieldsSpec()).example
+    for document in encoded(chat, pair):
+        assert ends_of_turns(plain, document)[-1] in ("<|eot|>", "<|user|>")
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_each_turn_of_a_published_template_ends_with_a_token_that_stops_the_model(name: str, kind: str) -> None:
+    """Only eos_token of the tokenizer is known: what else ends turns is found, and recorded for the export."""
+    family = FAMILIES[name]
+    plain = tokenizer(name)
+    files = TemplateFiles(special_tokens(name), {"default": source(name)})
+    loss_on = "last_assistant" if kind in family.rewritten else "assistant"
+    chat = ChatTokenizer(plain, files, DataSpec(source="x", chat_template_date=DATE, loss_on=loss_on))
+    (document,) = encoded(chat, example(kind, family))
+    ends = ends_of_turns(plain, document)
+    assert ends
+    assert {plain.token_to_id(end) for end in ends} == chat.stops
+
+
+REFUSED = {
+    "no end": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "turn-without-end",
+    ),
+    "text after each answer": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %} END{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
+        "turn-without-end",
+    ),
+    "an end that also stands within": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | replace(' ', '<|im_start|>') }}<|im_start|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "turn-end-within",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "code"), REFUSED.values(), ids=REFUSED)
+def test_a_template_whose_turns_do_not_end_is_refused(template: str, code: str) -> None:
+    chat = ChatTokenizer(
+        tokenizer("chatml"), TemplateFiles({"eos_token": "<|endoftext|>"}, {"default": template}), DataSpec(source="x")
+    )
+    with pytest.raises(RowError) as refused:
+        encoded(chat, conversation([TURNS[0], TURNS[3]]))
+    assert refused.value.reason.code == f"data.{code}"
+    assert "message 1" in str(refused.value.reason)
+
+
+def test_variables_of_the_template_come_from_the_spec_and_from_the_row() -> None:
+    template = EVERY_TEMPLATE["plain content"].replace("{{ m.content }}", "{{ m.content }}{{ mood | default('') }}")
+    files = TemplateFiles({"eos_token": "<|im_end|>"}, {"default": template})
+    texts = []
+    for settings, row in [({}, {}), ({"mood": "calm"}, {}), ({"mood": "calm"}, {"mood": "brisk"})]:
+        chat = ChatTokenizer(tokenizer("chatml"), files, DataSpec(source="x", chat_template_kwargs=settings))
+        texts.append(chat.text_of(conversation([TURNS[4], TURNS[5]], chat_template_kwargs=row)))
+    assert ["calm" in text for text in texts] == [False, True, False]
+    assert "brisk" in texts[2]
+    assert all(one != other for one, other in pairwise(texts))
