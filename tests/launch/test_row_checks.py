@@ -125,6 +125,7 @@ BROKEN = {
     "single quotes": (str(json.loads(ROW)).encode(), "Write it with json.dumps"),
     "trailing comma": (ROW[:-1].encode() + b",}", "a comma follows the last value"),
     "comma between rows": (f"{ROW},\n{ROW}".encode(), "a comma follows the last value"),
+    "NUL at the end of a file": (b"\0" * 99, "the line has NUL bytes"),
     "NUL": (ROW.encode().replace(b"Hi", b"\0"), "the line has NUL bytes"),
     "UTF-16": (ROW.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     "gzip": (gzip.compress(ROW.encode()), "Add .gz to its name"),

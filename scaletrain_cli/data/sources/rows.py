@@ -125,7 +125,7 @@ def _json_problem(text: str) -> str:
         return "git-lfs-pointer"
     if text.startswith("\x1f"):
         return "json-is-gzip"
-    if text.count("\0") > len(text) // 3:
+    if text.count("\0") > len(text) // 3 and "\0\0" not in text:  # every other byte
         return "json-is-utf-16"
     if "\0" in text:
         return "json-has-nul"

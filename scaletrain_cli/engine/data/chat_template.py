@@ -54,6 +54,7 @@ CHATML = """\
     {%- if message.role == 'assistant' %}
         {{- '<|im_start|>assistant\\n' }}
         {%- generation %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if message.reasoning_content }}
             {{- message.content or '' }}
             {%- for call in message.tool_calls or [] %}
                 {%- set function = call.function or call %}
