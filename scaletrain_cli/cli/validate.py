@@ -15,11 +15,12 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     Data, weights, tokenizers and other resources that submit would reject are errors, too; what is not visible on this
     machine is a warning.
 
-    With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons"}; the spec includes every
-    default and derived dimension.
+    With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons", "notes"}; the spec
+    includes every default and derived dimension.
     """
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.adapters import check_adapter
+    from scaletrain_cli.plan.advice.warnings import about_config_keys
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.plan.trained_parameters import check_what_trains
     from scaletrain_cli.spec import load_spec
@@ -41,7 +42,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
 
             print_json({"valid": False, "problems": [problem.to_json() for problem in error.problems], "spec": None})
         raise
-    found = check_external(run)
+    found, notes = check_external(run), tuple(about_config_keys(run))
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -49,6 +50,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
             "missing": [problem.to_json() for problem in found.problems],
             "not_checked": [sentences(warning) for warning in found.warnings],
             "not_checked_reasons": [warning.to_document() for warning in found.warnings],
+            "notes": [note.to_json() for note in notes],
         }
         spec_document = run.model_dump(mode="json", by_alias=True)
         print_json({"valid": not found.problems, "problems": [], "spec": spec_document} | details)
@@ -58,7 +60,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     from scaletrain_cli.ui.spec import show_summary
 
     show_summary(run, STDIN if str(spec) == "-" else str(spec), usable=not found.problems)
-    for warning in found.warnings:
+    for warning in (*notes, *found.warnings):
         warn(sentences(warning))
     _refuse(found.problems)
 

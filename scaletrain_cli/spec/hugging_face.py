@@ -1,8 +1,8 @@
 """Read a model's dimensions from a Hugging Face config.json.
 
-Each key is either used, or known not to change the model, or rejected by name. An unknown key is rejected too, because
-it may change what the model computes. Works on the raw mapping, before validation, so that keys of the spec take
-precedence.
+Each key that transformers reads is used, or has no effect on the model, or is refused by name if its value is not
+supported. All others are ignored: they cannot change what transformers computes. Works on the raw mapping, before
+validation, so that keys of the spec take precedence.
 """
 
 from __future__ import annotations
@@ -13,27 +13,44 @@ from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, Architecture
-from scaletrain_cli.spec.hugging_face_keys import KnownKeys, require_known
+from scaletrain_cli.spec.hugging_face_keys import KnownKeys, check_keys
 from scaletrain_cli.spec.hugging_face_read_only import ABOUT_IMAGES, READ_ONLY, TEXT_PARTS, shortest
 from scaletrain_cli.spec.hugging_face_vision import vision_from_config
 from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.rope import KEYS_OF_ROPE
 from scaletrain_cli.spec.vision_model import VISION
 from scaletrain_cli.text import either
 
 _READ = ARCHITECTURES | READ_ONLY
-# Read where the architecture has sliding windows; see _windows for all others.
-_WINDOW = frozenset({"max_window_layers", "layer_types"})
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
+_OF_EVERY_MODEL = frozenset(
+    (
+        "hidden_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings tie_word_embeddings "
+        "initializer_range"
+    ).split()
+)
+_OF_LLAMA = frozenset({"num_key_value_heads", "head_dim", "intermediate_size", "attention_dropout"})
+_OF_ROUTER = frozenset({"num_experts", "num_experts_per_tok", "router_aux_loss_coef"})
+_OF_EACH_ROPE = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 
 def known_keys(kind: str) -> KnownKeys:
-    """Return the known keys of a transformer's ``model_type``."""
+    """Return the keys of a transformer's ``model_type``."""
     known = _READ[kind]
-    used = (known.used | set(_SAME_NAME) | set(known.renamed.values())) - set(known.only)
+    used = _OF_EVERY_MODEL | known.used | set(known.aliases)
+    used |= {theirs for ours, theirs in known.renamed.items() if known.experts or ours not in _OF_ROUTER}
     if known.family == "gpt":
         return KnownKeys(used, known.irrelevant, known.only)
-    only = {"use_mrope": (False,), **known.only}
-    return KnownKeys(used | _ROPE | {"attention_dropout", "hidden_act"}, known.irrelevant | _WINDOW, only)
+    used |= _OF_LLAMA
+    if known.experts:
+        used |= _OF_ROUTER - ({"num_experts"} & known.renamed.keys() - known.aliases.keys())
+    if known.fixed.get("position_embedding") != "none":
+        used |= _ROPE | {"partial_rotary_factor"}
+    if known.activations and "hidden_activation" not in known.used:
+        used |= {"hidden_act"}
+    # transformers' cache reads layer_types for each architecture; see _windows.
+    irrelevant = known.irrelevant | {"layer_types"} | ({"head_dim"} if "kv_lora_rank" in known.used else set())
+    return KnownKeys(used - irrelevant - set(known.only), irrelevant, known.only)
 
 
 _LARGEST_CONFIG_BYTES = 1_000_000
@@ -43,7 +60,8 @@ _DERIVED = frozenset(
     (
         "attention_bias mlp_bias sliding_window layer_types use_sliding_window max_window_layers "
         "sliding_window_pattern hidden_activation partial_rotary_factor original_max_position_embeddings "
-        "n_shared_experts decoder_sparse_step mlp_only_layers resid_pdrop embd_pdrop attn_pdrop"
+        "n_shared_experts decoder_sparse_step mlp_only_layers resid_pdrop embd_pdrop attn_pdrop rope_scaling "
+        "rope_parameters hidden_act"
     ).split()
 )
 # Keys whose null differs from a missing key, which has a default.
@@ -51,29 +69,6 @@ _NULL_IS_A_VALUE = frozenset(
     (
         "sliding_window layer_types rope_local_base_freq attn_logit_softcapping final_logit_softcapping q_lora_rank"
     ).split()
-)
-_SAME_NAME = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "rope_theta",
-    "initializer_range",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "router_aux_loss_coef",
-    "num_experts",
-    "moe_intermediate_size",
-    "first_k_dense_replace",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_rope_head_dim",
-    "v_head_dim",
 )
 
 
@@ -86,25 +81,32 @@ def from_hugging_face(path: Path) -> dict[str, Any]:
     return from_config(read_config(path))
 
 
-def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the model keys of a parsed config.json. Raises SourceError."""
+def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dict[str, Any]:
+    """Return the model keys of a parsed config.json. Raises SourceError.
+
+    ``ignored``: gets the keys that transformers does not read for this model, with those of their sections.
+    """
+    ignored = [] if ignored is None else ignored
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in VISION:
-        return vision_from_config(config, from_config)
+        return vision_from_config(config, from_config, ignored)
     if isinstance(kind, str) and kind in TEXT_PARTS:
-        return _text_part(config, kind)
+        return _text_part(config, kind, ignored)
     if not isinstance(kind, str) or kind not in _READ:
         names = ", ".join(sorted([*_READ, *TEXT_PARTS, *VISION]))
         stated = "no model_type" if kind is None else f"model_type {str(kind)[:80]!r}"
         raise SourceError("hf_config", f"has {stated}; known: {names}")
-    require_known(config, known_keys(kind))
-    known = _READ[kind]
-    keys = [key for key in (*_SAME_NAME, *known.used) if key not in _DERIVED and key not in known.irrelevant]
-    found = {key: config[key] for key in keys if key in config}
+    known, keys = _READ[kind], known_keys(kind)
+    check_keys(config, keys, ignored)
+    aliases = known.aliases
+    config = {aliases.get(key, key): config[key] for key in config if key in keys and aliases.get(key) not in config}
+    copied = keys.used - _DERIVED - set(known.renamed.values())
+    found = {key: value for key, value in config.items() if key in copied}
     found |= {key: config[theirs] for key, theirs in known.renamed.items() if theirs in config}
     found |= _dropouts(config, known.family)
     if known.family == "llama":
-        found |= {**_rope(config, kind), **_biases(config), **_activation(config, kind)}
+        rope = _rope(config, kind, ignored) if keys.used >= _ROPE else {}
+        found |= {**rope, **_biases(config), **_activation(config, kind)}
         found |= {} if known.derive else _windows(config, kind)
     if known.experts and "kv_lora_rank" not in known.varies and not _has_experts(config, known):
         key = known.renamed.get("num_experts", "num_experts")
@@ -115,8 +117,6 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         found |= _groups(config)
     if "kv_lora_rank" in known.varies:
         found |= _shared_experts(config, known)
-        if known.renamed["head_dim"] not in config:
-            found.pop("head_dim", None)  # that of transformers is the number of rotated channels
     if known.derive is not None:
         derived = known.derive(config)
         without = known.used | (frozenset() if known.experts or "num_experts" in derived else OF_EXPERTS)
@@ -128,22 +128,27 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if value is not None}
 
 
-def _text_part(config: dict[str, Any], kind: str) -> dict[str, Any]:
+def _text_part(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, Any]:
     """Return the model keys of the language model in a multimodal config.json. Raises SourceError."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise SourceError("hf_config", f"has model_type {kind} and no text_config, which has the language model")
     model_type, tied = TEXT_PARTS[kind]
-    require_known(config, KnownKeys(frozenset({"text_config"}), ABOUT_IMAGES, {"tie_word_embeddings": (tied,)}))
+    keys = KnownKeys(frozenset({"text_config"}), ABOUT_IMAGES, {"tie_word_embeddings": (tied,)})
+    check_keys(config, keys, ignored)
     if text.get("model_type", model_type) != model_type:
         raise SourceError("hf_config", f"has text_config.model_type other than {model_type}")
-    return {**from_config({"model_type": model_type, **text}), "text_of": kind}
+    inner: list[str] = []
+    found = from_config({"model_type": model_type, **text}, inner)
+    ignored += [f"text_config.{key}" for key in inner]
+    return {**found, "text_of": kind}
 
 
-def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
+def _rope(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, Any]:
     """Return the settings of rotary positions. Raises SourceError for unsupported ones."""
     # transformers 5 keeps all rotary settings here; before, rope_scaling was next to rope_theta.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or _READ[kind].default_rope
+    section = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(section) or _READ[kind].default_rope
     if not isinstance(rope, dict):
         raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
     found: dict[str, Any] = {}
@@ -152,13 +157,20 @@ def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
             raise SourceError("hf_config", f"has rope_parameters.sliding_attention = {str(local)[:80]}, which scales")
         found["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
-        rope = rope["full_attention"]
+        section, rope = f"{section}.full_attention", rope["full_attention"]
+    if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
+        raise SourceError(
+            "hf_config", f"has {section}.{nested[0][:80]}, but {kind} has the same positions in all layers"
+        )
     if "rope_theta" in rope:
         found["rope_theta"] = rope["rope_theta"]
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in _READ[kind].varies:
         raise SourceError("hf_config", f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
-    return {**found, "partial_rotary_factor": rotated, "rope_scaling": _rope_scaling(config, rope, kind)}
+    scaling = _rope_scaling(config, rope, kind)
+    of_kind = () if scaling is None else KEYS_OF_ROPE[scaling["rope_type"]]
+    ignored += [f"{section}.{key}" for key in rope if key not in _OF_EACH_ROPE and key not in of_kind]
+    return {**found, "partial_rotary_factor": rotated, "rope_scaling": scaling}
 
 
 def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: str) -> dict[str, Any] | None:
@@ -173,8 +185,7 @@ def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: st
         raise SourceError(
             "hf_config", f"has rope_scaling of type {str(kind)[:80]}, but {architecture} has {either(known)} only"
         )
-    apart = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-    scaling = {key: value for key, value in rope.items() if key not in apart and value is not None}
+    scaling = {key: rope[key] for key in KEYS_OF_ROPE[kind] if rope.get(key) is not None}
     if kind in ("yarn", "llama3", "longrope"):
         original = config.get("original_max_position_embeddings") or (4096 if architecture == "phi3" else None)
         if original is not None:  # which transformers prefers
@@ -246,13 +257,11 @@ def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
     known = _READ[kind]
     key = "hidden_activation" if "hidden_activation" in known.used else "hidden_act"
     given = config.get(key)
-    if given is None:
+    if given is None or not known.activations:
         return {"hidden_activation": None}
     if not isinstance(given, str) or given not in known.activations:
-        shown, allowed = f"has {key} = {str(given)[:80]}", " or ".join(known.activations)
-        if not allowed:
-            raise SourceError("hf_config", f"{shown}, which a {kind} does not have")
-        raise SourceError("hf_config", f"{shown}, but only {allowed} is supported")
+        allowed = " or ".join(known.activations)
+        raise SourceError("hf_config", f"has {key} = {str(given)[:80]}, but only {allowed} is supported")
     named = known.activations[given]
     return {"hidden_activation": None if named == "silu" else named}
 

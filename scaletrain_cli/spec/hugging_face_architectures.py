@@ -66,7 +66,7 @@ _GPT2_KEYS = {
     "norm_eps": "layer_norm_epsilon",
 }
 _DEEPSEEK_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"}
-_DEEPSEEK_KEYS |= {"router_aux_loss_coef": "aux_loss_alpha"}  # which DeepSeek's own code reads, and transformers not
+_DEEPSEEK_KEYS |= {"router_aux_loss_coef": "aux_loss_alpha"}  # read by DeepSeek's own code, and not by transformers
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "norm_position": "pre_and_post",
@@ -83,28 +83,37 @@ _GEMMA_DEFAULTS = {
 }
 _GEMMA_KEYS = frozenset({"query_pre_attn_scalar", "final_logit_softcapping", "hidden_activation"})
 _QWEN_EXPERTS = frozenset({"norm_topk_prob", "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers"})
+_QWEN_BLOCKS = frozenset({"norm_topk_prob", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"})
 _QWEN_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
-# Values of keys that only say that a model has no sliding window.
-_NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (), "use_sliding_window": (False,)}
-# Keys of DeepSeek's training, and sums of other keys. The layers that predict more than the next token are not trained.
-_DEEPSEEK_IRRELEVANT = frozenset("ep_size num_mtp_layers num_nextn_predict_layers qk_head_dim seq_aux".split())
+# Sums of other keys. The layers that predict more than the next token are not trained.
+_DEEPSEEK_IRRELEVANT = frozenset("num_mtp_layers num_nextn_predict_layers qk_head_dim".split())
 _DEEPSEEK_ROUTER = frozenset({"n_group", "topk_group", "routed_scaling_factor"})
 _DEEPSEEK_VARIES = _DEEPSEEK_ROUTER | {"first_k_dense_replace", "shared_expert_intermediate_size", "kv_lora_rank"}
 _DEEPSEEK_ATTENTION = {"norm_eps": 1e-6, "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
 _DEEPSEEK_ATTENTION |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
-_GPT2_HEADS = frozenset(
-    {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"}
+# transformers' classes have no balance loss; a file that has one says so with DeepSeek's own aux_loss_alpha.
+_DEEPSEEK_DEFAULTS = {**_DEEPSEEK_ATTENTION, "router_aux_loss_coef": 0.0}
+LATENT_KEYS = frozenset("first_k_dense_replace kv_lora_rank q_lora_rank qk_rope_head_dim v_head_dim".split())
+_DEEPSEEK_USED = _DEEPSEEK_ROUTER | LATENT_KEYS | {"n_shared_experts", "moe_intermediate_size"}
+# Read by DeepSeek's own code, with which the weights were trained, and not by transformers.
+_DEEPSEEK_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "attention_bias": (False,)}
+_GPT2_HEADS = frozenset(  # of tasks other than the next token
+    (
+        "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
+        "summary_last_dropout classifier_dropout hidden_dropout num_labels"
+    ).split()
 )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One ``model_type`` of Hugging Face.
+    """One ``model_type`` of Hugging Face. Its keys have every key that transformers reads for it.
 
     ``fixed``: settings of each of its models, by spec key. ``varies``: the TRAITS that its models may choose, all
     others have the default of the spec. ``renamed``: names in config.json, by spec key. ``defaults``: values of
-    transformers for missing keys, where they differ from those of this package. ``used``: further keys of config.json
-    that become settings; ``irrelevant``: keys without effect; ``only``: keys that may have these values, or be null.
+    transformers for missing keys, where they differ from those of this package. ``aliases``: other names of keys.
+    ``used``: further keys of config.json that become settings; ``irrelevant``: keys without effect; ``only``: keys that
+    may have these values, or be null.
     ``layer_types``: the pattern of layers if config.json has none. ``experts``: its MLPs are mixtures of experts.
     ``shared_experts``: their number if config.json does not state it.
     ``default_rope``: the settings of rotary positions if config.json has none.
@@ -117,6 +126,7 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     varies: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=lambda: _LLAMA_KEYS)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     used: frozenset[str] = frozenset()
     irrelevant: frozenset[str] = frozenset()
@@ -131,22 +141,20 @@ class Architecture:
 
 
 _DENSE = frozenset({"hidden_activation"})
-_EXPERTS: dict[str, tuple[Any, ...]] = {**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)}
+_EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         "LlamaForCausalLM",
         varies=_DENSE | {"bias", "attention_bias"},
-        defaults={"norm_eps": 1e-6},
+        defaults={"norm_eps": 1e-6, "max_position_embeddings": 2048},  # files of the first LLaMA do not state it
         used=frozenset({"attention_bias", "mlp_bias"}),
-        only=_NO_WINDOW,
     ),
     "mistral": Architecture(
         "MistralForCausalLM",
         varies=_DENSE | {"sliding_window"},
         defaults={"norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
         used=frozenset({"sliding_window"}),
-        only={"attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
@@ -154,7 +162,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         varies=_DENSE | {"sliding_window", "layer_types"},
         defaults={"norm_eps": 1e-6, "sliding_window": 4096},
         used=_QWEN_WINDOW,
-        only={"attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
@@ -162,7 +169,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         varies=_DENSE | {"sliding_window", "layer_types", "attention_bias"},
         defaults={"norm_eps": 1e-6, "head_dim": 128, "sliding_window": 4096},
         used=_QWEN_WINDOW | {"attention_bias"},
-        only={"mlp_bias": (False,)},
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
@@ -173,7 +179,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         used=_GEMMA_KEYS | {"attn_logit_softcapping", "sliding_window", "layer_types", "attention_bias"},
-        irrelevant=frozenset({"hidden_act", "cache_implementation"}),
         only={"use_bidirectional_attention": (False,)},
         activations=_GELU_TANH,
         layer_types=("sliding_attention", "full_attention"),
@@ -192,7 +197,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         used=_GEMMA_KEYS
         | {"rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types", "attention_bias"},
-        irrelevant=frozenset({"hidden_act", "cache_implementation"}),
         # transformers' Gemma 3 reads attn_logit_softcapping and does not use it
         only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
         activations=_GELU_TANH,
@@ -203,10 +207,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"fused_projections": True},
         varies=_DENSE | {"sliding_window", "partial_rotary_factor"},
         used=frozenset({"sliding_window", "partial_rotary_factor", "original_max_position_embeddings"}),
-        only={
-            **{"attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,)},
-            **{"interpolate_factor": (1,), "resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)},
-        },
+        only={"resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)},
         ropes=("longrope",),
     ),
     "olmo2": Architecture(
@@ -214,7 +215,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"norm_position": "post", "qk_norm": True, "qk_norm_scope": "projection"},
         varies=_DENSE | {"attention_bias"},
         used=frozenset({"attention_bias"}),
-        only=_NO_WINDOW,
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
@@ -222,7 +222,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         varies=frozenset({"sliding_window"}),
         defaults={"rope_theta": 1e6, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
         used=frozenset({"sliding_window"}),
-        only={"attention_bias": (False,), "mlp_bias": (False,), "router_jitter_noise": (0, 0.0)},
+        aliases=_EXPERTS_ALIAS,
+        only={"router_jitter_noise": (0, 0.0)},
         activations=_SILU,
         experts=True,
     ),
@@ -235,13 +236,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             **{"norm_eps": 1e-6, "sliding_window": 4096, "qkv_bias": True, "num_experts": 60},
             **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
         },
-        used=_QWEN_WINDOW | {"decoder_sparse_step", "mlp_only_layers", "qkv_bias", "shared_expert_intermediate_size"},
-        irrelevant=frozenset({"num_local_experts"}),
-        only={"attention_bias": (False,), "mlp_bias": (False,)},
+        used=_QWEN_WINDOW | _QWEN_BLOCKS | {"qkv_bias", "shared_expert_intermediate_size"},
         activations=_SILU,
         experts=True,
     ),
-    "qwen3_moe": Architecture(  # num_experts, or from transformers 5 num_local_experts
+    "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
         varies=_QWEN_EXPERTS | {"sliding_window"},
@@ -249,9 +248,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             **{"norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 4},
             **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         },
-        used=frozenset({"decoder_sparse_step", "mlp_only_layers", "sliding_window", "use_sliding_window"}),
-        irrelevant=frozenset({"max_window_layers"}),
-        only={"attention_bias": (False,), "mlp_bias": (False,)},
+        used=_QWEN_BLOCKS | {"sliding_window", "use_sliding_window"},
+        aliases=_EXPERTS_ALIAS,
+        only={"attention_bias": (False,)},
         activations=_SILU,
         experts=True,
     ),
@@ -260,11 +259,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"norm_topk_prob": False},
         varies=_DEEPSEEK_VARIES | {"topk_method"},
         renamed=_DEEPSEEK_KEYS,
-        defaults={**_DEEPSEEK_ATTENTION, "num_experts": 64, "moe_intermediate_size": 1407},
-        used=_DEEPSEEK_ROUTER | {"n_shared_experts", "topk_method"},
+        defaults={**_DEEPSEEK_DEFAULTS, "num_experts": 64, "moe_intermediate_size": 1407},
+        used=_DEEPSEEK_USED | {"topk_method"},
+        aliases={"num_experts": "n_routed_experts"},
         irrelevant=_DEEPSEEK_IRRELEVANT,
         # with norm_topk_prob, DeepSeek's own code normalizes weights, and transformers does not
-        only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("softmax",), "norm_topk_prob": (False,)},
+        only={**_DEEPSEEK_ONLY, "scoring_func": ("softmax",), "norm_topk_prob": (False,), "mlp_bias": (False,)},
         activations=_SILU,
         experts=True,
         shared_experts=2,
@@ -275,13 +275,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         varies=_DEEPSEEK_VARIES | {"norm_topk_prob", "rope_interleave"},
         renamed=_DEEPSEEK_KEYS,
         defaults={
-            **{**_DEEPSEEK_ATTENTION, "num_key_value_heads": 128, "first_k_dense_replace": 3, "norm_topk_prob": True},
+            **{**_DEEPSEEK_DEFAULTS, "num_key_value_heads": 128, "first_k_dense_replace": 3, "norm_topk_prob": True},
             **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
             **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         },
-        used=_DEEPSEEK_ROUTER | {"n_shared_experts", "rope_interleave"},
+        used=_DEEPSEEK_USED | {"rope_interleave", "norm_topk_prob"},
+        aliases={"num_local_experts": "n_routed_experts"},
         irrelevant=_DEEPSEEK_IRRELEVANT,
-        only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        only={**_DEEPSEEK_ONLY, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         activations=_SILU,
         experts=True,
         shared_experts=1,
@@ -300,9 +301,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_theta": 150_000.0,
         },
         used=frozenset({"sliding_window", "layer_types", "swiglu_limit"}),
-        # OpenAI's files have a router_aux_loss_coef of 0.9, which transformers reads only with output_router_logits
-        irrelevant=frozenset({"experts_per_token", "initial_context_length", "router_aux_loss_coef"}),
-        only={"attention_bias": (True,), "mlp_bias": (True,), "swiglu_alpha": (1.702,)},
+        aliases=_EXPERTS_ALIAS,
+        only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
         activations=_SILU,
         layer_types=("sliding_attention", "full_attention"),
         experts=True,

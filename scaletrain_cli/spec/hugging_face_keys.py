@@ -1,6 +1,7 @@
-"""Keys of a Hugging Face config.json: used, known not to change the model, or rejected by name.
+"""Keys of a Hugging Face config.json: used, without effect, or refused by name; all others are ignored and named.
 
-An unknown key is rejected too, because it may change what the model computes.
+The tables have every key that transformers reads (a test compares them with its source), so a key that is not in them
+cannot change what transformers computes.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ _ABOUT_THE_FILE = frozenset(
 )
 # Same results in another order or precision; a context length that only custom code reads.
 _SAME_RESULT = frozenset({"pretraining_tp", "reorder_and_upcast_attn", "quantization_config", "n_ctx"})
-_NOT_BOTH_WAYS: dict[str, tuple[Any, ...]] = {
+# Read for each architecture, by its modules, its masks or its cache.
+_ONLY_WITH: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
     "partial_rotary_factor": (1, 1.0),
+    "sliding_window": (),
+    "attention_chunk_size": (),
+    "is_causal": (True,),
+    "kv_sharing_modes": (),
+    "per_layer_config": ({},),
 }
 
 
@@ -48,18 +55,23 @@ class KnownKeys:
     irrelevant: frozenset[str] = frozenset()
     only: Mapping[str, tuple[Any, ...]] | None = None
 
+    @property
+    def all_only(self) -> dict[str, tuple[Any, ...]]:
+        """``only`` with the keys that limit every architecture, unless this one uses them."""
+        both = {**_ONLY_WITH, **(self.only or {})}
+        return {key: values for key, values in both.items() if key not in self.used | self.irrelevant}
 
-def rejections(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
+    def __contains__(self, key: str) -> bool:
+        """Return False for a key that is ignored because transformers does not read it."""
+        tables = (self.used, self.irrelevant, self.all_only, _ABOUT_THE_FILE, _SAME_RESULT)
+        return key.startswith("_") or any(key in table for table in tables)
+
+
+def _refusals(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
     """Yield the reasons why a config cannot be imported, one line for each key."""
+    only = known.all_only
     for key, value in config.items():
-        if key.startswith("_") or key in known.used or key in known.irrelevant:
-            continue
-        if key in _ABOUT_THE_FILE or key in _SAME_RESULT:
-            continue
-        only = {**_NOT_BOTH_WAYS, **(known.only or {})}
-        if key not in only:
-            yield f"has the unsupported key {key[:80]}. Remove it if it does not change the model"
-        elif value is not None and value not in only[key]:
+        if key in only and value is not None and value not in only[key]:
             allowed = " or ".join(map(_shown, only[key])) or "null"
             yield f"has {key} = {_shown(value)}, but only {allowed} is supported"
 
@@ -68,7 +80,11 @@ def _shown(value: Any) -> str:
     return (str(value).lower() if isinstance(value, bool) else str(value))[:80]
 
 
-def require_known(config: Mapping[str, Any], known: KnownKeys, where: str = "") -> None:
-    """Raise SourceError if a config cannot be imported. ``where``: the name of a section of config.json."""
-    if problems := list(rejections(config, known)):
+def check_keys(config: Mapping[str, Any], known: KnownKeys, ignored: list[str], where: str = "") -> None:
+    """Add the keys without effect to ``ignored``. Raises SourceError if a key has a value that is not supported.
+
+    ``where``: the name of a section of config.json.
+    """
+    ignored += [f"{where}.{key}"[:80].removeprefix(".") for key in config if key not in known]
+    if problems := list(_refusals(config, known)):
         raise SourceError("hf_config", "; ".join(f"{where} {problem}".strip() for problem in problems[:5]))

@@ -1,8 +1,7 @@
 """Architectures of Hugging Face whose config.json is read and not written.
 
 Most have blocks that the engine does not build: ``planned_architecture`` names them, and such a run is planned, but
-cannot be submitted. What only the unbuilt blocks compute, and what changes neither parameters nor FLOPs nor memory, is
-then known as irrelevant.
+cannot be submitted. What changes neither parameters nor FLOPs nor memory is then irrelevant.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, Architecture
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, LATENT_KEYS, Architecture
 from scaletrain_cli.spec.presets import SourceError
 
 # The language model in a multimodal config.json: its default model_type, and the value of tie_word_embeddings.
@@ -24,14 +23,14 @@ ABOUT_IMAGES = frozenset(
 )
 
 _LLAMA4_LAYERS = frozenset("attention_chunk_size interleave_moe_layer_step moe_layers no_rope_layers".split())
-_LLAMA4_USED = _LLAMA4_LAYERS | {"intermediate_size_mlp", "num_local_experts", "use_qk_norm", "no_rope_layer_interval"}
+_LLAMA4_USED = _LLAMA4_LAYERS | {"intermediate_size_mlp", "use_qk_norm", "no_rope_layer_interval", "layer_types"}
 _MAMBA_TRAINING = frozenset(
     (
         "use_mamba_kernels use_mambapy use_associative_scan rescale_prenorm_residual time_step_min time_step_max "
         "time_step_floor time_step_limit time_step_rank mamba_ssm_cache_dtype num_logits_to_keep residual_in_fp32 "
         "mamba_dt_init_floor mamba_dt_max mamba_dt_min mamba_dt_limit num_nextn_predict_layers "
         "mtp_layers_block_type mtp_hybrid_override_pattern expand mamba_expand moe_shared_expert_overlap rms_norm_eps "
-        "layer_norm_epsilon norm_eps rope_theta sliding_window max_window_layers router_z_loss_coef mamba_ssm_dtype"
+        "layer_norm_epsilon sliding_window"
     ).split()
 )
 _PATTERN = {"M": "mamba", "E": "experts", "*": "attention", "-": "mlp"}
@@ -54,7 +53,8 @@ def _deepseek_v32(config: dict[str, Any]) -> dict[str, Any]:
                 "hf_config",
                 f"has {key} = {str(config[key])[:80]}, but only {kinds[0]} and its usual order is supported",
             )
-    return {key: config[key] for key in sorted(_V32_KEYS & config.keys())}
+    kept = _V32_KEYS | LATENT_KEYS | {"moe_intermediate_size", "norm_topk_prob"}
+    return {key: config[key] for key in sorted(kept & config.keys())}
 
 
 def _llama4(config: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
             "moe_intermediate_size": _whole(config, "moe_intermediate_size", 7688),
             "shared_expert_intermediate_size": _whole(config, "moe_shared_expert_intermediate_size", 7688),
             **{"norm_topk_prob": config.get("norm_topk_prob", True), "scoring_func": "sigmoid"},
-            "topk_method": "noaux_tc",
+            **{"topk_method": "noaux_tc", "router_aux_loss_coef": config.get("router_aux_loss_coef") or 0.0},
         }
         groups = ("n_group", "topk_group", "routed_scaling_factor")
         found |= {key: config[key] for key in groups if key in config}
@@ -165,6 +165,7 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
     }
     if experts > 1:
         found |= {"num_experts": experts, "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2)}
+        found["router_aux_loss_coef"] = config.get("router_aux_loss_coef")
     return found
 
 
@@ -187,7 +188,6 @@ def shortest(kinds: list[str]) -> list[str]:
 
 
 _DEEPSEEK_V3 = ARCHITECTURES["deepseek_v3"]
-_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
 
 READ_ONLY: dict[str, Architecture] = {
     "kimi_k2": replace(_DEEPSEEK_V3, model_class=""),  # DeepSeek-V3's blocks under another name
@@ -196,7 +196,9 @@ READ_ONLY: dict[str, Architecture] = {
         model_class="",
         fixed={**_DEEPSEEK_V3.fixed, "planned_architecture": "deepseek_v32"},
         defaults={**_DEEPSEEK_V3.defaults, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
-        used=_DEEPSEEK_V3.used | _V32_KEYS | {"mlp_layer_types"},
+        aliases={**_DEEPSEEK_V3.aliases, "num_experts": "n_routed_experts"},
+        used=(_DEEPSEEK_V3.used - {"rope_interleave"}) | _V32_KEYS | {"mlp_layer_types", "layer_types"},
+        only={**_DEEPSEEK_V3.only, "mlp_bias": (False,)},
         derive=_deepseek_v32,
     ),
     "llama4_text": Architecture(
@@ -209,11 +211,8 @@ READ_ONLY: dict[str, Architecture] = {
             **{"num_experts": 16, "num_experts_per_tok": 1},
         },
         used=_LLAMA4_USED,
-        # scores by position; of an early revision
-        irrelevant=frozenset(
-            "attn_temperature_tuning floor_scale attn_scale for_llm_compressor cache_implementation".split()
-        ),
-        only={**_NO_BIAS, "router_jitter_noise": (0, 0.0)},
+        irrelevant=frozenset("attn_temperature_tuning floor_scale attn_scale".split()),  # scores by position
+        only={"attention_bias": (False,), "router_jitter_noise": (0, 0.0)},
         experts=True,
         derive=_llama4,
     ),
@@ -228,8 +227,7 @@ READ_ONLY: dict[str, Architecture] = {
             **{"partial_rotary_factor": 0.5, "initializer_range": 0.0134},
         },
         used=frozenset({"partial_rotary_factor"}),
-        irrelevant=frozenset({"rope_percent", "rope_percentage", "kv_channels", "normalization"}),
-        only=_NO_BIAS,
+        only={"attention_bias": (False,), "mlp_bias": (False,)},
         activations={"relu2": "relu2"},
     ),
     "nemotron_h": Architecture(
@@ -248,13 +246,15 @@ READ_ONLY: dict[str, Architecture] = {
                 "hybrid_override_pattern layers_block_type attention_head_dim mamba_num_heads mamba_head_dim "
                 "ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv use_conv_bias mamba_conv_bias "
                 "chunk_size mamba_chunk_size n_routed_experts moe_shared_expert_intermediate_size n_group topk_group "
-                "routed_scaling_factor use_bias mlp_bias mamba_proj_bias mlp_hidden_act attention_bias"
+                "routed_scaling_factor use_bias mlp_bias mamba_proj_bias mlp_hidden_act attention_bias "
+                "num_experts_per_tok norm_topk_prob moe_intermediate_size router_aux_loss_coef"
             ).split()
         ),
+        aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
         irrelevant=_MAMBA_TRAINING,
         only={
             **{"mamba_hidden_act": ("silu",), "hidden_dropout": (0, 0.0), "n_shared_experts": (1,)},
-            **{"moe_latent_size": (), "moe_layer_freq": (1,)},
+            "moe_latent_size": (),
         },
         activations={},
         derive=_nemotron_h,
@@ -272,11 +272,14 @@ READ_ONLY: dict[str, Architecture] = {
         used=frozenset(
             (
                 "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset mamba_d_state "
-                "mamba_d_conv mamba_dt_rank mamba_conv_bias mamba_proj_bias mamba_expand"
+                "mamba_d_conv mamba_dt_rank mamba_conv_bias mamba_proj_bias mamba_expand num_experts "
+                "num_experts_per_tok router_aux_loss_coef"
             ).split()
         ),
-        irrelevant=_MAMBA_TRAINING - {"mamba_expand"},
-        only={"mamba_inner_layernorms": (True,), "calc_logits_for_entire_prompt": (False, True)},
+        aliases={"num_local_experts": "num_experts"},
+        irrelevant=frozenset(
+            "use_mamba_kernels use_mambapy use_associative_scan layers_block_type layers_num_experts".split()
+        ),
         derive=_jamba,
     ),
 }

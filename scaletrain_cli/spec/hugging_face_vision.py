@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec.hugging_face_keys import KnownKeys, require_known
+from scaletrain_cli.spec.hugging_face_keys import KnownKeys, check_keys
 from scaletrain_cli.spec.presets import SourceError, merged, vision_presets
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.spec.vision_model import (
@@ -41,11 +41,13 @@ VISION_KEYS: dict[str, KnownKeys] = {
         _STAGES,
         {"hidden_act": ("relu",), "downsample_in_first_stage": (False,), "downsample_in_bottleneck": (False,)},
     ),
-    "convnext": KnownKeys(frozenset({"num_stages"}), _STAGES, {"hidden_act": ("gelu", "gelu_python")}),
+    "convnext": KnownKeys(
+        frozenset({"num_stages", "num_hidden_layers"}), _STAGES, {"hidden_act": ("gelu", "gelu_python")}
+    ),
     "vit": KnownKeys(
         frozenset(),
         frozenset({"encoder_stride", "pooler_output_size", "pooler_act"}),
-        {"hidden_dropout_prob": _ZERO, "attention_probs_dropout_prob": _ZERO},
+        {"hidden_dropout_prob": _ZERO, "attention_probs_dropout_prob": _ZERO, "head_dim": ()},
     ),
     "clip": KnownKeys(
         frozenset({"text_config_dict", "vision_config_dict"}), frozenset(), {"initializer_factor": (1, 1.0)}
@@ -57,7 +59,7 @@ VISION_KEYS: dict[str, KnownKeys] = {
     ),
 }
 # projection_dim counts in the whole model; the text tower's first weights do not follow from initializer_range.
-_TOWER_KEYS = KnownKeys(
+TOWER_KEYS = KnownKeys(
     frozenset(),
     frozenset({"projection_dim", "initializer_range", "vocab_size"}),
     {"attention_dropout": _ZERO, "dropout": _ZERO, "initializer_factor": (1, 1.0)},
@@ -93,36 +95,38 @@ _MAY_DIFFER = _OWN | {
     *("layer_scale_init_value",),
 }
 
-ReadText = Callable[[dict[str, Any]], dict[str, Any]]
+ReadText = Callable[[dict[str, Any], list[str]], dict[str, Any]]
 
 
-def vision_from_config(config: dict[str, Any], read_text: ReadText) -> dict[str, Any]:
+def vision_from_config(config: dict[str, Any], read_text: ReadText, ignored: list[str]) -> dict[str, Any]:
     """Return the model keys of a config.json whose ``model_type`` is one of VISION. Raises SourceError.
 
-    ``read_text``: returns the keys of a language model from its config.
+    ``read_text``: returns the keys of a language model from its config. ``ignored``: gets keys that are not read.
     """
     family = config["model_type"]
     fields = set(VISION[family].model_fields) - _OWN - _TOWERS.keys()
     known = VISION_KEYS[family]
     towers = _TOWERS.keys() & set(VISION[family].model_fields)
-    require_known(config, KnownKeys(known.used | fields | towers, known.irrelevant, known.only))
+    check_keys(config, KnownKeys(known.used | fields | towers, known.irrelevant, known.only), ignored)
     found = _values(config, fields)
     if isinstance(config.get("id2label"), dict) and "num_labels" in fields:
         found["num_labels"] = len(config["id2label"])
     if family == "llava":
-        return {"family": family, **_llava(config, found, read_text)}
+        return {"family": family, **_llava(config, found, read_text, ignored)}
     for tower in sorted(towers):
         # transformers prefers the older key, if it is there
         given = config.get(f"{tower}_dict") or config.get(tower) or {}
-        found[tower] = _tower(given, tower)
+        found[tower] = _tower(given, tower, ignored)
     whole = merged(vision_presets()[_DEFAULTS[family]], {**found, "family": family})
     stages, depths = config.get("num_stages"), whole.get("depths")
+    if stages is None and "num_hidden_layers" in known.used:  # its name in other models
+        stages = config.get("num_hidden_layers")
     if stages is not None and isinstance(depths, list) and stages != len(depths):
         raise SourceError("hf_config", f"has num_stages = {str(stages)[:80]}, but depths of {len(depths)} stages")
     return whole
 
 
-def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText) -> dict[str, Any]:
+def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText, ignored: list[str]) -> dict[str, Any]:
     given, text = config.get("vision_config"), config.get("text_config") or {}
     if not isinstance(text, dict):
         raise SourceError("hf_config", f"has text_config = {str(text)[:80]}, which is not a mapping")
@@ -134,15 +138,17 @@ def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText) -
     layer = config.get("vision_feature_layer", -2)
     if not isinstance(layer, int):
         raise SourceError("hf_config", f"has vision_feature_layer = {str(layer)[:80]}, but only one layer is supported")
-    tower = _LLAVA_TOWER if given is None else _tower(given, "vision_config")
+    tower = _LLAVA_TOWER if given is None else _tower(given, "vision_config", ignored)
     base = vision_presets()[_DEFAULTS["clip"]]["vision_config"]
     text_kind = text.get("model_type", "llama")
     defaults = _TEXT_DEFAULTS.get(text_kind, {}) if isinstance(text_kind, str) else {}
     stated = {key: value for key, value in text.items() if value is not None or key not in defaults}
+    inner: list[str] = []
     try:
-        language = read_text({**defaults, **stated, "model_type": text_kind})
+        language = read_text({**defaults, **stated, "model_type": text_kind}, inner)
     except SourceError as error:
         raise SourceError(error.key, f"has a text_config that {error}", error.hint) from error
+    ignored += [f"text_config.{key}" for key in inner]
     if config.get("tie_word_embeddings"):
         language["tie_word_embeddings"] = True
     language.pop("final_logit_softcapping", None)  # LLaVA has a head of its own in transformers, without a cap
@@ -158,13 +164,13 @@ def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     if kind == "clip_vision_model":
-        return {**vision_presets()[_DEFAULTS["clip"]]["vision_config"], **_tower(config, "vision_config")}
+        return {**vision_presets()[_DEFAULTS["clip"]]["vision_config"], **_tower(config, "vision_config", [])}
     if kind not in ("clip", "llava"):
         raise SourceError(
             "hf_config",
             f"has model_type = {str(kind)[:80]}, but only clip_vision_model, clip and llava have an image tower",
         )
-    found: dict[str, Any] = read(config)["vision_config"]
+    found: dict[str, Any] = read(config, [])["vision_config"]
     return found
 
 
@@ -173,11 +179,11 @@ def tower_differences(spec: ClipVisionSpec, trained: Mapping[str, Any]) -> Itera
     yield from _section_differences(spec, trained, "")
 
 
-def _tower(given: Any, name: str) -> dict[str, Any]:
+def _tower(given: Any, name: str, ignored: list[str]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise SourceError("hf_config", f"has {name} = {str(given)[:80]}, which is not a mapping")
     fields = set(_TOWERS[name].model_fields)
-    require_known(given, KnownKeys(frozenset(fields), _TOWER_KEYS.irrelevant, _TOWER_KEYS.only), name)
+    check_keys(given, KnownKeys(frozenset(fields), TOWER_KEYS.irrelevant, TOWER_KEYS.only), ignored, name)
     return _values(given, fields)
 
 

@@ -150,6 +150,7 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     source = Source(file)
     raw = spec.model_dump(mode="json", by_alias=True)
     source.places = {(section,): file for section in raw} | spec.places
+    source.ignored_config_keys = spec.ignored_config_keys
     problems = _apply(raw, overrides, source)
     given: dict[str, Any] = {}
     _apply(given, overrides, Source(file))
@@ -220,8 +221,11 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
     given = raw.get("model")
     problems: list[Problem] = []
     while isinstance(given, dict):
+        environment: Mapping[str, str] = hub_environment_of(raw) if _reads_hub(given) else os.environ
+        ignored: list[str] = []
         try:
-            raw["model"] = complete(given, base_dir, hub_environment_of(raw) if _reads_hub(given) else os.environ)
+            raw["model"] = complete(given, base_dir, environment, ignored)
+            source.ignored_config_keys = tuple(ignored)
             return problems
         except SourceError as error:
             *outer, last = error.key.split(".")
@@ -299,18 +303,21 @@ def hub_environment_of(raw: dict[str, Any]) -> dict[str, str]:
     return hub_environment(env if isinstance(env, dict) else {}, names, os.environ, runs_here=runs_here)
 
 
-def complete(model: dict[str, Any], base_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+def complete(
+    model: dict[str, Any], base_dir: Path, environment: Mapping[str, str], ignored: list[str] | None = None
+) -> dict[str, Any]:
     """Return the model section merged over its preset or config.json, with derived dimensions added.
 
-    ``environment``: the variables with which a config.json of the hub is read. Raises SourceError. Unknown keys and
-    values are left to validation.
+    ``environment``: the variables with which a config.json of the hub is read. ``ignored``: gets the keys of
+    config.json that do not change the model. Raises SourceError. Unknown keys and values are left to validation.
     """
+    ignored = [] if ignored is None else ignored
     given = {key: value for key, value in model.items() if key != "hf_config"}
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("hf_config", "must be the path of a Hugging Face config.json, or hf://org/name@revision")
         config = read_config(_config_path(model["hf_config"], base_dir, environment))
-        given = merged(from_config(config), given)
+        given = merged(from_config(config, ignored), given)
     preset = model.get("preset")
     if preset is not None:
         known = presets() | vision_presets()
@@ -321,7 +328,9 @@ def complete(model: dict[str, Any], base_dir: Path, environment: Mapping[str, st
     family = given.get("family")
     if family == "llava" and isinstance(text := given.get("text_config"), dict):
         try:
-            given["text_config"] = complete(text, base_dir, environment)
+            inner: list[str] = []
+            given["text_config"] = complete(text, base_dir, environment, inner)
+            ignored += [f"text_config.{key}" for key in inner]
         except SourceError as error:
             raise SourceError(f"text_config.{error.key}", str(error), error.hint) from error
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)

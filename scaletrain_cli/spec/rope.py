@@ -17,7 +17,8 @@ _NEEDED = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-_ALLOWED = {
+# As transformers reads them.
+KEYS_OF_ROPE: dict[str, tuple[str, ...]] = {
     **_NEEDED,
     "yarn": (
         *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
@@ -65,7 +66,7 @@ class RopeScalingSpec(Section):
         for key in _NEEDED[self.rope_type]:
             if getattr(self, key) is None:
                 yield key, f"is required with rope_type: {self.rope_type}."
-        for key in sorted(type(self).model_fields.keys() - {"rope_type"} - set(_ALLOWED[self.rope_type])):
+        for key in sorted(type(self).model_fields.keys() - {"rope_type"} - set(KEYS_OF_ROPE[self.rope_type])):
             if getattr(self, key) is not None:
                 yield key, f"has no effect with rope_type: {self.rope_type}. Remove it."
         low, high = self.low_freq_factor, self.high_freq_factor

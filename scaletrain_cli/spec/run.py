@@ -268,6 +268,11 @@ class RunSpec(Section):
         return dict(self._source.places) if self._source else {}
 
     @property
+    def ignored_config_keys(self) -> tuple[str, ...]:
+        """The keys of ``model.hf_config`` that transformers does not read for this model."""
+        return self._source.ignored_config_keys if self._source else ()
+
+    @property
     def lines(self) -> dict[str, str]:
         """Return ``file:line`` (or ``--set``) of each key that was read from a file, by its dotted name."""
         return {".".join(map(str, key)): str(place) for key, place in self.places.items()}

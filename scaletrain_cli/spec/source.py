@@ -71,11 +71,12 @@ _LARGEST = 20_000  # values, with aliases expanded; a spec has about a hundred, 
 
 
 class Source:
-    """The location of each key of a spec (``file:line`` or ``--set``)."""
+    """The location of each key of a spec (``file:line`` or ``--set``), and what was ignored in its config.json."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.places: dict[Key, str] = {}
+        self.ignored_config_keys: tuple[str, ...] = ()
         self.values = 0
 
     def place(self, key: Key) -> str:

@@ -57,7 +57,10 @@ def model_text(spec: RunSpec) -> str:
     heads = f"{model.num_attention_heads} heads"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" ({model.num_key_value_heads} for keys and values)"
-    experts = f", {model.num_experts_per_tok} of {model.num_experts} experts" if model.num_experts else ""
+    experts = ""
+    if model.num_experts:
+        experts = f", {model.num_experts_per_tok} of {model.num_experts} experts, "
+        experts += f"router balance loss {model.router_aux_loss_coef:g}"
     return (
         f"{source}, {model.num_hidden_layers} layers of {whole_text(model.hidden_size)}, {heads}{experts}, "
         f"vocabulary {whole_text(model.vocab_size)}, sequences of {whole_text(model.seq_len)} tokens"

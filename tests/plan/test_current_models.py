@@ -113,7 +113,8 @@ def test_a_preset_is_what_its_config_json_gives(preset: str, folder: str) -> Non
         "seq_len",
     )  # of DeepSeek-V3 before its extension
     unlike = {key for key in ModelSpec.model_fields if getattr(ours, key) != getattr(theirs, key)}
-    assert unlike - {"preset", *(pretrained if preset == "deepseek-v3" else ())} == set()
+    # A preset has dimensions; how its router is trained is a setting of the run.
+    assert unlike - {"preset", "router_aux_loss_coef", *(pretrained if preset == "deepseek-v3" else ())} == set()
 
 
 def test_models_have_the_names_of_the_hub() -> None:

@@ -55,7 +55,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "model.hf_config",
         "a Hugging Face config.json, local or on the hub",
-        "is readable; every key is used, irrelevant, or rejected by name",
+        "is readable; keys that change the model are used or refused by name, others are ignored",
         _LOAD,
         "scaletrain_cli.spec.hugging_face:from_hugging_face",
     ),

@@ -24,7 +24,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, ModelSize, Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 
 _LINEAR = ("sgd", "momentum")
 # Learning rates are tuned to about a factor of two; a factor above four suggests a mistake.
@@ -137,6 +137,8 @@ _FEW_TOKENS_PER_PARAMETER = 5
 # A validation set is reported if it is this many times larger than an evaluation reads, and at least this large.
 _SPARE_EVALUATIONS = 20
 _LARGE_VALIDATION_TOKENS = 1e9
+# Published trainings take 0.0001 (DeepSeek-V3) to 0.02 (Mixtral 8x7B).
+_LARGE_BALANCE = 0.1
 _PETAFLOP_DAY = 1e15 * 86400
 
 
@@ -149,6 +151,7 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
         *check_what_trains(spec, size),
         *(check_fine_tuning(spec, size) if workload_of(spec.model).counts_tokens else ()),
         _warmup(spec),
+        *_router_balance(spec),
         *_data(spec, size),
         *_validation(spec),
         _work(spec, size),
@@ -184,6 +187,19 @@ def _warmup(spec: RunSpec) -> Sanity:
     if share > _LONG_WARMUP:
         return Sanity("warm-up", value, "note", Reason("plan.long-warm-up"))
     return Sanity("warm-up", value, "ok", Reason("plan.usual-warm-up"))
+
+
+def _router_balance(spec: RunSpec) -> Iterator[Sanity]:
+    """Yield the coefficient of the balance loss of routers."""
+    model = spec.model.text_config if isinstance(spec.model, LlavaSpec) else spec.model
+    if not isinstance(model, ModelSpec) or not model.moe_layers:
+        return
+    coefficient, verdict, code = model.router_aux_loss_coef, "ok", "plan.router-balance"
+    if coefficient > _LARGE_BALANCE:
+        verdict, code = "warning", "plan.router-balance-large"
+    elif not coefficient and not model.bias_update_speed and spec.is_from_scratch:
+        verdict, code = "note", "plan.router-balance-none"
+    yield Sanity("router balance loss", f"{coefficient:g}", verdict, Reason(code))
 
 
 def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:

@@ -26,6 +26,7 @@ def warnings(
     """Return the warnings to read before submitting, most important first."""
     return (
         *map(_cannot_run, unsupported(spec, layout)),
+        *about_config_keys(spec),
         *_about_layout(spec, layout, memory),
         *_about_host_memory(spec, layout, memory, durability),
         *_about_device(spec, device),
@@ -33,6 +34,12 @@ def warnings(
         *workload_of(spec.model).layout_warnings(spec, layout, time),
         *_about_durability(spec, durability, time),
     )
+
+
+def about_config_keys(spec: RunSpec) -> Iterator[Reason]:
+    """Yield the keys of the model's config.json that have no effect."""
+    if spec.ignored_config_keys:
+        yield Reason("plan.config-keys-ignored", {"keys": list(spec.ignored_config_keys)})
 
 
 def _cannot_run(rule: Rule) -> Reason:

@@ -7,6 +7,10 @@ from scaletrain_cli.reasons import Text
 # Warnings of a plan.
 _WARNINGS = {
     "cannot-run": Text("this engine version cannot run {key} = {given}: {what}"),
+    "config-keys-ignored": Text(
+        "config.json has keys that transformers does not read for this architecture, so that they do not change the "
+        "model; ignored: {keys:every}"
+    ),
     "zero-0-runs-as-1": Text(
         "layout.zero_stage = 0 with {precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot accumulate gradients in "
         "fp32 there, or cannot run a pipeline correctly"

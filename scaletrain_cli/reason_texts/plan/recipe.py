@@ -5,6 +5,15 @@ from __future__ import annotations
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {
+    "router-balance": Text("model.router_aux_loss_coef, which a config.json sets if it states one"),
+    "router-balance-none": Text(
+        "nothing keeps the loads of the experts even: set model.router_aux_loss_coef, or with topk_method: noaux_tc "
+        "model.bias_update_speed"
+    ),
+    "router-balance-large": Text(
+        "published models train with 0.0001 (DeepSeek-V3, arXiv:2412.19437) to 0.02 (Mixtral 8x7B); with this "
+        "coefficient even loads may count more than the task. Set model.router_aux_loss_coef"
+    ),
     "effective-batch": Text("micro-batch {micro_batch} x accumulation {accumulation} x {data} data-parallel ranks"),
     "critical-batch": Text(
         "with {tokens:.3g} tokens per step, training needs about {times:.2g} times the tokens that small batches need "

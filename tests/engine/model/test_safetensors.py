@@ -172,8 +172,8 @@ def test_differences_that_shapes_do_not_show_are_found_in_config_json(tmp_path: 
     assert "sliding_window = 4" in reported
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0, "num_attention_heads": 4}))
     HuggingFaceFolder(tmp_path, model_of(LLAMA))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "logit_softcap": 30}))
-    assert "has the unsupported key logit_softcap." in complaints(tmp_path, LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "is_causal": False}))
+    assert "has is_causal = false, but only true is supported" in complaints(tmp_path, LLAMA)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma"}))
     assert "has model_type 'gemma'" in complaints(tmp_path, LLAMA)
 
