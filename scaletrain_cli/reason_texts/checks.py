@@ -140,6 +140,15 @@ TEXTS: dict[str, Text] = {
         ("Set model.adapter to the rank and targets of this adapter, or use another one",),
     ),
     "adapter-unreadable": Text("cannot be read: {said}", ("Set it to a folder that PEFT wrote",)),
+    "adapter-unsupported": Text(
+        "its adapter_config.json has {keys:list}, which the adapters of this engine do not have",
+        (
+            "Merge it into its base model where PEFT is installed, set model.weights to the result, and remove "
+            "model.adapter.weights",
+            'python -c "import peft, sys; peft.AutoPeftModelForCausalLM.from_pretrained(sys.argv[1]).merge_and_unload()'
+            '.save_pretrained(sys.argv[2])" {folder} merged',
+        ),
+    ),
     "adapter-differs": Text(
         "its adapter_config.json has {theirs} = {value}, which differs from model.adapter.{key}",
         ("Set model.adapter.{key}: {value}",),

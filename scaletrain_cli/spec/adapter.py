@@ -60,6 +60,31 @@ class AdapterSpec(Section):
         return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))
 
 
+# Keys of PEFT's adapter_config.json that change what an adapter computes, with the values that are as here.
+_PEFT_VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # the others change the base model, too
+}
+_PEFT_OFF = (
+    "rank_pattern alpha_pattern modules_to_save layer_replication lora_bias use_qalora alora_invocation_tokens "
+    "trainable_token_indices use_bdlora arrow_config kasa_config monteclora_config"
+).split()
+_PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+
+
+def unsupported_peft_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of an adapter_config.json with which PEFT computes what this engine cannot."""
+    values = {key: config[key] for key, allowed in _PEFT_VALUES.items() if config.get(key, allowed[0]) not in allowed}
+    return values | {key: config[key] for key in _PEFT_OFF if config.get(key)}
+
+
+def peft_settings_that_differ(config: Mapping[str, Any], adapter: object) -> dict[str, tuple[str, Any]]:
+    """Return (key in adapter_config.json, its value) by key of ``model.adapter``, where that has another value."""
+    stated = {key: (theirs, config[theirs]) for key, theirs in _PEFT_NAMES.items() if config.get(theirs) is not None}
+    return {key: pair for key, pair in stated.items() if pair[1] != getattr(adapter, key)}
+
+
 class Adapted(NamedTuple):
     """A module with an adapter. ``inputs`` and ``outputs`` are its features.
 

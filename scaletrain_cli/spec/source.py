@@ -59,6 +59,8 @@ def _split(text: str) -> list[str]:
 Key = tuple[str | int, ...]
 
 SET_OPTION = "--set"
+# Mappings with names that the user chooses, in which null removes an entry.
+MAPPINGS = frozenset({"env", "extra", "node_selector", "options", "secrets", "weights"})
 
 
 def key_of(dotted: str) -> Key:
@@ -147,8 +149,12 @@ def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterat
             return
         key = (*key, item)
         if depth == len(parts) - 1:
-            target[item] = value
-        elif (target[item] if isinstance(target, list) else target.get(item)) is None:
+            if value is None and MAPPINGS.intersection(key[-2:-1]) and isinstance(target, dict):
+                target.pop(item, None)
+            else:
+                target[item] = value
+            break
+        if (target[item] if isinstance(target, list) else target.get(item)) is None:
             target[item] = {}
             source.places.setdefault(key, SET_OPTION)
         target = target[item]

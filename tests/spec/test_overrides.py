@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.spec import override_spec
+from scaletrain_cli.spec.json_schema import json_schema
+from scaletrain_cli.spec.source import MAPPINGS
 from tests.spec.samples import SPEC, load, problem, problems
 
 
@@ -84,3 +86,26 @@ def test_an_item_of_a_list_can_be_set() -> None:
     assert "data.sources has 2 items, numbered from 0." in problem(
         SPEC, "data.source=null", two, "data.sources.2.weight=3"
     )
+
+
+def mappings(schema: object, name: str = "") -> set[str]:
+    """Return the names of properties of a JSON schema that are mappings with names that the user chooses."""
+    if isinstance(schema, list):
+        return set().union(*(mappings(part, name) for part in schema))
+    if not isinstance(schema, dict):
+        return set()
+    found = {name} if isinstance(schema.get("additionalProperties"), dict) or "patternProperties" in schema else set()
+    for key, part in schema.items():
+        inner = part.items() if key in ("properties", "$defs") else [(name, part)]
+        found |= set().union(*(mappings(value, inner_name) for inner_name, value in inner))
+    return found
+
+
+def test_null_removes_an_entry_of_a_mapping() -> None:
+    spec = load(f"{SPEC}env: {{A: x, B: y}}\n", "env.A=null", "env.C=null", "env.D=")
+    assert spec.env == {"B": "y"}
+    assert (
+        load(SPEC, "cluster.slurm.extra.exclusive=true", "cluster.slurm.extra.exclusive=null").cluster.slurm.extra == {}
+    )
+    assert "env.B = null: must be text." in problem(f"{SPEC}env: {{B: null}}\n"), "in a file it may be a slip"
+    assert mappings(json_schema()) - {""} == MAPPINGS

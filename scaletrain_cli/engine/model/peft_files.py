@@ -19,7 +19,13 @@ from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, factor_shapes
+from scaletrain_cli.spec.adapter import (
+    Adapted,
+    AdapterSpec,
+    factor_shapes,
+    peft_settings_that_differ,
+    unsupported_peft_keys,
+)
 from scaletrain_cli.spec.weight_files import PEFT_PREFIX, peft_differences, peft_shapes, stacked_factor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -96,14 +102,6 @@ def is_mlp(module: Adapted) -> bool:
     return module.kind == "linear" and module.name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
-_COMPARED = {  # by key of adapter_config.json: the key below model.adapter
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "use_rslora": "rslora",
-    "use_dora": "dora",
-}
-
-
 class PeftFolder:
     """The factors in a PEFT folder, which must have those of all ``modules`` and of no others.
 
@@ -129,14 +127,12 @@ class PeftFolder:
 
     def _config_mismatches(self, config: dict[str, Any]) -> Iterator[Problem]:
         path = str(self._folder / CONFIG)
-        for key, ours in _COMPARED.items():
-            expected, given = getattr(self._adapter, ours), config.get(key)
-            if given is not None and given != expected:
-                hint = f"Set model.adapter.{ours}: {str(given).lower()}."
-                yield Problem(path, key, f"the spec has {str(expected).lower()}.", str(given), hint)
-        for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
-            if config.get(key):
-                yield Problem(path, key, "is not supported.", str(config[key])[:80])
+        for ours, (key, value) in peft_settings_that_differ(config, self._adapter).items():
+            hint = f"Set model.adapter.{ours}: {str(value).lower()}."
+            yield Problem(path, key, f"the spec has {str(getattr(self._adapter, ours)).lower()}.", str(value), hint)
+        for key, value in unsupported_peft_keys(config).items():
+            hint = "Merge the adapter into its base model with PEFT, and set model.weights to the result."
+            yield Problem(path, key, "is not supported.", str(value)[:80], hint)
 
     def _mismatches(self) -> Iterator[Problem]:
         expected = peft_shapes(self._adapter, self._modules)

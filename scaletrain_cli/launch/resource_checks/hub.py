@@ -111,7 +111,7 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
     elif use.purpose == "adapter":
         read_small_file(listing, files[0], settings)
         folder = Path(local_path(use, settings, listing.commit))
-        differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None)))
+        differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None), use.reference.repo))
         yield from differing
         if not differing:
             here = None if missing else folder / "adapter_model.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.adapter import peft_settings_that_differ, unsupported_peft_keys
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
@@ -150,8 +152,11 @@ def factor_problem(stored: Mapping[str, tuple[int, ...]], spec: RunSpec, path: s
     return Reason("checks.adapter-tensors-differ", {"count": len(problems), "shown": shown})
 
 
-def adapter_config_problems(folder: Path, adapter: object) -> Iterator[Reason]:
-    """Yield why the adapter_config.json of a PEFT adapter cannot be read, or where it differs from the spec's."""
+def adapter_config_problems(folder: Path, adapter: object, name: str = "") -> Iterator[Reason]:
+    """Yield why the adapter_config.json of a PEFT adapter cannot be used, or where it differs from the spec's.
+
+    ``name``: the adapter as PEFT is given it; "" for the folder.
+    """
     try:
         with open_to_read(folder / "adapter_config.json") as file:
             config = json.loads(file.read())
@@ -161,10 +166,15 @@ def adapter_config_problems(folder: Path, adapter: object) -> Iterator[Reason]:
     except ValueError:
         yield Reason("checks.weights-file", {"file": "adapter_config.json"})
         return
-    for key, theirs in (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("dora", "use_dora")):
-        trained = config.get(theirs) if isinstance(config, dict) else None
-        if trained is not None and trained != getattr(adapter, key):
-            yield Reason("checks.adapter-differs", {"key": key, "theirs": theirs, "value": str(trained).lower()})
+    if not isinstance(config, dict):
+        yield Reason("checks.weights-file", {"file": "adapter_config.json"})
+        return
+    if unsupported := unsupported_peft_keys(config):
+        keys = [f"{key} = {str(value)[:80]}" for key, value in unsupported.items()]
+        yield Reason("checks.adapter-unsupported", {"keys": keys, "folder": shlex.quote(name or str(folder))})
+        return
+    for key, (theirs, trained) in peft_settings_that_differ(config, adapter).items():
+        yield Reason("checks.adapter-differs", {"key": key, "theirs": theirs, "value": str(trained).lower()})
 
 
 def adapter_weights(spec: RunSpec) -> str | None:

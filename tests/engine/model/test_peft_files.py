@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from scaletrain_cli.engine.model.peft_files import (
     peft_config,
     peft_tensors,
 )
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.resource_checks.weights import adapter_config_problems
 from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, is_adapter_parameter
+from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, is_adapter_parameter, unsupported_peft_keys
 from tests.engine.model.adapted_models import (
     GPT,
     GPT_OSS,
@@ -185,3 +188,59 @@ def test_peft_itself_writes_the_same_names(tmp_path: Path) -> None:
 
     theirs = load_file(tmp_path / "theirs" / WEIGHTS)
     assert {name: values.shape for name, values in ours_.items()} == {n: v.shape for n, v in theirs.items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_an_adapter_that_cannot_be_read_is_merged_by_the_command_of_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_hugging_face(LLAMA, tmp_path / "base")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    settings: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    settings |= {"rank_pattern": {"up_proj": 4}, "alpha_pattern": {"up_proj": 3}, "modules_to_save": ["lm_head"]}
+    theirs = get_peft_model(theirs, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    with torch.no_grad():
+        theirs.base_model.model.lm_head.weight.mul_(1.5)
+    theirs.save_pretrained(tmp_path / "adapter")
+    (reason,) = adapter_config_problems(tmp_path / "adapter", lora(rank=8))
+    assert {"rank_pattern", "alpha_pattern", "modules_to_save"} <= {
+        key.partition(" ")[0] for key in reason.params["keys"]
+    }
+
+    _, program, *arguments = shlex.split(reason.remedies[1].removeprefix("python "))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["-c", *arguments])
+    exec(program)
+
+    HuggingFaceFolder(tmp_path / "merged", outline(LLAMA))  # has all tensors of the model, and no others
+    merged_model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        assert torch.allclose(merged_model(tokens).logits, theirs(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("init_lora_weights", "pissa"),
+        ("peft_type", "IA3"),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("modules_to_save", ["x"]),
+    ],
+)
+def test_an_adapter_of_another_form_is_refused_by_name(key: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"r": 8, "bias": "none", "rank_pattern": {}, key: value}))
+    (reason,) = adapter_config_problems(tmp_path, lora(rank=16), "org/adapter")
+    assert f"{key} = {value}" in str(reason)
+    assert reason.remedies[1].endswith(" org/adapter merged")
+
+
+def test_the_settings_that_peft_writes_for_plain_adapters_are_supported() -> None:
+    from peft import LoraConfig
+
+    for settings in ({}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}, {"lora_dropout": 0.1}):
+        assert unsupported_peft_keys(LoraConfig(r=8, **settings).to_dict() | {"peft_type": "LORA"}) == {}
