@@ -21,6 +21,7 @@ from typing import IO, cast
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
+from scaletrain_cli.spec.splits import read_split
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2, Llama 3, Llama 2 and Mistral, Qwen, Gemma.
@@ -93,10 +94,13 @@ class NoCorpusError(UsageError):
         self.why, self.other_formats = why, other_formats
 
 
-def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORMATS) -> CorpusFiles:
+def find_files(
+    source: str, folder: Path = Path(), kinds: Collection[str] = FORMATS, *, evaluation: bool = False
+) -> CorpusFiles:
     """Return the files of a source, relative to ``folder``. Raises NoCorpusError if there are none to read.
 
-    ``kinds``: the formats to read. The .json files of a folder are left out, which often describe the others.
+    ``kinds``: the formats to read. The .json files of a folder are left out, which often describe the others, and so
+    are those of a split that is not for training, or for an ``evaluation`` that is (see read_split).
     """
     if source == PYTHON_STDLIB:
         return CorpusFiles(_standard_library(), {})
@@ -112,14 +116,19 @@ def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORM
         known = [kind for kind in kinds if kind != "json" or not path.is_dir()]
         known += [kind for kind in COMPRESSED if kind[:-3] in kinds]
         raise NoCorpusError(source, _nothing_to_read(source, path, found, known))
+    if path.is_dir():
+        names, of_splits = read_split(list(map(str, files)), str(path), evaluation=evaluation)
+        files, not_read = list(map(Path, names)), not_read + of_splits
     return CorpusFiles(tuple(files), dict(not_read))
 
 
-def find_text(source: str, folder: Path = Path(), named: str = "auto", key: str = "data.source") -> CorpusFiles:
+def find_text(
+    source: str, folder: Path = Path(), named: str = "auto", key: str = "data.source", *, evaluation: bool = False
+) -> CorpusFiles:
     """Return the files of a source of text, relative to ``folder``. Raises NoCorpusError if there are none to read.
 
     ``named``: the format that the spec gives, or auto; ``key``: of the path in the spec. A Megatron-LM set is listed
-    by its .idx file.
+    by its .idx file. ``evaluation``: which split of a folder is read, as of find_files().
     """
     if source == PYTHON_STDLIB:
         return CorpusFiles(_standard_library(), {})
@@ -136,6 +145,9 @@ def find_text(source: str, folder: Path = Path(), named: str = "auto", key: str 
     read = {Path(name) for name in names}
     read |= {name.with_suffix(".bin") for name in read if name.suffix == ".idx"}
     not_read = Counter(entry.suffix or entry.name for entry in found if entry not in read)
+    if path.is_dir():
+        names, of_splits = read_split(names, str(path), evaluation=evaluation)
+        not_read += of_splits
     return CorpusFiles(tuple(map(Path, names)), dict(not_read))
 
 

@@ -9,6 +9,7 @@ import fnmatch
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -44,6 +45,7 @@ from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES, SHARD_SUFFIX, TABLE_
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.quantities import Text
 from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES
+from scaletrain_cli.spec.splits import read_split
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec.run import RunSpec
@@ -110,7 +112,8 @@ class HubUse:
     """One key of a spec whose value is a reference; ``text`` is the value as the user wrote it.
 
     ``kinds``: the formats of data that are read, as for find_files(). ``format``: that of the source in the spec, for
-    text that is prepared, which may be in any format of find_text().
+    text that is prepared, which may be in any format of find_text(). ``one_split``: of a folder only the train split is
+    read; a program of the user and the reader of images choose among all.
     """
 
     key: str
@@ -118,6 +121,7 @@ class HubUse:
     purpose: Purpose
     kinds: tuple[str, ...] = FORMATS
     format: str | None = None
+    one_split: bool = False
 
     @property
     def reference(self) -> HubReference:
@@ -182,8 +186,11 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     if spec.training.objective == "causal_lm" and not spec.code.own_program:
         sections = zip(spec.data.paths(), spec.data.all_sources, strict=True)
         formats = {key: section.format for (key, _), section in sections}
+    one_split = not spec.code.own_program and spec.training.objective not in LOSSES_OF
     return tuple(
-        HubUse(key, text, purpose, kinds, formats.get(key)) for key, text, purpose in values if is_reference(text)
+        HubUse(key, text, purpose, kinds, formats.get(key), one_split)
+        for key, text, purpose in values
+        if is_reference(text)
     )
 
 
@@ -205,7 +212,7 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
     listed the files of data that a folder or a glob names.
     """
     if use.purpose == "source":
-        return _source_files(use.reference, listing, use.kinds, use.format)
+        return source_files_of(use, listing, Counter())
     path = use.reference.path
     if use.purpose == "weights":
         return _weights_files(use.reference, listing, read)
@@ -274,13 +281,12 @@ def _indexed(listing: Listing, index: HubFile, folder: str, read: Callable[[HubF
     return tuple(file for name in sorted(shards) if (file := listing.find(folder + name)) is not None)
 
 
-def _source_files(
-    reference: HubReference, listing: Listing, kinds: tuple[str, ...], named: str | None
-) -> tuple[HubFile, ...]:
-    """Return the files of data as find_files() finds them in a local folder: by folder, file or glob.
+def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tuple[HubFile, ...]:
+    """Return the files of data as find_files() finds them in a local folder, or find_text(): by folder, file or glob.
 
-    ``named``: the format of a source of text, whose files are found as by find_text(); else None.
+    ``left_out``: gets the number of files of other splits. Raises HubError.
     """
+    reference, kinds, named = use.reference, use.kinds, use.format
     path = reference.path
     exact = listing.find(path) if path else None
     if exact is None and not listing.from_hub:
@@ -308,6 +314,12 @@ def _source_files(
         shown = f" {path}" if path else ""
         params = {"place": reference.place, "path": shown, "formats": formats}
         raise HubError(Reason("hub.no-source", params))
+    if exact is None and in_folder and use.one_split:
+        # Rows may name images of any folder.
+        rows = [f.path for f in found if kind_of(Path(f.path)) not in IMAGE_SUFFIXES]
+        kept_rows, of_splits = read_split(rows, below, evaluation=use.key.startswith("evaluation."))
+        left_out.update(of_splits)
+        found = [f for f in found if f.path not in set(rows).difference(kept_rows)]
     return tuple(sorted(found, key=lambda file: file.path))
 
 

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.splits import SPLITS, TRAIN, VALIDATION, named_splits, the_one
 
 # Digits of 8 x 8 pixels in 17 shades of gray, which the library scikit-learn contains.
 SKLEARN_DIGITS = "sklearn-digits"
@@ -18,17 +19,6 @@ FOLDER, SHARDS, TABLES = "image_folder", "webdataset", "parquet"
 IMAGE_FORMATS = (FOLDER, SHARDS, TABLES)
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "jp2")
 SHARD_SUFFIX, TABLE_SUFFIX = "tar", "parquet"
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
-_SPLITS = {
-    "train": TRAIN,
-    "training": TRAIN,
-    "val": VALIDATION,
-    "valid": VALIDATION,
-    "validation": VALIDATION,
-    "dev": VALIDATION,
-    "test": TEST,
-    "testing": TEST,
-}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _MOST_NAMES = 1_000_000
@@ -83,7 +73,7 @@ def _values(text: str) -> Iterator[str] | None:
 def split_of_folder(name: str) -> str:
     """Return the split that the first folder of a relative path names: train, validation or test; else empty."""
     first, separator, _ = name.partition("/")
-    return _only(_named_splits(first)) if separator else ""
+    return the_one(named_splits(first)) if separator else ""
 
 
 def splits_of_file(name: str) -> tuple[str, ...]:
@@ -92,7 +82,7 @@ def splits_of_file(name: str) -> tuple[str, ...]:
     A word counts where no letter is beside it: train in ``cc3m-train-0001.tar``, ``train2017/a.tar`` and
     ``a_train.parquet``, not in ``trainable.tar``. A name with words of two splits has both.
     """
-    found = (_named_splits(part) for part in reversed(name.split("/")))
+    found = (named_splits(part) for part in reversed(name.split("/")))
     return next((splits for splits in found if splits), ())
 
 
@@ -101,20 +91,12 @@ def splits_by_folder(first_folders: Collection[str]) -> bool:
 
     Folders such as ``bullet_train`` are classes unless another one names a validation split.
     """
-    named = {name: _only(_named_splits(name)) for name in first_folders}
-    whole = all(name.lower() in _SPLITS for name in first_folders)
+    named = {name: the_one(named_splits(name)) for name in first_folders}
+    whole = all(name.lower() in SPLITS for name in first_folders)
     return TRAIN in named.values() and all(named.values()) and (whole or VALIDATION in named.values())
 
 
 def mixes_splits_and_classes(first_folders: Collection[str]) -> bool:
     """Return True if some first folders are a training and a validation split, and others name none."""
-    named = {_SPLITS.get(name.lower(), "") for name in first_folders}
+    named = {SPLITS.get(name.lower(), "") for name in first_folders}
     return {TRAIN, VALIDATION, ""} <= named
-
-
-def _named_splits(part: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_SPLITS[word] for word in re.findall(r"[^\W\d_]+", part.lower()) if word in _SPLITS))
-
-
-def _only(splits: tuple[str, ...]) -> str:
-    return splits[0] if len(splits) == 1 else ""

@@ -28,9 +28,6 @@ from scaletrain_cli.spec.image_files import (
     SHARDS,
     SKLEARN_DIGITS,
     TABLES,
-    TEST,
-    TRAIN,
-    VALIDATION,
     expanded_braces,
     format_of_file,
     is_hidden,
@@ -39,6 +36,7 @@ from scaletrain_cli.spec.image_files import (
     splits_by_folder,
     splits_of_file,
 )
+from scaletrain_cli.spec.splits import TEST, TRAIN, VALIDATION
 
 # A process that is killed loses no more than a unit.
 _FILES_OF_A_UNIT = 2048

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from pathlib import Path
 
 from scaletrain_cli.data.sources.local_files import local_file, parts_of
@@ -20,6 +21,7 @@ from scaletrain_cli.spec.corpus_files import (
     unreadable_among,
 )
 from scaletrain_cli.spec.sources import SourceSpec
+from scaletrain_cli.spec.splits import read_split
 
 
 def source_files(
@@ -29,17 +31,24 @@ def source_files(
     seconds: float | None = None,
     *,
     checked: bool = True,
+    evaluation: bool = False,
+    left_out: Counter[str] | None = None,
 ) -> tuple[SourceFile, ...]:
     """Return the files of a source; relative paths are below ``folder``. ``key``: of its path in the spec.
 
     ``checked``: that this user can read each file; otherwise only that it is there, with one call for each.
-    ``seconds``: after which a request to a remote store is not repeated; None for the deadline of the environment.
+    ``evaluation``: which split of a folder is read, as of find_files(). ``left_out``: gets the number of files of a
+    folder that are not read, by what they are. ``seconds``: after which a request to a remote store is not repeated;
+    None for the deadline of the environment.
 
     Raises UsageError if there are none, or if one cannot be read; for a remote source also UnavailableError.
     """
     if is_remote(section.path):
-        return _remote(section, key, seconds)
-    found = find_text(section.path, folder, section.format, key).files
+        return _remote(section, key, seconds, evaluation, left_out)
+    listed = find_text(section.path, folder, section.format, key, evaluation=evaluation)
+    found = listed.files
+    if left_out is not None:
+        left_out.update(listed.not_read)
     if section.path == PYTHON_STDLIB:
         return tuple(local_file(path, "code") for path in found)
     files = [(path, *format_by_name(path.name, section.format)) for path in found]
@@ -52,7 +61,9 @@ def source_files(
     return tuple(local_file(path, kind, compression) for path, kind, compression in files)
 
 
-def _remote(section: SourceSpec, key: str, seconds: float | None) -> tuple[SourceFile, ...]:
+def _remote(
+    section: SourceSpec, key: str, seconds: float | None, evaluation: bool, left_out: Counter[str] | None
+) -> tuple[SourceFile, ...]:
     try:
         listed = {file.path: file for file in list_files(section.path, seconds)}
     except ScaletrainError as error:
@@ -63,6 +74,10 @@ def _remote(section: SourceSpec, key: str, seconds: float | None) -> tuple[Sourc
     if not chosen:
         problem = f"has no {', '.join(suffixes_of(section.format))} file"
         raise _unreadable(key, section.path, problem)
+    if in_folder:
+        chosen, of_splits = read_split(chosen, section.path, evaluation=evaluation)
+        if left_out is not None:
+            left_out.update(of_splits)
     files = []
     for path in chosen:
         kind, compression = format_by_name(path, section.format)

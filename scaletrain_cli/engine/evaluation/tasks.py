@@ -163,7 +163,8 @@ def _run_task(
 
 def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
     tokenizer = loaded.tokenizer()
-    files = source_files(SourceSpec(name="evaluation", path=task.source), key="evaluation.tasks.source")
+    source = SourceSpec(name="evaluation", path=task.source)
+    files = source_files(source, key="evaluation.tasks.source", evaluation=True)
     texts = islice(documents(files), task.documents)
     found = mean_loss(
         loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device

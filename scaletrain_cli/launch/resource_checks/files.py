@@ -15,7 +15,7 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.resource_checks.images import image_problems
 from scaletrain_cli.launch.resource_checks.prepared import prepared_problem
 from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
-from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.launch.resource_checks.weights import adapter_weights
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
@@ -81,7 +81,7 @@ def evaluation_problems(view: View) -> Iterator[Problem]:
         key = f"evaluation.tasks.{number}"
         if isinstance(task, LossTask) and task.source not in EMBEDDED and not view.unseen(parent_of_glob(task.source)):
             try:
-                problems = problems_of(find_files(task.source, view.folder).files)
+                problems = problems_of(find_files(task.source, view.folder, evaluation=True).files)
             except NoCorpusError as error:
                 yield view.problem(f"{key}.source", Reason("checks.no-source", {"why": error.why}), task.source)
                 continue
@@ -275,6 +275,4 @@ def not_read(view: View) -> Iterator[Reason]:
         left_out = find_files(source, view.folder, ROW_FORMATS).not_read
         if isinstance(view.spec.model, LlavaSpec):  # images that rows name
             left_out = {suffix: n for suffix, n in left_out.items() if suffix.strip(".") not in IMAGE_SUFFIXES}
-        if left_out:
-            kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
-            yield Reason("checks.files-not-read", {"key": "data.source", "source": source, "kinds": kinds})
+        yield from notes_on_files("data.source", source, left_out)

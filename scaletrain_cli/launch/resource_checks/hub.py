@@ -5,6 +5,8 @@ Fetched are lists of files, configs, indices, tokenizers, and the headers of saf
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,7 @@ from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.hub_files import environment_here, shared_cache
 from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
-from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.launch.resource_checks.weights import (
     adapter_config_problems,
     config_problems,
@@ -26,7 +28,7 @@ from scaletrain_cli.launch.resource_checks.weights import (
     weights_problem,
 )
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files
+from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files, source_files_of
 from scaletrain_cli.spec.weight_files import DamagedHeaderError, Header, header_bytes, parsed_headers, read_headers
 
 _FIRST_BYTES = 1 << 17  # holds the header of most files
@@ -80,7 +82,11 @@ def _first_refusal(view: View, settings: HubSettings) -> Reason | None:
 
 
 def hub_notes(view: View) -> Iterator[Reason]:
-    """Yield notes on variables that decide on the hub here and not on the nodes, and on a cache that only they see."""
+    """Yield notes on files that are not read, on variables that decide on the hub here and not on the nodes, and on a
+    cache that only the nodes see.
+    """
+    if not view.on_node:
+        yield from _files_not_read(view)
     if view.on_node or view.spec.cluster.traits.runs_here or not hub_uses(view.spec):
         return
     differing = [name for name in VARIABLES if view.environment.get(name) and name not in view.spec.env]
@@ -93,6 +99,19 @@ def hub_notes(view: View) -> Iterator[Reason]:
     if why is not None and _is_for_nodes_alone(view, settings, why):
         keys = [f"{use.key} = {use.text}" for use in hub_uses(view.spec)]
         yield Reason("hub.not-checked", {"keys": keys, "why": why})
+
+
+def _files_not_read(view: View) -> Iterator[Reason]:
+    """Yield the files of splits that are not read; nothing for what cannot be listed here, which is a problem."""
+    from scaletrain_cli.hub.client import resolve
+
+    settings = HubSettings.from_environment(environment_here(view.spec, view.environment))
+    for use in hub_uses(view.spec):
+        if use.purpose == "source":
+            with contextlib.suppress(HubError, MissingPackageError, OSError):
+                left_out = Counter[str]()
+                source_files_of(use, resolve(use.reference, settings, view.hub.get(use.text)), left_out)
+                yield from notes_on_files(use.key, use.text, left_out)
 
 
 def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason]:

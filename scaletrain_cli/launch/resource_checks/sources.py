@@ -19,7 +19,7 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.resource_checks.prepared import description_problem, prepared_problem
 from scaletrain_cli.launch.resource_checks.token_sources import token_source_problem
-from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
@@ -127,10 +127,11 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
             if reason := description_problem(inspect_dataset(description, _LOOK_SECONDS), view.spec):
                 results.problems.append(view.problem(key, reason, section.path))
             return
-        files, problems = _listed(view, key, section, remote), []
+        left_out = Counter[str]()
+        files, problems = _listed(view, key, section, remote, left_out), []
         if files:
             problems = list(_problems(view, key, section, files, remote))
-            results.notes += _notes(view, key, section, remote)
+            results.notes += notes_on_files(key, section.path, left_out)
         if not problems:
             results.files[section.name] = files
         results.problems += problems
@@ -159,7 +160,7 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
     results.problems += [view.problem(key, reason, section.path) for reason in reasons]
 
 
-def _listed(view: View, key: str, section: SourceSpec, remote: bool) -> tuple[SourceFile, ...]:
+def _listed(view: View, key: str, section: SourceSpec, remote: bool, left_out: Counter[str]) -> tuple[SourceFile, ...]:
     """Return the files of a source. Raises UsageError, UnavailableError and OSError."""
     from scaletrain_cli.data.sources.listing import source_files
 
@@ -167,7 +168,7 @@ def _listed(view: View, key: str, section: SourceSpec, remote: bool) -> tuple[So
         found = find_text(section.path, view.folder, section.format, key).files
         if unreadable := unreadable_among(found, view.folder / expand_home(section.path)):
             raise UsageError(Reason("checks.source-file", {"why": unreadable}))
-    return source_files(section, view.folder, key, seconds=_LOOK_SECONDS)
+    return source_files(section, view.folder, key, seconds=_LOOK_SECONDS, left_out=left_out)
 
 
 def _problems(
@@ -236,16 +237,6 @@ def _too_short(files: Sequence[SourceFile], spec: RunSpec) -> Reason | None:
     if not plain or len(spec.data.all_sources) > 1 or spec.data.tokenizer.kind != "bpe" or size + len(files) > length:
         return None
     return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
-
-
-def _notes(view: View, key: str, section: SourceSpec, remote: bool) -> Iterator[Reason]:
-    """Yield a note on files of a folder that are not read."""
-    if remote:
-        return
-    left_out = Counter(find_text(section.path, view.folder, section.format, key).not_read)
-    if left_out:
-        kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
-        yield Reason("checks.files-not-read", {"key": key, "source": section.path, "kinds": kinds})
 
 
 def _step_problems(view: View) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -49,6 +49,13 @@ class View:
     def unseen(self, path: str) -> str:
         """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
         return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
+
+
+def notes_on_files(key: str, source: str, not_read: Mapping[str, int]) -> Iterator[Reason]:
+    """Yield a note on files of a folder that are not read. ``not_read``: their numbers by suffix or split."""
+    if not_read:
+        kinds = [f"{count} {suffix}" for suffix, count in sorted(not_read.items())]
+        yield Reason("checks.files-not-read", {"key": key, "source": source, "kinds": kinds})
 
 
 def is_missing(path: str) -> bool:

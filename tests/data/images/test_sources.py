@@ -242,7 +242,7 @@ def test_the_embedded_source_names_the_missing_library(tmp_path: Path, monkeypat
         (["sets/a.train.0.tar", "sets/a.dev2017.0.tar"], (1, 1)),
         (["train/part-0.tar", "train/part-1.tar", "valid/part-0.tar"], (2, 1)),
         (["cc3m-val-0.tar", "cc3m-val-1.tar"], (2, 0)),  # all of them are given
-        (["trainable-0.tar", "evaluation-0.tar"], (2, 0)),
+        (["trainable-0.tar", "contest-0.tar"], (2, 0)),
     ],
 )
 def test_names_of_shards_say_their_split(names: list[str], splits: tuple[int, int], tmp_path: Path) -> None:
