@@ -53,6 +53,15 @@ def known_keys(kind: str) -> KnownKeys:
     return KnownKeys(used - irrelevant - set(known.only), irrelevant, known.only)
 
 
+def same_settings(kind: str) -> dict[str, str]:
+    """Return the keys of config.json by those of the spec, for settings that have the same values in both."""
+    known, used = _READ[kind], known_keys(kind).used
+    apart = {*_DERIVED, *known.aliases, *known.renamed.values()}
+    return {key: key for key in sorted(used - apart)} | {
+        ours: theirs for ours, theirs in known.renamed.items() if theirs in used
+    }
+
+
 _LARGEST_CONFIG_BYTES = 1_000_000
 
 # Keys of config.json from which settings of another name or form are derived.
@@ -100,9 +109,7 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
     check_keys(config, keys, ignored)
     aliases = known.aliases
     config = {aliases.get(key, key): config[key] for key in config if key in keys and aliases.get(key) not in config}
-    copied = keys.used - _DERIVED - set(known.renamed.values())
-    found = {key: value for key, value in config.items() if key in copied}
-    found |= {key: config[theirs] for key, theirs in known.renamed.items() if theirs in config}
+    found = {ours: config[theirs] for ours, theirs in same_settings(kind).items() if theirs in config}
     found |= _dropouts(config, known.family)
     if known.family == "llama":
         rope = _rope(config, kind, ignored) if keys.used >= _ROPE else {}

@@ -10,40 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Settings that an architecture either fixes, or lets its models choose (``varies``), or does not have.
-TRAITS = (
-    "qkv_bias",
-    "attention_bias",
-    "bias",
-    "qk_norm",
-    "qk_norm_scope",
-    "fused_projections",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "attention_sinks",
-    "sliding_window",
-    "layer_types",
-    "rope_local_base_freq",
-    "partial_rotary_factor",
-    "scale_embedding",
-    "norm_position",
-    "zero_centered_norm",
-    "swiglu_limit",
-    "hidden_activation",
-    "norm_topk_prob",
-    "scoring_func",
-    "topk_method",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    "router_bias",
-    "first_k_dense_replace",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "shared_expert_intermediate_size",
-    "shared_expert_gate",
-    "kv_lora_rank",
-    "rope_interleave",
+TRAITS = tuple(
+    (
+        "qkv_bias attention_bias bias qk_norm qk_norm_scope fused_projections query_pre_attn_scalar "
+        "attn_logit_softcapping final_logit_softcapping attention_sinks sliding_window layer_types "
+        "rope_local_base_freq partial_rotary_factor scale_embedding norm_position zero_centered_norm swiglu_limit "
+        "hidden_activation norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor "
+        "router_bias first_k_dense_replace decoder_sparse_step mlp_only_layers shared_expert_intermediate_size "
+        "shared_expert_gate kv_lora_rank rope_interleave"
+    ).split()
 )
 # Settings of a mixture of experts, which a model without layers of experts does not have.
 OF_EXPERTS = frozenset(
@@ -95,6 +70,7 @@ _DEEPSEEK_ATTENTION |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK_DEFAULTS = {**_DEEPSEEK_ATTENTION, "router_aux_loss_coef": 0.0}
 LATENT_KEYS = frozenset("first_k_dense_replace kv_lora_rank q_lora_rank qk_rope_head_dim v_head_dim".split())
 _DEEPSEEK_USED = _DEEPSEEK_ROUTER | LATENT_KEYS | {"n_shared_experts", "moe_intermediate_size"}
+_DEEPSEEK_ALIASES = {"router_aux_loss_coef": "aux_loss_alpha"}
 # Read by DeepSeek's own code, with which the weights were trained, and not by transformers.
 _DEEPSEEK_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "attention_bias": (False,)}
 _GPT2_HEADS = frozenset(  # of tasks other than the next token
@@ -249,7 +225,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         },
         used=_QWEN_BLOCKS | {"sliding_window", "use_sliding_window"},
-        aliases=_EXPERTS_ALIAS,
+        renamed={"norm_eps": "rms_norm_eps"},
+        aliases={"num_local_experts": "num_experts"},
         only={"attention_bias": (False,)},
         activations=_SILU,
         experts=True,
@@ -261,7 +238,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         renamed=_DEEPSEEK_KEYS,
         defaults={**_DEEPSEEK_DEFAULTS, "num_experts": 64, "moe_intermediate_size": 1407},
         used=_DEEPSEEK_USED | {"topk_method"},
-        aliases={"num_experts": "n_routed_experts"},
+        aliases={"num_experts": "n_routed_experts", **_DEEPSEEK_ALIASES},
         irrelevant=_DEEPSEEK_IRRELEVANT,
         # with norm_topk_prob, DeepSeek's own code normalizes weights, and transformers does not
         only={**_DEEPSEEK_ONLY, "scoring_func": ("softmax",), "norm_topk_prob": (False,), "mlp_bias": (False,)},
@@ -280,7 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         },
         used=_DEEPSEEK_USED | {"rope_interleave", "norm_topk_prob"},
-        aliases={"num_local_experts": "n_routed_experts"},
+        aliases={"num_local_experts": "n_routed_experts", **_DEEPSEEK_ALIASES},
         irrelevant=_DEEPSEEK_IRRELEVANT,
         only={**_DEEPSEEK_ONLY, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         activations=_SILU,
@@ -315,6 +292,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GPT2LMHeadModel",
         family="gpt",
         renamed=_GPT2_KEYS,
+        aliases={key: _GPT2_KEYS[key] for key in _GPT2_KEYS if key not in ("intermediate_size", "norm_eps")},
         defaults={"tie_word_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
         used=frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"}),
         irrelevant=_GPT2_HEADS,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec.hugging_face import from_config, read_config
-from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, TRAITS
+from scaletrain_cli.spec.hugging_face import from_config, read_config, same_settings
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, LATENT_KEYS, OF_EXPERTS, TRAITS
 from scaletrain_cli.spec.hugging_face_vision import (
     AnyVision,
     read_tower,
@@ -23,32 +23,14 @@ from scaletrain_cli.spec.vision_model import ClipVisionSpec, LlavaSpec
 # With another value the weights would load without an error and compute something else. A key that is missing in
 # config.json is compared only if its absence has a meaning.
 _HIDDEN_FROM_SHAPES = (
-    "family",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rope_theta",
-    "norm_eps",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-)
+    "family num_hidden_layers num_attention_heads num_key_value_heads rope_theta norm_eps num_experts_per_tok "
+    "norm_topk_prob"
+).split()
 _DENSE_BLOCKS = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
 _ABSENCE_IS_A_VALUE = (
-    "qk_norm_scope",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "partial_rotary_factor",
-    "scale_embedding",
-    "swiglu_limit",
-    "norm_position",
-    "zero_centered_norm",
-    "scoring_func",
-    "topk_method",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    "rope_interleave",
-)
+    "qk_norm_scope attn_logit_softcapping final_logit_softcapping partial_rotary_factor scale_embedding swiglu_limit "
+    "norm_position zero_centered_norm scoring_func topk_method n_group topk_group routed_scaling_factor rope_interleave"
+).split()
 _MOST_LAYERS = 10_000  # compared for their windows and experts
 
 
@@ -191,7 +173,11 @@ def to_hugging_face(model: ModelSpec | AnyVision) -> dict[str, Any]:
         raise UsageError("no Hugging Face architecture matches this model", tuple(problems))
     kind = _closest(model)
     config = {"model_type": kind, "architectures": [ARCHITECTURES[kind].model_class], "use_cache": True}
-    return config | (_gpt2(model) if kind == "gpt2" else _llama(model, kind))
+    values = _values_of_config(model, kind)
+    for ours, theirs in same_settings(kind).items():
+        if model.moe_layers or ours not in OF_EXPERTS or ours in LATENT_KEYS:
+            config[theirs] = values[ours] if ours in values else getattr(model, ours)
+    return config | (_of_gpt2(model) if kind == "gpt2" else _of_llama(model, kind))
 
 
 def _without_unused_experts(model: ModelSpec) -> ModelSpec:
@@ -263,57 +249,53 @@ def _effective(model: ModelSpec, key: str) -> object:
     return getattr(model, key)
 
 
-def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
-    """Return the keys of config.json of a model with the modules of Llama."""
-    known = ARCHITECTURES[kind]
-    config: dict[str, Any] = {
-        "hidden_act": model.activation,
-        "attention_bias": model.has_output_bias,
-        "attention_dropout": model.attention_dropout,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "intermediate_size": model.intermediate_size,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _rope_scaling(model),
-        "initializer_range": model.initializer_range,
-        "tie_word_embeddings": model.tie_word_embeddings,
+def _values_of_config(model: ModelSpec, kind: str) -> dict[str, Any]:
+    """Return values of settings that are written otherwise in a config.json, by their keys in the spec."""
+    scalar = model.query_pre_attn_scalar or model.head_dim
+    return {
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta,
+        "moe_intermediate_size": model.expert_size,
+        "intermediate_size": model.expert_size if kind in ("mixtral", "gpt_oss") else model.intermediate_size,
+        "q_lora_rank": model.q_lora_rank or None,
+        "v_head_dim": model.value_head_dim,
+        "first_k_dense_replace": model.num_hidden_layers - model.moe_layers,
     }
-    config |= _latent_attention(model, kind) if model.kv_lora_rank else {"head_dim": model.head_dim}
+
+
+def _of_gpt2(model: ModelSpec) -> dict[str, Any]:
+    residual = {"embd_pdrop": model.hidden_dropout, "resid_pdrop": model.hidden_dropout}
+    return residual | {"activation_function": "gelu_new", "attn_pdrop": model.attention_dropout}
+
+
+def _of_llama(model: ModelSpec, kind: str) -> dict[str, Any]:
+    """Return the keys of config.json that are derived from several settings, of a model with the modules of Llama."""
+    known, scaling = ARCHITECTURES[kind], model.rope_scaling
+    config: dict[str, Any] = {"hidden_act": model.activation, "attention_bias": model.has_output_bias}
+    config["rope_scaling"] = _rope_scaling(model)
     if kind == "llama":
         config["mlp_bias"] = model.has_bias
     if "hidden_activation" in known.used:
         config["hidden_activation"] = model.activation
     if "sliding_window" in known.varies:
         config |= _windows(model, kind)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"):
-        if key in known.varies:
-            config[key] = getattr(model, key)
-    if "query_pre_attn_scalar" in known.varies:
-        scalar = model.query_pre_attn_scalar or model.head_dim
-        config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
-    if "rope_local_base_freq" in known.varies:
-        config["rope_local_base_freq"] = model.rope_local_base_freq or model.rope_theta
-    scaling = model.rope_scaling
+    if "partial_rotary_factor" in known.varies:
+        config["partial_rotary_factor"] = model.partial_rotary_factor
     if kind == "phi3" and scaling is not None:
         config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     if known.default_rope and scaling is None:
         config["rope_scaling"] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    return config | (_experts(model, kind) if known.experts and model.moe_layers else {})
-
-
-def _latent_attention(model: ModelSpec, kind: str) -> dict[str, Any]:
-    """Return the keys of latent attention. transformers derives head_dim from them."""
-    found = {key: getattr(model, key) for key in ("kv_lora_rank", "qk_rope_head_dim")}
-    found |= {"q_lora_rank": model.q_lora_rank or None, "qk_nope_head_dim": model.head_dim}
-    found |= {"v_head_dim": model.value_head_dim, "first_k_dense_replace": model.num_hidden_layers - model.moe_layers}
     if kind == "deepseek_v3":
-        found |= {"rope_interleave": model.rope_interleave, "num_nextn_predict_layers": 0}
-    return found
+        config["num_nextn_predict_layers"] = 0
+    if kind == "gpt_oss":
+        config["attention_bias"] = True
+    if kind.startswith("deepseek") and model.moe_layers:
+        config |= {"moe_layer_freq": 1, "scoring_func": model.scoring_func, "topk_method": model.topk_method}
+        config["n_shared_experts"] = _shared_experts(model)
+    elif "decoder_sparse_step" in known.used:
+        dense = {*range(model.first_k_dense_replace), *model.mlp_only_layers}
+        config |= {"decoder_sparse_step": model.decoder_sparse_step, "mlp_only_layers": sorted(dense)}
+    return config
 
 
 def _shared_experts(model: ModelSpec) -> int:
@@ -344,51 +326,6 @@ def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
     if model.rope_scaling.rope_type in ("linear", "dynamic"):
         del found["original_max_position_embeddings"]
     return {**found, "rope_theta": model.rope_theta}
-
-
-def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
-    """Return the keys of a mixture of experts."""
-    known = ARCHITECTURES[kind]
-    found: dict[str, Any] = {
-        "num_experts" if kind.startswith("qwen") else known.renamed["num_experts"]: model.num_experts,
-        "num_experts_per_tok": model.num_experts_per_tok,
-        "moe_intermediate_size": model.expert_size,
-        known.renamed.get("router_aux_loss_coef", "router_aux_loss_coef"): model.router_aux_loss_coef,
-    }
-    for key in ("norm_topk_prob", "topk_method", "n_group", "topk_group", "routed_scaling_factor"):
-        if key in known.varies:
-            found[key] = getattr(model, key)
-    if kind == "gpt_oss":
-        found |= {"attention_bias": True, "swiglu_limit": model.swiglu_limit}
-    if kind in ("mixtral", "gpt_oss"):
-        found["intermediate_size"] = found.pop("moe_intermediate_size")
-    elif kind.startswith("qwen"):
-        dense = {*range(model.first_k_dense_replace), *model.mlp_only_layers}
-        found |= {"decoder_sparse_step": model.decoder_sparse_step, "mlp_only_layers": sorted(dense)}
-    if kind == "qwen2_moe":
-        found |= {"qkv_bias": model.qkv_bias, "shared_expert_intermediate_size": model.shared_expert_intermediate_size}
-    if kind.startswith("deepseek"):
-        found |= {"moe_layer_freq": 1, "scoring_func": model.scoring_func, "topk_method": model.topk_method}
-        found["n_shared_experts"] = _shared_experts(model)
-    return found
-
-
-def _gpt2(model: ModelSpec) -> dict[str, Any]:
-    return {
-        "activation_function": "gelu_new",
-        "n_embd": model.hidden_size,
-        "n_layer": model.num_hidden_layers,
-        "n_head": model.num_attention_heads,
-        "n_inner": model.intermediate_size,
-        "n_positions": model.max_position_embeddings,
-        "vocab_size": model.vocab_size,
-        "layer_norm_epsilon": model.norm_eps,
-        "initializer_range": model.initializer_range,
-        "tie_word_embeddings": model.tie_word_embeddings,
-        "embd_pdrop": model.hidden_dropout,
-        "resid_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-    }
 
 
 def _unknown_to_all(model: ModelSpec) -> list[Problem]:
