@@ -81,15 +81,6 @@ _NULL_IS_A_VALUE = frozenset(
 )
 
 
-def from_hugging_face(path: Path) -> dict[str, Any]:
-    """Return the model keys of a Hugging Face ``config.json``, or of the folder that contains it.
-
-    Raises SourceError if the file cannot be read, its architecture is not supported, or one of its keys has a value
-    that is not supported.
-    """
-    return from_config(read_config(path))
-
-
 def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dict[str, Any]:
     """Return the model keys of a parsed config.json. Raises SourceError.
 

@@ -155,6 +155,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         used=_GEMMA_KEYS | {"attn_logit_softcapping", "sliding_window", "layer_types", "attention_bias"},
+        irrelevant=frozenset({"hidden_act"}),  # published files have it, and vLLM reads it
         only={"use_bidirectional_attention": (False,)},
         activations=_GELU_TANH,
         layer_types=("sliding_attention", "full_attention"),
@@ -173,6 +174,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         used=_GEMMA_KEYS
         | {"rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types", "attention_bias"},
+        irrelevant=frozenset({"hidden_act"}),
         # transformers' Gemma 3 reads attn_logit_softcapping and does not use it
         only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
         activations=_GELU_TANH,

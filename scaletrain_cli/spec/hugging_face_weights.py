@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec.hugging_face import from_config, read_config, same_settings
+from scaletrain_cli.spec.hugging_face import from_config, known_keys, read_config, same_settings
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, LATENT_KEYS, OF_EXPERTS, TRAITS
 from scaletrain_cli.spec.hugging_face_vision import (
     AnyVision,
@@ -177,7 +177,9 @@ def to_hugging_face(model: ModelSpec | AnyVision) -> dict[str, Any]:
     for ours, theirs in same_settings(kind).items():
         if model.moe_layers or ours not in OF_EXPERTS or ours in LATENT_KEYS:
             config[theirs] = values[ours] if ours in values else getattr(model, ours)
-    return config | (_of_gpt2(model) if kind == "gpt2" else _of_llama(model, kind))
+    config |= _of_gpt2(model) if kind == "gpt2" else _of_llama(model, kind)
+    keys = known_keys(kind)
+    return {key: value for key, value in config.items() if key in keys}
 
 
 def _without_unused_experts(model: ModelSpec) -> ModelSpec:

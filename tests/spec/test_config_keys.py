@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.advice.warnings import about_config_keys
-from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec import ModelSpec, presets, to_hugging_face
 from scaletrain_cli.spec.hugging_face import from_config, known_keys
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES
 from scaletrain_cli.spec.hugging_face_keys import KnownKeys
@@ -173,3 +174,19 @@ def test_plan_and_validate_say_the_coefficient() -> None:
 
     assert "router balance loss 0.02" in model_text(load(f"{START}model: {{hf_config: mixtral}}\n"))
     assert "router" not in model_text(load(f"{START}model: {{hf_config: llama}}\n"))
+
+
+def test_what_is_written_has_only_keys_that_are_read_and_gives_the_same_model() -> None:
+    written = 0
+    for name in presets():
+        model = ModelSpec.model_validate(complete({"preset": name}, Path(), {}))
+        try:
+            config = to_hugging_face(model)
+        except UsageError:  # an architecture that is planned only
+            continue
+        ignored: list[str] = []
+        again = complete(from_config(config, ignored), Path(), {})
+        assert ignored == [], name
+        assert to_hugging_face(ModelSpec.model_validate(again)) == config, name
+        written += 1
+    assert written > 40

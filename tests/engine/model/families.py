@@ -16,7 +16,7 @@ from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.hugging_face import from_hugging_face
+from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import derived_dimensions
 
 SIZES: dict[str, Any] = {
@@ -149,7 +149,7 @@ def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
 
 def spec_of(folder: Path, **changes: Any) -> ModelSpec:
     """Return the spec that is read from the folder's config.json."""
-    found = derived_dimensions({**from_hugging_face(folder), "seq_len": LENGTH, **changes})
+    found = derived_dimensions({**from_config(read_config(folder)), "seq_len": LENGTH, **changes})
     spec = ModelSpec.model_validate(found)
     assert list(spec.inconsistencies()) == []
     return spec

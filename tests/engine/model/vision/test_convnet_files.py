@@ -21,7 +21,7 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.weights import config_problems, header_problems
 from scaletrain_cli.spec import to_hugging_face
-from scaletrain_cli.spec.hugging_face import from_hugging_face
+from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.weight_files import read_headers
@@ -57,7 +57,7 @@ def test_files_of_transformers_are_loaded_with_equal_logits(name: str, tmp_path:
     for key, values in expected.state_dict().items():
         assert torch.equal(model.state_dict()[key], values), key
         assert model.state_dict()[key].dtype == values.dtype
-    imported = spec_of(from_hugging_face(tmp_path) | {"image_size": 32})
+    imported = spec_of(from_config(read_config(tmp_path)) | {"image_size": 32})
     assert imported == spec.model_copy(update={"preset": imported.preset})
 
 
@@ -159,7 +159,7 @@ def test_a_config_with_another_number_of_stages_is_refused(tmp_path: Path) -> No
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_stages": 2}))
     with pytest.raises(SourceError, match="num_stages = 2"):
-        from_hugging_face(tmp_path)
+        from_config(read_config(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["basic", "convnext"])

@@ -13,7 +13,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
-from scaletrain_cli.spec.hugging_face import from_hugging_face
+from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import derived_dimensions
 from scaletrain_cli.spec.vision_model import VISION
 
@@ -75,7 +75,7 @@ def _saved(model_class: Any, config: Any, folder: Path) -> nn.Module:
 
 def spec_of(folder: Path, **changes: Any) -> Any:
     """Return the spec that is read from the folder's config.json."""
-    found = {**from_hugging_face(folder), **changes}
+    found = {**from_config(read_config(folder)), **changes}
     if found["family"] == "llava":
         found["text_config"] = derived_dimensions(found["text_config"])
     spec = VISION[found["family"]].model_validate(found)
