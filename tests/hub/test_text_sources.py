@@ -9,6 +9,7 @@ import pytest
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.hub import tiny
 from tests.hub.server import Hub
@@ -58,3 +59,13 @@ def test_a_format_that_the_data_set_does_not_have_is_named(hub: Hub) -> None:
     hub.add("org/text", FILES, kind="dataset")
     with pytest.raises(HubError, match="parquet"):
         fetched_spec(spec("hf://datasets/org/text/web", form="parquet"), "data")
+
+
+def test_the_train_split_alone_is_fetched_and_the_others_are_named(hub: Hub) -> None:
+    tiny.publish(hub)
+    hub.add("org/split", {f"data/{split}-00000-of-00001.txt": b"1" for split in ("train", "test")}, kind="dataset")
+    wanted = spec("hf://datasets/org/split", "hf://datasets/org/split/data/test-*.txt")
+    (note,) = [str(note) for note in check_external(wanted).warnings if note.code == "checks.files-not-read"]
+    assert note == "data.sources.0.path = hf://datasets/org/split: these files are not read: 1 of the test split"
+    fetched = fetched_spec(wanted, "data")
+    assert names(fetched) == [["train-00000-of-00001.txt"], ["test-00000-of-00001.txt"]]
