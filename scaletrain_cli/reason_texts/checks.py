@@ -70,7 +70,6 @@ TEXTS: dict[str, Text] = {
     "row-without-image": Text(
         "{where}: there is no image {path}", ("Set data.images.folder to the folder that the paths of rows begin in",)
     ),
-    "source-row": Text("{where}: {problem}", ("Set data.format and data.fields, or repair the row",)),
     "no-text": Text("holds no text", _MORE_TEXT),
     "too-little-text": Text("holds {bytes} bytes, too few for one sequence of {seq_len} tokens", _MORE_TEXT),
     "no-pyarrow": Text("reading parquet files requires pyarrow", ("Run pip install pyarrow",)),

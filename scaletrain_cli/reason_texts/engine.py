@@ -81,13 +81,10 @@ TEXTS: dict[str, Text] = {
     ),
     "data-source-unreadable": Text("{key} = {source}: {problem}"),
     "file-unreadable": Text("{path} cannot be read: {error}"),
-    "file-not-gzip": Text("{path} is not a complete gzip file: {error}"),
     "file-not-utf-8": Text(
         "{path} is not UTF-8 text: {replaced} of {characters} characters cannot be decoded",
         ("Convert it with iconv, or leave it out of data.source.",),
     ),
-    "pyarrow-missing": Text("{path}: reading parquet needs pyarrow", ("Run pip install pyarrow.",)),
-    "parquet-unreadable": Text("{path} cannot be read as parquet: {error}"),
     # The tokenizer.
     "tokenizer-unreadable": Text(
         "data.tokenizer.path = {path}: {error}", ("Give the path of a Hugging Face tokenizer.json.",)

@@ -6,17 +6,13 @@ Uses the standard library only, because verbs that only read a spec import it; t
 from __future__ import annotations
 
 import glob
-import gzip
-import json
 import os
 import stat
 import sysconfig
-import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import expand_home
@@ -35,8 +31,8 @@ EMBEDDED = (PYTHON_STDLIB, PYTHON_DOCSTRINGS)
 EMBEDDED_SOURCES = (*EMBEDDED, SKLEARN_DIGITS)
 SOURCES = f"Give {' or '.join(EMBEDDED)}, a prepared dataset, or a path or glob of files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
-ROW_FORMATS = ("jsonl", "json", "parquet")  # of rows for fine-tuning
-COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
+ROW_FORMATS = ("jsonl", "json", "parquet", "arrow")  # of rows for fine-tuning
+COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst")
 # What text for pretraining is read from: the format by the suffix of a file.
 TEXT_SUFFIXES = {
     "txt": "txt",
@@ -75,11 +71,12 @@ class CorpusFiles:
 
 
 def kind_of(path: Path) -> str:
-    """Return ``jsonl`` for ``a.jsonl`` and ``a.jsonl.gz``; for other files the suffix, or an empty string."""
+    """Return ``jsonl`` for ``a.jsonl``, ``a.ndjson`` and ``a.jsonl.gz``; for other files the suffix, if any."""
     name = path.name.lower()
     if any(name.endswith(f".{kind}") for kind in COMPRESSED):
         return name.split(".")[-2]
-    return path.suffix.lstrip(".").lower()
+    suffix = path.suffix.lstrip(".").lower()
+    return "jsonl" if suffix == "ndjson" else suffix
 
 
 class NoCorpusError(UsageError):
@@ -114,7 +111,7 @@ def find_files(
             not_read[entry.suffix or entry.name] += 1
     if not files:
         known = [kind for kind in kinds if kind != "json" or not path.is_dir()]
-        known += [kind for kind in COMPRESSED if kind[:-3] in kinds]
+        known += [kind for kind in COMPRESSED if kind.partition(".")[0] in known]
         raise NoCorpusError(source, _nothing_to_read(source, path, found, known))
     if path.is_dir():
         names, of_splits = read_split(list(map(str, files)), str(path), evaluation=evaluation)
@@ -220,32 +217,9 @@ def _nothing_to_read(source: str, path: Path, found: Collection[Path], known: Co
     return f"the {'folder' if path.is_dir() else 'source'} has no {', '.join(known)} file"
 
 
-def open_bytes(path: Path) -> IO[bytes]:
-    """Open a file, decompressed if its name ends in .gz."""
-    if path.name.lower().endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path))
-    return path.open("rb")
-
-
-def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
-    """Yield the first file that cannot be opened, or the first of a sample whose content does not match its kind."""
-    if unreadable := unreadable_among(files):
-        yield unreadable
-        return
-    for path in sample_of(files):
-        if why := problem_of(path):
-            yield f"{path}: {why}"
-            return
-
-
 def sample_of(files: tuple[Path, ...]) -> tuple[Path, ...]:
     """Return the files whose beginning is read before a run."""
     return files[:: max(1, len(files) // _LOOKED_INTO)]
-
-
-def row_file_problem(path: Path) -> str:
-    """Return the problem of a file of rows as a file, apart from its rows; empty for a valid one. Raises OSError."""
-    return _parquet_problem(path, text=False) if kind_of(path) == "parquet" else ""
 
 
 def unreadable_among(files: tuple[Path, ...], source: Path | None = None) -> str:
@@ -255,37 +229,6 @@ def unreadable_among(files: tuple[Path, ...], source: Path | None = None) -> str
     """
     found = [why if path == source else f"{path}: {why}" for path in files if (why := _unreadable(path))]
     return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
-
-
-def problem_of(path: Path) -> str:
-    """Return the problem of a file, by its beginning, or by the end of a parquet file; empty for a valid one."""
-    try:
-        if kind_of(path) == "parquet":
-            return _parquet_problem(path)
-        with open_bytes(path) as file:
-            beginning = file.read(_FIRST_BYTES)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        return f"is not a complete gzip file: {error}"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    if kind_of(path) == "jsonl":
-        return _line_problem(beginning)
-    if b"\0" in beginning:
-        return "contains NUL bytes, so it is not UTF-8 text"
-    text = beginning.decode("utf-8", "replace")
-    replaced = text[:-1].count("\ufffd") - beginning.count("\ufffd".encode())
-    if replaced > max(FEW_REPLACED, MOST_REPLACED * len(text)):
-        return f"is not UTF-8 text: {replaced} of its first {len(text)} characters cannot be decoded"
-    return ""
-
-
-def text_of_line(line: str) -> str | None:
-    """Return the document in one line of a jsonl file, or None."""
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return text if isinstance(text, str) else None
 
 
 def parquet_names(path: Path, columns: Collection[str]) -> list[str]:
@@ -298,32 +241,16 @@ def parquet_names(path: Path, columns: Collection[str]) -> list[str]:
     return [column for column in columns if column.encode() in footer]
 
 
-def _line_problem(beginning: bytes) -> str:
-    lines = beginning.split(b"\n")
-    complete = lines if len(beginning) < _FIRST_BYTES else lines[:-1]  # the last line may be cut
-    for number, line in enumerate(complete, start=1):
-        if line.strip():
-            held = text_of_line(line.decode("utf-8-sig", "replace"))
-            return "" if held is not None else f'line {number} must be a JSON object with a string in "text"'
-    return ""
-
-
-def _parquet_problem(path: Path, *, text: bool = True) -> str:
-    """Return the problem of a parquet file; with ``text`` it must have a column of this name.
-
-    Compares the magic bytes at both ends, and looks for the column's name in the footer (parquet-format, File format).
-    """
+def parquet_problem(path: Path) -> str:
+    """Return the problem of a parquet file by the magic bytes at both ends; empty for a valid one. Raises OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 12 or file.read(4) != _PARQUET_MAGIC:
             return "is not a parquet file"
         file.seek(size - 8)
         length, magic = int.from_bytes(file.read(4), "little"), file.read(4)
-        if magic != _PARQUET_MAGIC or length > size - 12:
-            return "is an incomplete parquet file: its footer is missing"
-        file.seek(size - 8 - length)
-        if text and b"text" not in file.read(length):
-            return "has no column text"
+    if magic != _PARQUET_MAGIC or length > size - 12:
+        return "is an incomplete parquet file: its footer is missing"
     return ""
 
 

@@ -191,7 +191,7 @@ class DataSpec(Section):
     chat_template_date: Annotated[Date, _WITH_ROWS] = Field(
         default="2024-07-26", description="current date for chat templates that write it, so that prompts never change"
     )
-    chat_template_kwargs: Annotated[dict[Text, bool | int | float | str | None], _WITH_ROWS] = Field(
+    chat_template_kwargs: Annotated[dict[Text, bool | int | float | str], _WITH_ROWS] = Field(
         default={},
         description="variables of the chat template, such as enable_thinking: false; those of a row's column "
         "chat_template_kwargs come first",

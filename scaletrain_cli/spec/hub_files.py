@@ -302,7 +302,7 @@ def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tu
             kinds = tuple(kind for kind in kinds if kind != "json")
     else:
         found = [f for f in listing.files if path_matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
-    formats = [*kinds, *(kind for kind in COMPRESSED if kind[:-3] in kinds)]
+    formats = [*kinds, *(kind for kind in COMPRESSED if kind.partition(".")[0] in kinds)]
     if named is None:
         found = [f for f in found if kind_of(Path(f.path)) in kinds]
     else:

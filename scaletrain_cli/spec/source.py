@@ -60,7 +60,9 @@ Key = tuple[str | int, ...]
 
 SET_OPTION = "--set"
 # Mappings with names that the user chooses, in which null removes an entry.
-MAPPINGS = frozenset({"env", "extra", "node_selector", "options", "secrets", "weights"})
+MAPPINGS = frozenset(
+    {"chat_template_kwargs", "env", "extra", "node_selector", "options", "roles", "secrets", "weights"}
+)
 
 
 def key_of(dotted: str) -> Key:

@@ -57,7 +57,11 @@ NAMES_NOTHING = {
     "model.text_config.hf_config": "read with the spec, see model.hf_config",
     **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
-    **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
+    **{
+        f"data.fields.{name}": "a column, which the check of data.source looks for"
+        for name in FieldsSpec.model_fields
+        if name != "roles"
+    },
     **{
         f"{section}.{name}": "a column or suffix, see data.source"
         for section in ("data.images.fields", "data.sources.*.fields")
@@ -249,7 +253,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         (f"evaluation.tasks.*.{key}", (f"evaluation.tasks=[{task}]",), f"evaluation.tasks.0.{key.rstrip('.*')}", said)
         for key, task, said in (
             ("source", "{kind: loss, name: a, source: nowhere}", "no such file or folder"),
-            ("source", "{kind: loss, name: a, source: cut.parquet}", "its footer is missing"),
+            ("source", "{kind: loss, name: a, source: cut.parquet}", "cannot be read as a table"),
             ("include_path", "{kind: lm_eval, name: a, tasks: [b], include_path: nowhere}", "there is no such folder"),
             ("command.*", "{kind: lm_eval, name: a, tasks: [b], command: [no-such-program]}", "is not on PATH"),
         )

@@ -151,6 +151,36 @@ def test_rows_are_lines_or_an_array_whatever_the_file_is_called(name: str, tmp_p
         assert [row.example.messages for row in rows_of(data, "sft")[1]] == [ANSWERED] * 2  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.zst", "a.ndjson", "stream.arrow", "file.arrow", "a.parquet"])
+def test_rows_are_read_from_compressed_files_and_tables(name: str, tmp_path: Path) -> None:
+    path, content = tmp_path / name, f"{ROW}\n{ROW}\n".encode()
+    if name.endswith((".arrow", ".parquet")):
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.Table.from_pylist([json.loads(ROW)] * 2)
+        if name == "a.parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(table, path)
+        else:
+            with {"stream": arrow.ipc.new_stream, "file": arrow.ipc.new_file}[path.stem](path, table.schema) as writer:
+                writer.write_table(table)
+    else:
+        by_suffix = {".gz": gzip.compress, ".zst": pytest.importorskip("zstandard").compress}
+        path.write_bytes(by_suffix.get(path.suffix, bytes)(content))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    for source in (
+        path,
+        *([] if "json." in name else [tmp_path]),
+    ):  # as the datasets library saves a set: a folder with descriptions
+        given = view(tmp_path, f"data.source={source}")
+        assert not [*row_problems(given)]
+        read = [*rows_of(given.spec.data, "sft")[1]]
+        assert [row.example.messages for row in read] == [ANSWERED] * 2  # type: ignore[union-attr]
+    if path.suffix in (".gz", ".zst"):
+        path.write_bytes(path.read_bytes()[:-9])
+        (problem,) = row_problems(view(tmp_path, f"data.source={path}"))
+        assert problem.message.startswith(f"{path}: ")
+        assert "complete" in problem.message
+
+
 def test_rows_that_cannot_be_used_are_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"a": 1}}\n{ROW}\n{ROW[:9]}\n{{"messages": []}}\n{ROW}\n')
     settings = (f"data.source={tmp_path}/rows.jsonl", "data.on_bad=skip")
@@ -171,7 +201,7 @@ def test_a_row_unlike_the_first_one_is_named_with_its_line(tmp_path: Path) -> No
 def test_files_of_text_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Once upon a time\n" * 50)
     (found,) = row_problems(view(tmp_path, "data.source=a.txt"))
-    assert "the source has no jsonl, json, parquet, jsonl.gz file" in found.message
+    assert "the source has no jsonl, json, parquet, arrow, jsonl.gz, jsonl.zst, json.gz, json.zst file" in found.message
 
 
 def test_a_chat_template_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:

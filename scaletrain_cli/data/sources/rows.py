@@ -1,21 +1,22 @@
-"""Read the rows of files for fine-tuning as JSON values: jsonl, json and parquet."""
+"""Read the rows of files for fine-tuning as JSON values: jsonl, json, parquet and Arrow."""
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scaletrain_cli.data.sources.libraries import require
+from scaletrain_cli.data.sources.local_files import local_file
+from scaletrain_cli.data.sources.opening import DamagedFileError, opened
+from scaletrain_cli.data.sources.tables import arrow_batches
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.corpus_files import FEW_REPLACED, MOST_REPLACED, kind_of, open_bytes
+from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, MOST_REPLACED, kind_of
 from scaletrain_cli.spec.row_formats import RowError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -53,18 +54,20 @@ class RawRow(NamedTuple):
 def rows_in(path: Path, tally: Tally, at_once: int | None = None) -> Iterator[RawRow]:
     """Yield the rows of a file. A line that is not JSON has a RowError as its content.
 
-    ``at_once``: rows of a parquet file that are in memory at a time; None: as many as pyarrow has. Raises UsageError
+    ``at_once``: rows of a table that are in memory at a time; None: as many as pyarrow has. Raises UsageError
     for a file that cannot be read to its end, or is not text.
     """
     own = Tally()
     try:
-        if kind_of(path) == "parquet":
-            yield from _parquet(path, at_once)
+        if (kind := kind_of(path)) in _TABLES:
+            yield from _table(path, _TABLES[kind], at_once)
         else:
-            with open_bytes(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape") as text:
+            compression = path.suffix.lower().lstrip(".")
+            stored = local_file(path, kind, compression if compression in COMPRESSIONS else "")
+            with opened(stored) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape") as text:
                 yield from _json_rows(path, text, own)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(Reason("engine.file-not-gzip", {"path": str(path), "error": str(error)})) from error
+    except DamagedFileError as error:
+        raise UsageError(Reason("data.row", {"where": str(path), "problem": error.reason})) from error
     except OSError as error:
         params = {"path": str(path), "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.file-unreadable", params)) from error
@@ -138,17 +141,35 @@ def _json_problem(text: str) -> str:
     return "json-invalid" if text.endswith(("}", "]")) else "json-cut"
 
 
-def _parquet(path: Path, at_once: int | None) -> Iterator[RawRow]:
-    arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+def _table(
+    path: Path, batches_of: Callable[[Path, int | None], Iterator[Any]], at_once: int | None
+) -> Iterator[RawRow]:
+    arrow = require("pyarrow", "parquet")
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(**({} if at_once is None else {"batch_size": at_once})):
+        for batch in batches_of(path, at_once):
             for row in batch.to_pylist():
                 number += 1
                 content = {name: _without_nulls(value) for name, value in row.items()}
                 yield RawRow(f"{path}, row {number}", content, path)
     except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise UsageError(Reason("engine.parquet-unreadable", {"path": str(path), "error": str(error)})) from error
+        reason = Reason("sources.table-damaged", {"error": " ".join(str(error).split())})
+        raise UsageError(Reason("data.row", {"where": str(path), "problem": reason})) from error
+
+
+def _parquet_batches(path: Path, at_once: int | None) -> Iterator[Any]:
+    file = require("pyarrow.parquet", "parquet").ParquetFile(path)
+    yield from file.iter_batches(**({} if at_once is None else {"batch_size": at_once}))
+
+
+def _arrow_batches(path: Path, at_once: int | None) -> Iterator[Any]:
+    with arrow_batches(local_file(path, "arrow")) as (_, batches):
+        for batch in batches:
+            size = at_once or max(1, batch.num_rows)
+            yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
+
+
+_TABLES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 
 
 def _without_nulls(value: Any) -> Any:

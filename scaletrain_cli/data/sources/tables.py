@@ -74,20 +74,28 @@ class Arrow(_TableReader):
 
     def records(self, part: Part) -> Iterator[Record | BadRecord]:
         arrow = require("pyarrow", "parquet")
-        with _faults(arrow) as fault, _input(part.file) as source:
-            is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
-            source.seek(0)
-            reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
-            if (problem := _column_problem(arrow, reader.schema, part.columns)) is not None:
+        with _faults(arrow) as fault, arrow_batches(part.file) as (schema, batches):
+            if (problem := _column_problem(arrow, schema, part.columns)) is not None:
                 yield BadRecord(0, problem)
                 return
             place = 0
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
                 for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                     yield from _rows(batch.slice(start, _ROWS_AT_ONCE), place + start, part.columns)
                 fault.place = place = place + batch.num_rows
         yield from fault.record()
+
+
+@contextmanager
+def arrow_batches(file: SourceFile) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Return schema and record batches of an IPC file or stream. Raises as stored() does, and ArrowException."""
+    arrow = require("pyarrow", "parquet")
+    with _input(file) as source:
+        is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+        source.seek(0)
+        reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        yield reader.schema, batches
 
 
 @contextmanager

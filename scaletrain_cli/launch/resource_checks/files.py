@@ -23,18 +23,17 @@ from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     EMBEDDED_SOURCES,
-    FORMATS,
     ROW_FORMATS,
     NoCorpusError,
     find_files,
     kind_of,
-    problems_of,
 )
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.row_formats import IMAGE_MARK, TRAINED_IMAGE_TOKEN
 from scaletrain_cli.spec.shared_paths import parent_of_glob
+from scaletrain_cli.spec.sources import SourceSpec
 
 
 def row_problems(view: View) -> Iterator[Problem]:
@@ -54,39 +53,46 @@ def row_problems(view: View) -> Iterator[Problem]:
         if reason := prepared_problem(prepared, view):
             yield view.problem("data.source", reason, source)
         return
-    rows = view.spec.training.objective != "causal_lm"
     try:
-        found = find_files(source, view.folder, ROW_FORMATS if rows else FORMATS)
+        found = find_files(source, view.folder, ROW_FORMATS)
     except NoCorpusError as error:
         yield view.problem("data.source", Reason("checks.no-source", {"why": error.why}), source)
         return
-    if rows:
-        with_images = isinstance(view.spec.model, LlavaSpec)
-        data, objective = view.spec.data, view.spec.training.objective
-        if reason := problem_of_rows(found.files, data, objective, view.folder, images=with_images):
-            yield view.problem("data.source", reason, source)
-    else:
-        for why in problems_of(found.files):
-            yield view.problem("data.source", Reason("checks.source-file", {"why": why}), source)
+    with_images = isinstance(view.spec.model, LlavaSpec)
+    data, objective = view.spec.data, view.spec.training.objective
+    if reason := problem_of_rows(found.files, data, objective, view.folder, images=with_images):
+        yield view.problem("data.source", reason, source)
     if _is_empty(found.files):
         yield view.problem("data.source", Reason("checks.no-text"), source)
     here = view.spec.cluster.traits.runs_here
-    if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
+    if here and any(kind_of(path) in ("parquet", "arrow") for path in found.files) and find_spec("pyarrow") is None:
         yield view.problem("data.source", Reason("checks.no-pyarrow"), source)
+
+
+def _text_problem(source: str, view: View, key: str) -> Reason | None:
+    """Return the first problem of files of text, by their beginnings; None where this machine does not have them."""
+    from scaletrain_cli.data.sources.beginning import first_fault
+    from scaletrain_cli.data.sources.listing import source_files
+    from scaletrain_cli.data.sources.records import Columns
+
+    if source in EMBEDDED or view.unseen(parent_of_glob(source)):
+        return None
+    try:
+        files = source_files(SourceSpec(name="evaluation", path=source), view.folder, key, evaluation=True)
+        fault = first_fault(files, Columns(), skips_bad=False)
+    except NoCorpusError as error:
+        return Reason("checks.no-source", {"why": error.why})
+    except (UsageError, OSError) as error:
+        return getattr(error, "reason", None) or Reason("checks.source-file", {"why": str(error)})
+    return fault and Reason("checks.source-file", {"why": f"{fault.place}: {fault.reason}"})
 
 
 def evaluation_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of files and folders that ``evaluation.tasks`` name."""
     for number, task in enumerate(view.spec.evaluation.tasks):
         key = f"evaluation.tasks.{number}"
-        if isinstance(task, LossTask) and task.source not in EMBEDDED and not view.unseen(parent_of_glob(task.source)):
-            try:
-                problems = problems_of(find_files(task.source, view.folder, evaluation=True).files)
-            except NoCorpusError as error:
-                yield view.problem(f"{key}.source", Reason("checks.no-source", {"why": error.why}), task.source)
-                continue
-            for why in problems:
-                yield view.problem(f"{key}.source", Reason("checks.source-file", {"why": why}), task.source)
+        if isinstance(task, LossTask) and (reason := _text_problem(task.source, view, f"{key}.source")):
+            yield view.problem(f"{key}.source", reason, task.source)
         if not isinstance(task, LmEvalTask):
             continue
         folder = task.include_path

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from scaletrain_cli.data.sources.rows import Tally, rows_in
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
@@ -13,7 +13,7 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import (
     kind_of,
     parquet_names,
-    row_file_problem,
+    parquet_problem,
     sample_of,
     unreadable_among,
 )
@@ -41,11 +41,11 @@ def problem_of_rows(
         return Reason("checks.source-file", {"why": unreadable})
     for path in sample_of(files):
         try:
-            if why := row_file_problem(path):
-                return Reason("checks.source-file", {"why": f"{path}: {why}"})
             if kind_of(path) == "parquet":
+                if why := parquet_problem(path):
+                    return Reason("checks.source-file", {"why": f"{path}: {why}"})
                 found = _parquet_problem(path, data, objective, images=images)
-            else:
+            elif kind_of(path) != "arrow" or find_spec("pyarrow") is not None:
                 beside = path.parent if data.images.folder is None else folder / expand_home(data.images.folder)
                 found = _problem_of_first_rows(path, data, objective, beside if images else None)
             if found:
@@ -59,6 +59,8 @@ def problem_of_rows(
 
 def _problem_of_first_rows(path: Path, data: DataSpec, objective: str, images: Path | None) -> Reason | None:
     """``images``: the folder of the images of the rows; None: rows have none."""
+    from scaletrain_cli.data.sources.rows import Tally, rows_in  # which imports numpy
+
     row_format: str = data.format
     for where, row, _ in islice(rows_in(path, Tally()), _ROWS_PER_FILE):
         try:
@@ -86,4 +88,4 @@ def _parquet_problem(path: Path, data: DataSpec, objective: str, *, images: bool
     if any(parquet_names(path, columns) == columns for columns in needed):
         return None
     params = {"needed": [" and ".join(columns) for columns in needed]}
-    return Reason("checks.source-row", {"where": str(path), "problem": Reason("data.parquet-columns", params)})
+    return RowError("parquet-columns", **params).at(str(path))
