@@ -13,6 +13,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.advice.warnings import about_config_keys
+from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.spec import ModelSpec, presets, to_hugging_face
 from scaletrain_cli.spec.hugging_face import from_config, known_keys
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES
@@ -174,6 +175,20 @@ def test_plan_and_validate_say_the_coefficient() -> None:
 
     assert "router balance loss 0.02" in model_text(load(f"{START}model: {{hf_config: mixtral}}\n"))
     assert "router" not in model_text(load(f"{START}model: {{hf_config: llama}}\n"))
+    sets = (
+        "cluster={scheduler: slurm, gpu: h100-sxm-80gb, nodes: 16, gpus_per_node: 8}",
+        "training.global_batch_size=128",
+    )
+    shown = {}
+    for coefficient in (0.02, 0.9, 0.0):
+        spec = load(f"{START}model: {{hf_config: mixtral}}\n", *sets, f"model.router_aux_loss_coef={coefficient}")
+        (check,) = [check for check in make_plan(spec).sanity if check.topic == "router balance loss"]
+        shown[check.value] = (check.verdict, check.message.code)
+    assert shown == {
+        "0.02": ("note", "plan.router-balance"),
+        "0.9": ("warning", "plan.router-balance-large"),
+        "0": ("note", "plan.router-balance-none"),
+    }
 
 
 def test_what_is_written_has_only_keys_that_are_read_and_gives_the_same_model() -> None:

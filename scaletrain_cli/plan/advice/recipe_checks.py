@@ -24,7 +24,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, ModelSize, Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 
 _LINEAR = ("sgd", "momentum")
 # Learning rates are tuned to about a factor of two; a factor above four suggests a mistake.
@@ -191,14 +191,15 @@ def _warmup(spec: RunSpec) -> Sanity:
 
 def _router_balance(spec: RunSpec) -> Iterator[Sanity]:
     """Yield the coefficient of the balance loss of routers."""
-    model = spec.model.text_config if isinstance(spec.model, LlavaSpec) else spec.model
-    if not isinstance(model, ModelSpec) or not model.moe_layers:
+    if spec.unit != "tokens" or not spec.language_model.moe_layers:
         return
-    coefficient, verdict, code = model.router_aux_loss_coef, "ok", "plan.router-balance"
+    model = spec.language_model
+    coefficient, code = model.router_aux_loss_coef, "plan.router-balance"
     if coefficient > _LARGE_BALANCE:
-        verdict, code = "warning", "plan.router-balance-large"
+        code = "plan.router-balance-large"
     elif not coefficient and not model.bias_update_speed and spec.is_from_scratch:
-        verdict, code = "note", "plan.router-balance-none"
+        code = "plan.router-balance-none"
+    verdict = "warning" if coefficient > _LARGE_BALANCE else "note"  # shown always: files state it, or leave it out
     yield Sanity("router balance loss", f"{coefficient:g}", verdict, Reason(code))
 
 
