@@ -38,6 +38,7 @@ _ONLY_WITH: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "partial_rotary_factor": (1, 1.0),
     "sliding_window": (),
+    "layer_types": (),
     "attention_chunk_size": (),
     "is_causal": (True,),
     "kv_sharing_modes": (),

@@ -129,6 +129,24 @@ def test_the_table_of_an_architecture_has_every_key_that_transformers_reads(kind
     assert refused - theirs <= NOT_OF_TRANSFORMERS_5.get(kind, set()), "these cannot change what transformers computes"
 
 
+def test_the_tables_have_every_key_that_masks_caches_and_rotary_positions_read() -> None:
+    import transformers
+    from transformers.configuration_utils import PretrainedConfig
+
+    folder = Path(transformers.__file__).parent
+    shared = set().union(*(keys_read((folder / f"{name}.py").read_text()) for name in SHARED))
+    shared = {key for key in shared if not callable(getattr(PretrainedConfig, key, None))} - NOT_IN_FILES
+    assert {"is_causal", "sliding_window", "layer_types", "kv_sharing_modes", "rope_parameters"} <= shared
+    for kind in ARCHITECTURES:
+        rotates = "rope_theta" in known_keys(kind).used
+        assert {key for key in shared if key not in known_keys(kind)} <= (set() if rotates else OF_ROTARY), kind
+
+
+SHARED = ("masking_utils", "cache_utils", "modeling_rope_utils")
+OF_ROTARY = {"rope_parameters", "head_dim", "original_max_position_embeddings"}
+NOT_IN_FILES = {"is_heterogeneous", "sub_configs"}  # properties of the class
+
+
 @pytest.mark.parametrize("kind", VISION_KEYS)
 def test_the_table_of_a_model_of_images_has_every_key_that_transformers_reads(kind: str) -> None:
     known = VISION_KEYS[kind]
