@@ -155,6 +155,15 @@ SWEPT = "needs runs of a sweep; tests/launch/test_sweep_status.py makes them"
 PARSED: dict[str, str] = {
     "scaletrain plan hf://meta-llama/Llama-3.1-8B --gpus 8 --gpu h100-sxm-80gb": "requires the Hugging Face Hub",
     "scaletrain init hf://meta-llama/Llama-3.1-8B tuned.yaml": "requires the Hugging Face Hub",
+    **dict.fromkeys(
+        (
+            "scaletrain init --from /models/llama-3.1-8b-instruct --data chats.jsonl --lora run.yaml",
+            "scaletrain data show run.yaml --count 2",
+            "scaletrain train run.yaml --run-id chats",
+            "scaletrain checkpoint export chats -o out",
+        ),
+        "needs a model; tests/cli/test_before_a_run.py writes such specs",
+    ),
     "scaletrain checkpoint average RUN --last 5 -o DIR": "needs checkpoints; tests/cli/test_checkpoint.py makes them",
     "scaletrain train recipes/vision-digits-cpu.yaml": "trains for a minute; tests/drills runs it",
     "scaletrain train recipes/clip-pairs-cpu.yaml": "needs drawn data, trains for a minute; tests/drills runs it",

@@ -243,7 +243,7 @@ def _base_on_hub(record: RunRecord) -> list[str]:
 
 def _report_export(exported: dict[str, Any], source: str, output: Path, as_json: bool) -> None:
     from scaletrain_cli.text import bytes_text, whole_text
-    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.console import say, suggest
 
     if as_json:
         _print(exported)
@@ -253,6 +253,12 @@ def _report_export(exported: dict[str, Any], source: str, output: Path, as_json:
     if exported["tokenizer"] is None:
         say("exported without a tokenizer: this machine has neither the prepared data nor the spec's tokenizer")
     typer.echo(visible(str(output)))
+    if (output / "adapter_config.json").is_file():
+        load = f'peft.PeftModel.from_pretrained(base, "{output}")'
+        suggest({"in transformers": load, "serve it": f"vllm serve BASE --enable-lora --lora-modules run={output}"})
+    elif exported["tokenizer"] is not None and not (output / "preprocessor_config.json").exists():
+        load = f'transformers.AutoModelForCausalLM.from_pretrained("{output}", dtype="auto")'
+        suggest({"in transformers": load, "serve it": f"vllm serve {output}"})
 
 
 @app.command(epilog=describe(PRUNING))

@@ -1,6 +1,6 @@
-"""A model of the Hugging Face Hub in place of a spec file, for `scaletrain plan hf://...` and `scaletrain init hf://...`.
+"""A model of the Hugging Face Hub, or in a folder, in place of a spec file, for `scaletrain plan` and `init`.
 
-Only the list of the repository's files and its config.json are fetched.
+Of the hub only the list of the repository's files and its config.json are fetched.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from scaletrain_cli.errors import Problem, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec import RunSpec
-    from scaletrain_cli.spec.starting_spec import HubModel
+    from scaletrain_cli.spec.starting_spec import GivenModel
 
 USUAL_GPU = "h100-sxm-80gb"
 USUAL_GPUS = 8
 _GPUS_PER_NODE = 8
 
 
-def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None = None) -> HubModel:
-    """Return what the hub says about a model; overrides of ``env`` apply as for a run by ``scheduler``.
+def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None = None) -> GivenModel:
+    """Return what a folder or the hub says about a model; overrides of ``env`` apply as for a run by ``scheduler``.
 
     Raises UsageError.
     """
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.hub.client import resolve
-    from scaletrain_cli.hub.reference import HubError, parse_reference
+    from scaletrain_cli.hub.reference import HubError, is_reference, parse_reference
+    from scaletrain_cli.safe_files import expand_home
     from scaletrain_cli.spec.hub_files import TOKENIZER, read_hub_config
     from scaletrain_cli.spec.hugging_face import from_config, read_config
     from scaletrain_cli.spec.loading import hub_environment_of
     from scaletrain_cli.spec.presets import LONGEST_DEFAULT_SEQ_LEN, SourceError
     from scaletrain_cli.spec.source import Source, apply_override
-    from scaletrain_cli.spec.starting_spec import HubModel
+    from scaletrain_cli.spec.starting_spec import GivenModel
 
     raw: dict[str, Any] = {}
     for override in overrides:
@@ -43,13 +44,20 @@ def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None =
     if scheduler is not None and isinstance(cluster, dict):
         cluster.setdefault("scheduler", scheduler)
     settings = HubSettings.from_environment(hub_environment_of(raw))
+    restricted = False
     try:
-        reference = parse_reference(text)
-        if reference.kind != "model":
-            raise ValueError("names a data set; give a model: hf://org/name")
-        listing = resolve(reference, settings)
-        config = read_config(read_hub_config(text, settings))
-        dimensions = from_config(config)
+        if is_reference(text):
+            reference = parse_reference(text)
+            if reference.kind != "model":
+                raise ValueError("names a data set; give a model: hf://org/name")
+            listing = resolve(reference, settings)
+            config, name, restricted = read_hub_config(text, settings), reference.repo, listing.restricted
+            has_tokenizer = listing.find(f"{reference.path}/{TOKENIZER}".lstrip("/")) is not None
+        else:
+            folder = expand_home(text)
+            config, name = folder / "config.json", str(folder.absolute())
+            has_tokenizer = (folder / TOKENIZER).is_file()
+        dimensions = from_config(read_config(config))
     except HubError as error:
         raise UsageError(f"{text} cannot be used", (Problem.because(text, "", error.why),)) from error
     except SourceError as error:
@@ -59,14 +67,13 @@ def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None =
     if "vocab_size" not in dimensions:
         raise UsageError(f"{text} is not a language model. Give a spec file with model.hf_config: {text}.")
     longest = min(int(dimensions.get("max_position_embeddings", LONGEST_DEFAULT_SEQ_LEN)), LONGEST_DEFAULT_SEQ_LEN)
-    folder = f"{reference.path}/" if reference.path else ""
-    return HubModel(
+    return GivenModel(
         reference=text,
-        name=re.sub(r"[^a-z0-9.]+", "-", reference.repo.rpartition("/")[2].lower()).strip("-."),
+        name=re.sub(r"[^a-z0-9.]+", "-", name.rstrip("/").rpartition("/")[2].lower()).strip("-."),
         dimensions=dimensions,
         seq_len=longest,
-        has_tokenizer=listing.find(folder + TOKENIZER) is not None,
-        restricted=listing.restricted,
+        has_tokenizer=has_tokenizer,
+        restricted=restricted,
     )
 
 
@@ -89,7 +96,7 @@ def spec_of_model(
         several = next(backend.name for backend in all_backends() if backend.traits.max_nodes != 1)
         scheduler = DEFAULT if nodes == 1 else several
     model = find_model(text, overrides, scheduler)
-    written = starting_spec(hub_model=model, gpu=gpu, scheduler=scheduler, nodes=nodes, gpus_per_node=per_node)
+    written = starting_spec(model=model, gpu=gpu, scheduler=scheduler, nodes=nodes, gpus_per_node=per_node)
     return parse_spec(
         written, file=text, base_dir=Path(), overrides=overrides, cluster=choose_cluster(cluster) if cluster else None
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,7 +16,7 @@ from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.text import either, visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.spec.starting_spec import HubModel
+    from scaletrain_cli.spec.starting_spec import GivenData, GivenModel
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _MOST_NODES = 1024
@@ -31,6 +32,19 @@ def command(
             show_default=False,
         ),
     ] = None,
+    given_model: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="DIR|hf://ORG/NAME",
+            help="Model to fine-tune: a folder with config.json and *.safetensors, or one of the Hugging Face Hub.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="PATH", help="With --from: files of rows or text, or hf://datasets/ORG/NAME."),
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="With --from: train a LoRA adapter.")] = False,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -87,9 +101,10 @@ def command(
     """Write a complete, commented run spec that is valid as written.
 
     Without options: a Llama with 10 million parameters that trains on two CPU processes in minutes.
-    With hf://org/name: fine-tuning of that model of the Hugging Face Hub, by its config.json. With --preset: that model
-    from random weights. Both are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if
-    there is a kubeconfig. With --scheduler kubernetes: add your queue and image to the spec.
+    With --from DIR or hf://org/name: fine-tuning of that model, by its config.json, on the rows of --data; the columns
+    of the first row decide the objective: sft, or dpo for pairs. With --preset: that model from random weights. Both
+    are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if there is a kubeconfig.
+    With --scheduler kubernetes: add your queue and image to the spec.
     Never overwrites an existing file.
     """
     from scaletrain_cli.spec.backend_traits import installed_backends
@@ -97,6 +112,11 @@ def command(
     from scaletrain_cli.ui.json import print_json
 
     model, file = _model_and_file(names or [])
+    if model is not None and given_model is not None:
+        raise UsageError(f"{model} and --from {given_model} are both given. Give only one.")
+    model = model or given_model
+    if model is None and (data is not None or lora):
+        raise UsageError(f"{'--lora' if data is None else '--data'} needs a model to fine-tune. Give --from.")
     if listed:
         known = _known()
         if as_json:
@@ -116,10 +136,11 @@ def command(
     target = file or output or _USUAL_NAME
     to_stdout = str(target) == "-"
     if recipe is not None:
-        _refuse_beside("--recipe", model, preset, gpu, gpus_per_node, nodes, scheduler)
+        _refuse_beside("--recipe", model, data, preset, gpu, gpus_per_node, nodes, scheduler)
         contents = _recipe(recipe, target)
     else:
-        contents = {target: _fitting_spec(preset, model, gpu, gpus_per_node, nodes, scheduler)}
+        tuned = None if model is None else _Tuned(find_model(model), _rows(data), lora)
+        contents = {target: _fitting_spec(preset, tuned, gpu, gpus_per_node, nodes, scheduler)}
     if to_stdout:
         if as_json:
             print_json({"file": None, "text": contents[target]})
@@ -209,9 +230,47 @@ def _write(contents: dict[Path, str]) -> None:
             raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
+class _Tuned(NamedTuple):
+    """What is fine-tuned, and how."""
+
+    model: GivenModel
+    data: GivenData | None
+    lora: bool
+
+
+def _rows(path: str | None) -> GivenData | None:
+    """Return data with the objective that fits its first row; text for other files. Raises UsageError."""
+    from scaletrain_cli.data.sources.rows import Tally, rows_in
+    from scaletrain_cli.hub.reference import is_reference
+    from scaletrain_cli.spec.corpus_files import ROW_FORMATS, NoCorpusError, find_files
+    from scaletrain_cli.spec.data import FieldsSpec
+    from scaletrain_cli.spec.row_formats import RowError, format_of
+    from scaletrain_cli.spec.starting_spec import GivenData
+
+    if path is None or is_reference(path):
+        return None if path is None else GivenData(path, "sft")
+    try:
+        file = find_files(path, kinds=ROW_FORMATS).files[0]
+    except NoCorpusError as error:
+        if error.why.startswith("no "):
+            raise UsageError(f"--data {path}: {error.why}.") from error
+        return GivenData(path, "causal_lm")
+    row = next(rows_in(file, Tally()), None)
+    if row is None:
+        raise UsageError(f"--data {path}: {file} holds no rows.")
+    errors = []
+    for objective in ("dpo", "sft"):
+        try:
+            row_format = format_of(row.content, objective, FieldsSpec())
+            return GivenData(path, objective if row_format != "text" else "causal_lm")
+        except RowError as error:
+            errors.append(error)
+    raise UsageError(errors[-1].at(row.where))
+
+
 def _fitting_spec(
     preset: str | None,
-    model: str | None,
+    model: _Tuned | None,
     gpu: str | None,
     gpus_per_node: int | None,
     nodes: int | None,
@@ -223,7 +282,7 @@ def _fitting_spec(
     from scaletrain_cli.text import did_you_mean
 
     if preset is not None and model is not None:
-        raise UsageError(f"{model} and --preset {preset} are both given. Give only one.")
+        raise UsageError(f"{model.model.reference} and --preset {preset} are both given. Give only one.")
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
@@ -236,23 +295,28 @@ def _fitting_spec(
             f"--nodes {nodes} requires slurm or kubernetes; {scheduler} runs on {traits.display_name} only."
         )
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
-    return _planned(preset, None if model is None else find_model(model), gpu, per_node, nodes, scheduler)
+    return _planned(preset, model, gpu, per_node, nodes, scheduler)
 
 
 def _planned(
-    preset: str | None, model: HubModel | None, gpu: str, per_node: int, nodes: int | None, scheduler: str
+    preset: str | None, tuned: _Tuned | None, gpu: str, per_node: int, nodes: int | None, scheduler: str
 ) -> str:
     from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.plan.data_size import data_size
     from scaletrain_cli.spec import parse_spec, starting_spec
     from scaletrain_cli.spec.backend_traits import backend_traits
 
     count = nodes or 1
+    model, data, lora = tuned or (None, None, False)
     while True:
-        text = starting_spec(
-            preset=preset, hub_model=model, gpu=gpu, scheduler=scheduler, nodes=count, gpus_per_node=per_node
-        )
+        settings: dict[str, Any] = {"gpu": gpu, "scheduler": scheduler, "nodes": count, "gpus_per_node": per_node}
+        text = starting_spec(preset=preset, model=model, data=data, lora=lora, **settings)
+        spec = parse_spec(text, file="the starting spec", base_dir=Path())
+        if data is not None and not data.samples and (size := data_size(spec)) is not None and size.train:
+            data = replace(data, samples=size.train)
+            continue
         try:
-            make_plan(parse_spec(text, file="the starting spec", base_dir=Path()))
+            make_plan(spec)
         except InfeasibleError:
             if nodes is None and backend_traits(scheduler).max_nodes != 1 and count < _MOST_NODES:
                 count *= 2

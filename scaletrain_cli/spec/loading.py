@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from scaletrain_cli.errors import Problem, ScaletrainError, SpecError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.sent_command import sent
 from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
@@ -226,6 +227,8 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
         try:
             raw["model"] = complete(given, base_dir, environment, ignored)
             source.ignored_config_keys = tuple(ignored)
+            if has_dimensions_of_weights(given):
+                problems += _take_tokenizer(raw, given["weights"], source)
             return problems
         except SourceError as error:
             *outer, last = error.key.split(".")
@@ -241,11 +244,24 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
     return problems
 
 
+def _take_tokenizer(raw: dict[str, Any], weights: str, source: Source) -> list[Problem]:
+    """Set data.tokenizer to that of the weights where it is left out; return the problem of weights without one."""
+    data = raw.get("data")
+    if not isinstance(data, dict) or "tokenizer" in data or model_kind(raw["model"]) != "transformer":
+        return []
+    path = weights if is_reference(weights) else f"{weights.rstrip('/')}/tokenizer.json"
+    raw["data"] = {**data, "tokenizer": {"kind": "file", "path": path}}
+    if is_reference(weights) or expand_home(path).is_file():
+        return []
+    message = f"is required: {weights} has no tokenizer.json."
+    return [Problem(source.place(("data",)), "data.tokenizer", message, None, "Give the tokenizer of these weights.")]
+
+
 def _reads_hub(model: dict[str, Any]) -> bool:
     """Return True if a config.json of the model section is on the hub."""
     text = model.get("text_config")
     sections = (model, text) if isinstance(text, dict) else (model,)
-    configs = [section.get("hf_config") for section in sections]
+    configs = [section.get("weights" if has_dimensions_of_weights(section) else "hf_config") for section in sections]
     return any(isinstance(config, str) and is_reference(config) for config in configs)
 
 
@@ -313,6 +329,13 @@ def complete(
     """
     ignored = [] if ignored is None else ignored
     given = {key: value for key, value in model.items() if key != "hf_config"}
+    if has_dimensions_of_weights(model):
+        try:
+            given = merged(from_config(read_config(_config_beside(model["weights"], environment)), ignored), given)
+        except SourceError as error:
+            raise SourceError(
+                "weights", f"has no dimensions of the model: its config.json {error}", _NO_DIMENSIONS
+            ) from error
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("hf_config", "must be the path of a Hugging Face config.json, or hf://org/name@revision")
@@ -334,6 +357,20 @@ def complete(
         except SourceError as error:
             raise SourceError(f"text_config.{error.key}", str(error), error.hint) from error
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
+
+
+_NO_DIMENSIONS = "Set model.hf_config, model.preset or the dimensions, or give a folder that has it."
+
+
+def has_dimensions_of_weights(model: Mapping[str, Any]) -> bool:
+    """Return True if a model section takes its dimensions from the config.json of its weights: it has no others."""
+    others = {"hf_config", "preset", "family", "hidden_size", "num_hidden_layers"}
+    return isinstance(model.get("weights"), str) and others.isdisjoint(model)
+
+
+def _config_beside(weights: str, environment: Mapping[str, str]) -> Path:
+    """Return the path of the config.json of weights, fetched if they are on the hub. Raises SourceError."""
+    return _config_path(weights, Path(), environment) if is_reference(weights) else expand_home(weights) / "config.json"
 
 
 def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> Path:

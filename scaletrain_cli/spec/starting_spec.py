@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from string import Template
 from typing import Any
 
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.spec.backend_traits import backend_traits
 from scaletrain_cli.spec.presets import presets
 
 _COMMENT_COLUMN = 36
+_LONGEST_ROWS = 4096  # as the sequences of Tulu 3 (arXiv:2411.15124)
+_EPOCHS = 3  # of fine-tuning
+_STEPS, _STEPS_PER_EPOCH = 1000, 20
 _LONGEST_LINE = 110
 
 _HEAD = """\
@@ -47,24 +53,23 @@ $dimensions
 
 """
 
-_HUB_MODEL = """\
+_TUNED_MODEL = """\
 model:
-  hf_config: $reference  # keys set here take precedence over its config.json:
+  weights: $reference  # initial weights; keys set here take precedence over those of their config.json:
 $dimensions
-  weights: $reference  # initial weights; the run keeps the commit
-  seq_len: $seq_len  # tokens per sequence
+$adapter  seq_len: $seq_len  # tokens per sequence
 
 """
 
 _TRAINING = """\
 data:
-  source: python-stdlib  # the source of the standard library; or text, jsonl or parquet files
+  source: $source
   tokenizer: $tokenizer
-
+$packing
 training:
-  global_batch_size: $global_batch_size  # sequences per optimizer step, over the whole job
+$objective  global_batch_size: $global_batch_size  # sequences per optimizer step, over the whole job
   micro_batch_size: $micro_batch_size  # sequences per device and pass
-  steps: $steps  # or  tokens: 300B
+  steps: $steps  # $length
   precision: $precision  # fp32 | bf16
   optimizer: {name: adamw, lr: $lr, betas: [0.9, 0.95], weight_decay: 0.1}
   schedule: {name: cosine, warmup_steps: $warmup_steps, min_lr: $min_lr}
@@ -124,8 +129,29 @@ _SECRETS = """\
 
 
 @dataclass(frozen=True)
-class HubModel:
-    """A model of the Hugging Face Hub: its reference, and what its repository says.
+class GivenData:
+    """Data to fine-tune on: a path, and the objective that its rows fit.
+
+    ``samples``: about how many packed sequences, or pairs, it has; 0 if that is not known.
+    """
+
+    path: str
+    objective: str
+    samples: int = 0
+
+    def batch_of(self, ranks: int) -> int:
+        """Return a global batch size: 16 samples of each rank, or fewer so that an epoch has some steps."""
+        usual = max(16, 16 * ranks)
+        return usual if not self.samples else min(usual, ranks * max(1, self.samples // (_STEPS_PER_EPOCH * ranks)))
+
+    def steps_of(self, ranks: int) -> int:
+        """Return the steps of some epochs."""
+        return math.ceil(_EPOCHS * self.samples / self.batch_of(ranks)) if self.samples else _STEPS
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """A model of the Hugging Face Hub, or in a folder: its reference or path, and what its files say.
 
     ``dimensions``: keys of the model section, from config.json. ``restricted``: reading its files requires a token.
     """
@@ -141,7 +167,9 @@ class HubModel:
 def starting_spec(
     *,
     preset: str | None = None,
-    hub_model: HubModel | None = None,
+    model: GivenModel | None = None,
+    data: GivenData | None = None,
+    lora: bool = False,
     gpu: str = "cpu",
     scheduler: str = "local",
     nodes: int = 1,
@@ -149,38 +177,53 @@ def starting_spec(
 ) -> str:
     """Return a spec for this model and hardware; without a preset or a model of the hub, a small model for one node.
 
-    A model of the hub is fine-tuned from its weights, at the learning rate that TRL uses for it.
+    A model of the hub or of a folder is fine-tuned from its weights, at the learning rate that TRL uses for it; with
+    LoRA at ten times that, as in its documentation. DPO has the rates of the Zephyr recipes (arXiv:2310.16944).
     """
-    small, on_cpu = preset is None and hub_model is None, gpu == "cpu"
-    known = hub_model.dimensions if hub_model is not None else {} if preset is None else presets()[preset]
+    ranks = nodes * gpus_per_node
+    steps = 100 if preset is None and model is None else _STEPS if data is None else data.steps_of(ranks)
+    small, on_cpu = preset is None and model is None, gpu == "cpu"
+    known = model.dimensions if model is not None else {} if preset is None else presets()[preset]
     vocabulary = min(int(known["vocab_size"]), 32000) if known else 4096
-    tuned = hub_model is not None
+    tuned = model is not None
     tokenizer = f"{{kind: bpe, vocab_size: {vocabulary}}}"
     explained = "trained on the source; or {kind: file, path: tokenizer.json}"
-    if hub_model is not None and hub_model.has_tokenizer:
-        tokenizer, explained = f"{{kind: file, path: {hub_model.reference}}}", "its tokenizer.json"
+    if model is not None and model.has_tokenizer:
+        beside = "" if is_reference(model.reference) else "/tokenizer.json"
+        tokenizer, explained = f"{{kind: file, path: {model.reference.rstrip('/')}{beside}}}", "that of the weights"
     elif tuned:
         explained = "the repository has no tokenizer.json: give one that fits the weights"
-    text = _HEAD + (_SMALL_MODEL if small else _HUB_MODEL if tuned else _PRESET_MODEL) + _TRAINING
+    text = _HEAD + (_SMALL_MODEL if small else _TUNED_MODEL if tuned else _PRESET_MODEL) + _TRAINING
     traits = backend_traits(scheduler)
     text += _CLUSTER_OF_NODES + (traits.section.starting_text or "\n") if traits.max_nodes != 1 else _LOCAL_CLUSTER
-    secrets = _HUB_SECRETS if hub_model is not None and hub_model.restricted else _SECRETS
+    secrets = _HUB_SECRETS if model is not None and model.restricted else _SECRETS
     text += _TAIL + (secrets if traits.secrets_from_submitter else "")
     own: dict[str, object] = {} if preset is None else _preset(preset)
-    if hub_model is not None:
-        own = {"reference": hub_model.reference, **_dimensions(hub_model.dimensions, hub_model.seq_len)}
+    if model is not None:
+        longest = model.seq_len if data is None else min(model.seq_len, _LONGEST_ROWS)
+        adapter = "  adapter: {name: lora, rank: 16, alpha: 32, targets: all-linear}  # of PEFT\n" if lora else ""
+        own = {"reference": model.reference, "adapter": adapter, **_dimensions(model.dimensions, longest)}
+    source = "python-stdlib  # the source of the standard library; or text, jsonl or parquet files"
+    objective = "causal_lm" if data is None else data.objective
+    rate = (5e-7 if objective == "dpo" else 2e-5) * (10 if lora else 1) if tuned else 2e-3 if small else 3e-4
     filled = Template(text).substitute(
         **own,
-        name=hub_model.name if hub_model is not None else preset or "llama-10m",
+        name=model.name if model is not None else preset or "llama-10m",
         tokenizer=f"{tokenizer}  # {explained}",
-        global_batch_size=max(16, nodes * gpus_per_node * (8 if small else 16)),
+        global_batch_size=max(16, ranks * (8 if small else 16)) if data is None else data.batch_of(ranks),
         micro_batch_size=8 if small else "auto",
-        steps=100 if small else 1000,
+        steps=steps,
         precision="fp32" if on_cpu else "bf16",
-        lr="2.0e-3" if small else "2.0e-5" if tuned else "3.0e-4",
-        min_lr="2.0e-4" if small else "2.0e-6" if tuned else "3.0e-5",
-        warmup_steps=10 if small else 100,
-        evaluate_every=40 if small else 500,
+        lr=_rate(rate),
+        min_lr=_rate(rate / 10),
+        warmup_steps=10 if small else min(100, max(1, steps // 10)),
+        evaluate_every=40 if small else min(500, max(1, steps // 4)),
+        source=source if data is None else data.path,
+        packing="  packing: best_fit  # several rows in a sequence, each with attention of its own\n"
+        if objective == "sft"
+        else "",
+        objective="" if objective == "causal_lm" else f"  objective: {objective}\n",
+        length="or  tokens: 300B" if data is None or not data.samples else f"about {_EPOCHS} epochs",
         evaluation_batches=4 if small else 20,
         zero_stage=2 if small else "auto",
         scheduler=scheduler,
@@ -190,6 +233,10 @@ def starting_spec(
         checkpoint_every=20 if small else "auto",
     )
     return "".join(f"{_aligned(line)}\n" for line in filled.splitlines())
+
+
+def _rate(rate: float) -> str:
+    return re.sub(r"e([-+])0", r"e\1", f"{rate:.1e}")
 
 
 def _preset(preset: str) -> dict[str, object]:

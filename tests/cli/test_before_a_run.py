@@ -304,3 +304,58 @@ def test_piped_output_has_no_colors_and_no_trailing_spaces() -> None:
         for line in lines:
             assert "\x1b" not in line
             assert line == line.rstrip()
+
+
+def folder_of_a_model(folder: Path) -> Path:
+    """Write what a spec reads of a small Llama: its config.json and a tokenizer of its size."""
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 256, "unread": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}))
+    return folder
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there. " * 30}]
+FINE_TUNINGS = {
+    "chats": ("a.jsonl", json.dumps({"messages": TURNS}), "sft", "best_fit", 2e-5),
+    "pairs": ("a.jsonl", json.dumps({"prompt": "Hi", "chosen": "yes", "rejected": "no"}), "dpo", "none", 5e-7),
+    "text": ("a.txt", "Once upon a time", "causal_lm", "none", 2e-5),
+}
+
+
+@pytest.mark.parametrize(("name", "row", "objective", "packing", "rate"), FINE_TUNINGS.values(), ids=FINE_TUNINGS)
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_init_writes_the_fine_tuning_of_a_folder(
+    name: str, row: str, objective: str, packing: str, rate: float, lora: bool
+) -> None:
+    model = folder_of_a_model(Path("tiny-chat"))
+    Path(name).write_text(f"{row}\n" * 60)
+    options = ("--from", str(model), "--data", name, "--gpu=cpu", "--scheduler=local", "--gpus-per-node=1")
+    assert scaletrain("init", *options, *(["--lora"] if lora else [])).code == 0
+    spec = load_spec(Path("run.yaml"))
+    assert (spec.name, spec.training.objective, spec.data.packing) == ("tiny-chat", objective, packing)
+    assert (spec.transformer.hidden_size, spec.transformer.weights) == (64, "tiny-chat")
+    assert spec.data.tokenizer.path == "tiny-chat/tokenizer.json"
+    assert (spec.transformer.adapter is not None) == lora
+    assert spec.training.optimizer.lr == pytest.approx(rate * (10 if lora else 1))
+    if objective == "dpo":
+        steps = -(-3 * round(60 * 0.95) // spec.training.global_batch_size)
+        assert spec.training.steps == steps
+
+
+def test_init_refuses_what_it_cannot_fine_tune() -> None:
+    Path("a.jsonl").write_text('{"question": "a"}\n')
+    folder_of_a_model(Path("m"))
+    for options, said in (
+        (("--data", "a.jsonl"), "--data needs a model to fine-tune. Give --from."),
+        (("--lora",), "--lora needs a model to fine-tune"),
+        (("--from", "nowhere"), "nowhere config.json: cannot be read: No such file"),
+        (("--from", "m", "--data", "none.jsonl"), "--data none.jsonl: no such file or folder"),
+        (("--from", "m", "--data", "a.jsonl"), "a.jsonl:1: the columns question fit no format of rows"),
+        (("--from", "m", "--preset", "gpt2"), "m and --preset gpt2 are both given"),
+    ):
+        ended = scaletrain("init", *options)
+        assert ended.code == ExitCode.USAGE
+        assert said in " ".join(ended.err.split())
+    assert not Path("run.yaml").exists()

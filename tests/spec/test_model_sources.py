@@ -13,7 +13,7 @@ from scaletrain_cli.spec import ModelSpec, to_hugging_face
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.presets import presets
 from tests.plan.specs import model_of
-from tests.spec.samples import FIXTURES, load, problem, problems
+from tests.spec.samples import FIXTURES, SPEC, load, problem, problems
 
 START = "schema: scaletrain/v1\nname: a\ndata: {source: x, tokenizer: {vocab_size: 512}}\n"
 START += "training: {global_batch_size: 8, steps: 10}\n"
@@ -426,3 +426,25 @@ def test_another_longest_context_is_a_difference_where_rotary_frequencies_follow
     shorter = spec.model_copy(update={"max_position_embeddings": 64})
     assert list(config_mismatches(tmp_path, spec)) == []
     assert [one.key for one in config_mismatches(tmp_path, shorter)] == ["max_position_embeddings"] * differs
+
+
+def test_weights_alone_supply_dimensions_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("w").mkdir()
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 256}
+    Path("w/config.json").write_text(json.dumps(config))
+    without_tokenizer = problem(SPEC, "model={weights: w}", "data={source: rows.jsonl}")
+    assert "data.tokenizer: is required: w has no tokenizer.json. Give the tokenizer of these" in without_tokenizer
+    Path("w/tokenizer.json").write_text("{}")
+    spec = load(SPEC, "model={weights: w}", "data={source: rows.jsonl}")
+    assert (spec.transformer.hidden_size, spec.transformer.seq_len) == (32, 256)
+    assert spec.data.tokenizer.path == "w/tokenizer.json"
+    assert (
+        load(SPEC, "model={weights: w}", "data={source: a, tokenizer: {vocab_size: 512}}").data.tokenizer.path is None
+    )
+    with_dimensions = load(SPEC, "model.weights=w")
+    assert with_dimensions.transformer.hidden_size != 32, "dimensions of the spec are used"
+    said = problem(SPEC, "model={weights: none}")
+    assert "model.weights = none: has no dimensions of the model: its config.json cannot be read" in said
+    assert "Set model.hf_config" in said
