@@ -55,16 +55,13 @@ CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT writes them
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# Small files beside the weights or the tokenizer, copied by exports and read for chat templates.
-_BESIDE = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    TEMPLATE,
+# What transformers, vLLM and llama.cpp read of a tokenizer beside tokenizer.json; exports copy what fits the patterns.
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", TEMPLATE),
+    *("additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken"),
+    *("*.model", "tokenizer.model.v*"),
 )
+_BESIDE = tuple(PurePosixPath(name).parts for name in (CONFIG, "generation_config.json", *TOKENIZER_FILES))
 _BESIDE_IMAGES = ("txt", "cls", "json")  # captions and classes
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]*)://")
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
@@ -239,12 +236,11 @@ def _required(listing: Listing, path: str) -> HubFile:
 
 
 def _beside(listing: Listing, folder: str, but: str = "") -> Iterator[HubFile]:
-    for name in _BESIDE:
-        path = name if folder == "." else f"{folder}/{name}"
-        if path != but and (file := listing.find(path)) is not None:
+    below = "" if folder == "." else f"{folder}/"
+    for file in listing.files:
+        parts = PurePosixPath(file.path.removeprefix(below)).parts
+        if file.path.startswith(below) and file.path != but and any(path_matches(parts, name) for name in _BESIDE):
             yield file
-    more = "additional_chat_templates/" if folder == "." else f"{folder}/additional_chat_templates/"
-    yield from (file for file in listing.files if file.path.startswith(more) and file.path.endswith(_TEMPLATES))
 
 
 def _weights_files(reference: HubReference, listing: Listing, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:

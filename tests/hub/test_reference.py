@@ -108,6 +108,13 @@ def test_neither_pickled_weights_nor_code_are_ever_selected(tmp_path: Path) -> N
     }
 
 
+def test_every_file_of_a_tokenizer_is_selected() -> None:
+    names = ["tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "a.tiktoken", "chat_template.jinja"]
+    files = ["tokenizer.json", *names, "additional_chat_templates/tool_use.jinja"]
+    found = listing(*files, "original/tokenizer.model", "README.md", "vocab.py")
+    assert sorted(selected("tokenizer", "hf://org/name", found)) == sorted(files)
+
+
 @pytest.mark.parametrize("name", ["../x.safetensors", "a.bin", "sub/x.safetensors", "model-9.safetensors"])
 def test_an_index_that_names_other_files_is_refused(tmp_path: Path, name: str) -> None:
     index = tmp_path / "index.json"

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens
 from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.engine.checkpoint.adapter_export import (
     Base,
@@ -35,6 +36,7 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
+from scaletrain_cli.engine.data.chat_tokenizer import template_files
 from scaletrain_cli.engine.data.images.captions import caption_tokens
 from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.model import outline
@@ -49,6 +51,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
+from scaletrain_cli.spec.hub_files import TOKENIZER_FILES
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.vision_model import image_channels
 from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL, mixtral_name
@@ -57,11 +60,8 @@ from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL, mixtral_name
 
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Files beside tokenizer.json in a Hugging Face folder: the meaning of tokens and the chat template.
-_BESIDE_A_TOKENIZER = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "generation_config.json"),
-)
+_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+_STATE_TOKENS = (_CONFIG, "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,45 @@ class TextFiles:
 def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> TextFiles:
     """Return the tokenizer files of an export of this run; none for a network that reads only images.
 
-    They come from the folder of the weights or of the tokenizer if that has the tokenizer of the dataset; otherwise
-    they are derived from the tokenizer. Without a tokenizer only the ids of the loaded weights are kept. The chat
-    template is that of ``data.chat_template``, if the spec has one.
+    They are those of the folder of the tokenizer, or of the weights, that has the tokenizer of the dataset and states
+    its special tokens. Where neither does, tokenizer_config.json is derived. The chat templates are those that the run
+    was trained with; ``eos_token_id`` also has the ids at which the trained turns end. Raises UsageError.
     """
     if _longest_text(spec.model) is None:
         return TextFiles({}, {})
     if isinstance(spec.model, ClipSpec):
         return _caption_files(spec)
-    found = _text_files(spec, runs_root, run)
-    given = spec.data.chat_template
-    template = None if given is None else _read_json(expand_home(given))
-    if template is None or not found.has_tokenizer:
-        return found
-    return TextFiles(found.files | {"chat_template.jinja": template}, found.ids)
+    trained = _dataset_tokenizer(spec, runs_root, run)
+    tokenizer = _content(trained) or _converted_tokenizer(spec)
+    candidates = _tokenizers(spec, trained)
+    if tokenizer is None:
+        return TextFiles({}, _stated_ids([path.parent for path in candidates[-1:]]))
+    vocabulary = _vocabulary(tokenizer)
+    same = [path for path in candidates if _vocabulary_of(path) in (None, vocabulary)]
+    origins = [path.parent for path in reversed(same)]  # of ids: those of the weights count
+    source = next((path for path in same if any((path.parent / name).is_file() for name in _STATE_TOKENS)), None)
+    files = {} if source is None else _tokenizer_files(source.parent)
+    files["tokenizer.json"] = _unless_changed(source, tokenizer)
+    generation = next((found for folder in origins if (found := _object(folder / _GENERATION))), None)
+    ids = _stated_ids(origins)
+    if all(number is None for number in ids.values()):
+        generation = ids = _ids_of_tokens(source, vocabulary)
+    if source is None:
+        files[_CONFIG] = _json(_derived_config(spec, ids, vocabulary))
+    stops = [] if trained is None else _stop_tokens(trained.parent)
+    if generation is not None:
+        stated = {name: value for name, value in generation.items() if value is not None}
+        files[_GENERATION] = _json(_with_stops(stated, stops))
+    return TextFiles(_with_trained_templates(spec, files), _with_stops(ids, stops))
+
+
+def _tokenizers(spec: RunSpec, trained: Path | None) -> list[Path]:
+    """Return the paths of tokenizers whose folders may state special tokens, ids and templates; the weights last."""
+    path, weights = spec.data.tokenizer.path, spec.language_weights
+    found = [] if path is None else [expand_home(path)]
+    if trained is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
+        found.append(trained)
+    return found if weights is None else [*found, expand_home(weights) / "tokenizer.json"]
 
 
 def image_files(spec: RunSpec, text: Mapping[str, bytes] = MappingProxyType({})) -> dict[str, bytes]:
@@ -148,65 +173,97 @@ _COLORS = 3
 _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # numbers of Pillow
 
 
-def _text_files(spec: RunSpec, runs_root: Path, run: RunDir | None) -> TextFiles:
-    folders, path = _origins(spec), _dataset_tokenizer(spec, runs_root, run)
-    if path is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
-        folders.append(path.parent)
-    tokenizer = _read_json(path) if path is not None else _converted_tokenizer(spec)
-    if tokenizer is None:
-        known = next((config for folder in folders if (config := _object(folder / "config.json"))), {})
-        return TextFiles({}, {name: known.get(name) for name in _IDS})
-    vocabulary = _vocabulary(tokenizer)
-    for folder in folders:
-        theirs = _read_json(folder / "tokenizer.json")
-        if theirs is not None and _vocabulary(theirs) == vocabulary:
-            files = {name: found for name in _BESIDE_A_TOKENIZER if (found := _read_json(folder / name)) is not None}
-            own = _derived(spec, vocabulary)
-            ids = own.ids | {
-                name: given
-                for source in ("config.json", "generation_config.json")
-                for name, given in _object(folder / source).items()
-                if name in _IDS and given is not None
-            }
-            made = {name: content for name, content in own.files.items() if name != "generation_config.json"}
-            made["generation_config.json"] = _json({name: given for name, given in ids.items() if given is not None})
-            return TextFiles(made | files | {"tokenizer.json": theirs}, ids)
-    derived = _derived(spec, vocabulary)
-    return TextFiles({"tokenizer.json": tokenizer, **derived.files}, derived.ids)
+def _tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer beside tokenizer.json by name, with its code, which is copied but never run."""
+    paths = [path for pattern in (*TOKENIZER_FILES, "tokenization_*.py") for path in sorted(folder.glob(pattern))]
+    return {str(path.relative_to(folder)): content for path in paths if (content := _content(path)) is not None}
 
 
-def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
-    """Return files derived from the end-of-text token, which also precedes each document, as in GPT-2."""
-    end = next((name for name in ENDS_OF_TEXT if name in vocabulary), None)
-    if end is None:
-        return TextFiles({}, dict.fromkeys(_IDS))
-    ids = dict.fromkeys(_IDS, vocabulary[end])
-    tokens = {"bos_token": end, "eos_token": end, "pad_token": end}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": _longest_text(spec.model),
-        "clean_up_tokenization_spaces": False,
-        **tokens,
-    }
-    files = {
-        "tokenizer_config.json": _json(config),
-        "special_tokens_map.json": _json(tokens),
-        "generation_config.json": _json(ids),
-    }
-    return TextFiles(files, dict(ids))
+def _unless_changed(path: Path | None, tokenizer: bytes) -> bytes:
+    """Return the tokenizer.json of a source as it is if it gives the tokens of the dataset's, else that one."""
+    theirs = None if path is None else _content(path)
+    with contextlib.suppress(UsageError):
+        if theirs is not None and json.loads(load_tokenizer(str(path)).to_str()) == json.loads(tokenizer):
+            return theirs
+    return tokenizer
+
+
+def _stated_ids(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return bos, eos and pad as the first config that states some has them; None where none does."""
+    for stated in (_object(folder / name) for folder in folders for name in ("config.json", _GENERATION)):
+        if any(stated.get(name) is not None for name in _IDS):
+            return {name: stated[name] for name in _IDS if name in stated}
+    return dict.fromkeys(_IDS)
+
+
+def _ids_of_tokens(source: Path | None, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """Return ids of the special tokens that a folder states; else of the end of text, which precedes each document."""
+    end = next((name for name in ENDS_OF_TEXT if name in vocabulary), "")
+    stated = {} if source is None else special_tokens(source.parent)
+    tokens = stated or dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
+    return {name: vocabulary.get(tokens.get(name.removesuffix("_id"), "")) for name in _IDS}
+
+
+def _derived_config(spec: RunSpec, ids: Mapping[str, Any], vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """Return the tokenizer_config.json of a tokenizer beside which nothing states special tokens: those of the ids."""
+    texts = {number: text for text, number in vocabulary.items()}
+    firsts = {name: number[0] if isinstance(number, list) and number else number for name, number in ids.items()}
+    tokens = {name.removesuffix("_id"): texts[number] for name, number in firsts.items() if number in texts}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _longest_text(spec.model)}
+    return {**config, "clean_up_tokenization_spaces": False, **tokens}
+
+
+def _stop_tokens(dataset: Path) -> list[int]:
+    """Return the ids at which the trained turns of a dataset end; empty where it does not record them."""
+    return [
+        int(number) for number in str(_object(dataset / "dataset.json").get("stop_tokens", "")).split(",") if number
+    ]
+
+
+def _with_stops(settings: Mapping[str, Any], stops: Sequence[int]) -> dict[str, Any]:
+    """Return settings whose ``eos_token_id``, a number, a list or None, also has the ids ``stops``."""
+    stated = settings.get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    joined = list(dict.fromkeys([*ends, *stops]))
+    if len(joined) == len(ends):
+        return dict(settings)
+    return {**settings, "eos_token_id": joined if len(joined) > 1 else joined[0]}
+
+
+def _with_trained_templates(spec: RunSpec, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files with the chat templates of the training alone: transformers prefers those in files of their own.
+
+    Templates that are in tokenizer_config.json only stay there, where other programs look for them.
+    """
+    data, config = spec.data, _parsed(files.get(_CONFIG, b"{}"))
+    if data.tokenizer.path is None and data.chat_template is None:
+        return dict(files)
+    templates = template_files(data, images=isinstance(spec.model, LlavaSpec)).templates
+    stated = config.pop("chat_template", None)
+    listed = [{"name": "default", "template": stated}] if isinstance(stated, str) else stated or []
+    is_stated = templates == {each["name"]: each["template"] for each in listed}
+    if not templates or (data.chat_template is None and (is_stated or not any(map(_has_template, files)))):
+        return dict(files)
+    kept = {name: content for name, content in files.items() if data.chat_template is None or not _has_template(name)}
+    for name, template in templates.items():
+        kept[_TEMPLATE if name == "default" else f"additional_chat_templates/{name}.jinja"] = template.encode()
+    return kept if stated in (None, templates.get("default")) else {**kept, _CONFIG: _json(config)}
+
+
+def _has_template(name: str) -> bool:
+    return name.endswith(".jinja") or name == "chat_template.json"
 
 
 def _caption_files(spec: RunSpec) -> TextFiles:
     """Return the tokenizer of captions with the files beside it, and the ids of its start and its padding."""
     assert spec.data.tokenizer.path is not None, "checked by the spec"
     path = expand_home(spec.data.tokenizer.path)
-    tokenizer = _read_json(path)
+    tokenizer = _content(path)
     if tokenizer is None:
         return TextFiles({}, {})
     vocabulary, tokens = _vocabulary(tokenizer), caption_tokens(path.parent)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _longest_text(spec.model), **tokens}
-    beside = {name: _read_json(path.parent / name) for name in _BESIDE_A_TOKENIZER if name != "generation_config.json"}
-    files = {"tokenizer_config.json": _json(config)} | {name: each for name, each in beside.items() if each is not None}
+    files = {_CONFIG: _json(config)} | _tokenizer_files(path.parent)
     ids = {f"{name}_id": vocabulary[tokens[name]] for name in ("bos_token", "pad_token") if tokens[name] in vocabulary}
     return TextFiles(files | {"tokenizer.json": tokenizer}, ids)
 
@@ -215,13 +272,6 @@ def _longest_text(model: AnyModel) -> int | None:
     """Return the number of tokens that a model can read at once; None if it reads no text."""
     text = getattr(model, "text_config", model)
     return getattr(text, "max_position_embeddings", None)
-
-
-def _origins(spec: RunSpec) -> list[Path]:
-    """Return folders that may hold files beside the tokenizer."""
-    weights, path = spec.language_weights, spec.data.tokenizer.path
-    found = [] if weights is None else [expand_home(weights)]
-    return found if path is None else [*found, expand_home(path).parent]
 
 
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Path | None:
@@ -244,29 +294,29 @@ def _converted_tokenizer(spec: RunSpec) -> bytes | None:
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:
     """Return ids by token; empty if the tokenizer cannot be parsed."""
+    with contextlib.suppress(UsageError):
+        return dict(parsed_tokenizer(tokenizer, "").get_vocab())
+    return {}
+
+
+def _vocabulary_of(path: Path) -> dict[str, int] | None:
+    """Return ids by token of a tokenizer.json; empty if it cannot be used, None if it is none, or absent."""
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    with contextlib.suppress(UsageError):
+        return dict(load_tokenizer(str(path)).get_vocab())
+    return {}
+
+
+def _content(path: Path | None) -> bytes | None:
     try:
-        content = json.loads(tokenizer)
-        return dict(_pairs(content["model"]["vocab"])) | {t["content"]: t["id"] for t in content["added_tokens"]}
-    except (ValueError, KeyError, TypeError, IndexError):
-        return {}
-
-
-def _pairs(vocabulary: Any) -> Iterator[tuple[str, int]]:
-    if isinstance(vocabulary, dict):
-        yield from vocabulary.items()
-    else:  # Unigram: [token, log probability] by id
-        yield from ((entry[0], number) for number, entry in enumerate(vocabulary))
-
-
-def _read_json(path: Path | None) -> bytes | None:
-    try:
-        return None if path is None else path.read_bytes()
+        return None if path is None or not path.is_file() else path.read_bytes()
     except OSError:
         return None
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return _parsed(_read_json(path) or b"{}")
+    return _parsed(_content(path) or b"{}")
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
@@ -339,8 +389,7 @@ def export(
     with _draft_of(output) as draft:
         written = draft / "config.json"
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)
-        for name, content in (text.files | image_files(spec, text.files)).items():
-            create_file(draft / name, content, public=True)
+        _write_text(draft, text.files | image_files(spec, text.files))
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}
         stored = stored_layout(shapes, model, config)
@@ -379,12 +428,16 @@ def export_adapter(
     config, tensors = peft_files(spec, saved, base)
     with _draft_of(output) as draft:
         write_peft(draft, json.dumps(config, indent=2) + "\n", tensors)
-        for name, content in text.files.items():
-            if name != "generation_config.json":  # of a whole model
-                create_file(draft / name, content, public=True)
+        _write_text(draft, {name: content for name, content in text.files.items() if name != _GENERATION})
     parameters = sum(values.numel() for values in tensors.values())
     sizes = {"parameters": parameters, "bytes": tensors_bytes(tensors)}
     return {"path": str(output), **sizes, "model_type": f"PEFT adapter of {model_type}"}
+
+
+def _write_text(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        make_folder((folder / name).parent, mode=0o777, exist_ok=True)
+        create_file(folder / name, content, public=True)
 
 
 @contextmanager

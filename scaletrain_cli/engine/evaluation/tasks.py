@@ -144,9 +144,10 @@ class _ModelOnDemand:
         return load_tokenizer(str(path))
 
     def end_tokens(self) -> list[int]:
-        """Return the ids that end a text, from the generation settings; empty if there are none."""
-        path = self.folder / "generation_config.json"
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        """Return the ids that end a text as the folder states them for generation; empty if it does not."""
+        paths = [self.folder / name for name in ("generation_config.json", "config.json")]
+        stated = json.loads(next(path for path in paths if path.is_file()).read_text(encoding="utf-8"))
+        ids = stated.get("eos_token_id")
         return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 

@@ -253,7 +253,7 @@ def test_tokenizer_files_of_loaded_weights_are_exported(tmp_path: Path) -> None:
     (base / "chat_template.jinja").write_text("{{ messages }}")
     tuned = text_spec(tmp_path, weights=str(base))
     text = text_files(tuned, tmp_path / "runs")
-    assert text.ids == {"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 0}
+    assert text.ids == {"bos_token_id": 5, "eos_token_id": [0, 7]}
     assert json.loads(text.files["generation_config.json"]) == kept["generation_config.json"]
     assert json.loads(text.files["tokenizer_config.json"]) == kept["tokenizer_config.json"]
     assert text.files["chat_template.jinja"] == b"{{ messages }}"
