@@ -8,6 +8,17 @@ _OTHER = ("Use a tokenizer.json of this tokenizer with kind: file",)
 
 TEXTS: dict[str, Text] = {
     "unusable": Text("data.tokenizer.path = {path}: {problem}"),
+    "file-unreadable": Text("{path} is not JSON that can be read: {error}"),
+    "files-not-valid": Text("tokenizer_config.json and the files of special tokens beside it are not valid: {error}"),
+    "id-differs": Text(
+        "tokenizer_config.json or added_tokens.json states {token} as token {stated}, but it gets the id {id}",
+        ("Save the tokenizer with transformers, so that its tokenizer.json has the token with the id of the weights",),
+    ),
+    "setting-differs": Text(
+        "tokenizer_config.json has {key} = {given}; with this tokenizer.json only {allowed} gives the same tokens in "
+        "transformers 4 and 5",
+        ("Set {key} to {allowed}, or state what you want in tokenizer.json itself",),
+    ),
     "ids-differ": Text("gives other tokens as a tokenizer.json than {library} does, for {text}", _OTHER),
     "not-sentencepiece": Text("is no model of SentencePiece: {error}"),
     "spaces": Text("is a SentencePiece model with spaces at the end of words, spaces that stay, or unused pieces"),

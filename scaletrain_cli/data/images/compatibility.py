@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings, labels_named
-from scaletrain_cli.data.tokenizers.files import special_tokens
+from scaletrain_cli.data.tokenizers.files import special_tokens, tokenizer_file
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
@@ -235,11 +235,7 @@ def caption_tokenizer_digest(spec: RunSpec, folder: Path = Path()) -> str | None
     if not isinstance(spec.model, ClipSpec) or spec.data.tokenizer.path is None:
         return None
     path = folder / expand_home(spec.data.tokenizer.path)
-    try:
-        digest = hashlib.sha256(path.read_bytes())
-    except OSError as error:
-        problem = {"path": str(path), "error": error.strerror or str(error)}
-        raise UsageError(Reason("data.caption-tokenizer-unreadable", problem)) from error
+    digest = hashlib.sha256(tokenizer_file(str(path)))
     if names := {name: text for name, text in special_tokens(path.parent).items() if name in _AROUND_CAPTIONS}:
         digest.update(json.dumps(names, sort_keys=True).encode())
     return digest.hexdigest()

@@ -1,9 +1,14 @@
-"""Read a tokenizer of Hugging Face with its special tokens, or train one on texts."""
+"""Read a tokenizer of Hugging Face with what the files beside it state, or train one on texts.
+
+The files are read as AutoTokenizer of transformers 4.57 and 5 reads them for a tokenizer.json. A setting that the two
+apply in different ways is refused; the class of a tokenizer changes nothing else.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,25 @@ from scaletrain_cli.safe_files import expand_home
 # More text does not improve a tokenizer, and takes memory in proportion.
 _MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONFIG = "tokenizer_config.json"
+_FILES = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# Classes, without "Fast", that build their pre-tokenizer with add_prefix_space, false by default; the others of
+# transformers 4 apply the key to byte-level tokenizers, those of transformers 5 do not.
+_BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer", "RobertaTokenizer", "BartTokenizer")
+_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")
+_OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer", "MPNetTokenizer")
+# Classes for which transformers 4 replaces the post_processor by add_bos_token and add_eos_token.
+_WITH_ENDS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer")
+_UPPER_CASE = "p{Lu}"  # in the pattern that fix_mistral_regex gives, not in the one that it replaces
+
+
+class TokenizerError(UsageError):
+    """A file cannot be used as a tokenizer (exit 2). ``problem`` does not name the file."""
+
+    def __init__(self, path: str | Path | None, problem: Reason) -> None:
+        super().__init__(Reason("tokenizers.unusable", {"path": str(path), "problem": problem}))
+        self.problem = problem
 
 
 def load_tokenizer(path: str) -> Any:
@@ -62,12 +86,177 @@ def _beginning(texts: Iterator[str]) -> Iterator[str]:
 
 
 def tokenizer_file(path: str) -> bytes:
-    """Return the content of a tokenizer.json. Raises UsageError."""
+    """Return the content of a tokenizer.json with what the files beside it state. Raises UsageError."""
     try:
-        return expand_home(path).read_bytes()
+        content = expand_home(path).read_bytes()
     except OSError as error:
         params = {"path": path, "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.tokenizer-unreadable", params)) from error
+    return with_files_beside(content, expand_home(path))
+
+
+def with_files_beside(content: bytes, path: Path, *, settings: bool = True) -> bytes:
+    """Return a tokenizer.json with the tokens and settings that the files beside it state; as it is if it has them.
+
+    A file of another library is returned as it is. ``settings``: False for a converted tokenizer, which splits texts as
+    its library does. Raises UsageError.
+    """
+    beside = [json_object(path.parent / name) for name in _FILES]
+    return _with_files_beside(content, path, json.dumps(beside), settings) if any(beside) else content
+
+
+@lru_cache(maxsize=4)
+def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) -> bytes:
+    config, special, added = json.loads(beside)
+    try:
+        document = json.loads(content)
+        old, words = document.setdefault("added_tokens", []), document["model"]["vocab"]
+    except (ValueError, LookupError, TypeError, AttributeError):  # reported where the content is used
+        return content
+    try:
+        vocabulary = words if isinstance(words, dict) else {word[0]: number for number, word in enumerate(words)}
+        tokens = _added(old, vocabulary, _declared(config, special, added, old), path)
+        changed = (settings and _apply_settings(document, config, path)) or tokens != old
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TokenizerError(path, Reason("tokenizers.files-not-valid", {"error": str(error)})) from error
+    return json.dumps(document | {"added_tokens": tokens}, ensure_ascii=False).encode() if changed else content
+
+
+def declared_tokens(path: Path) -> list[str]:
+    """Return the texts of the tokens that the files beside a tokenizer state. Raises UsageError."""
+    config, special, added = (json_object(path.parent / name) for name in _FILES)
+    return [token["content"] for _, token in _declared(config, special, added, [])]
+
+
+def _declared(
+    config: dict[str, Any], special: dict[str, Any], added: dict[str, Any], old: Sequence[dict[str, Any]]
+) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Yield the tokens that the files state, with their ids where they have some, in the order of transformers.
+
+    ``old``: added_tokens of tokenizer.json, which count more than added_tokens.json.
+    """
+    decoder = config.get("added_tokens_decoder")
+    named = _named(config, special)
+    values = [named.get(name) for name in _SPECIAL]
+    for tokens in (
+        config.get("additional_special_tokens"),
+        named.get("additional_special_tokens"),
+        named.get("extra_special_tokens"),
+    ):
+        values += tokens.values() if isinstance(tokens, dict) else tokens or ()
+    stated = [_with_flags(value, is_special=True) for value in values if value]
+    names = {token["content"] for token in stated}
+    if decoder is not None:
+        numbered = {
+            int(number): _with_flags(token, is_special=token["content"] in names) for number, token in decoder.items()
+        }
+    else:
+        known = {token["id"] for token in old}
+        numbered = {
+            number: _with_flags(text, is_special=text in names) for text, number in added.items() if number not in known
+        }
+    yield from sorted(numbered.items())
+    texts = {token["content"] for token in (*old, *numbered.values())}
+    yield from ((None, token) for token in stated if token["content"] not in texts)
+
+
+def _named(config: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
+    """Return the special tokens by name; special_tokens_map.json counts only without added_tokens_decoder."""
+    return config if config.get("added_tokens_decoder") is not None else config | special
+
+
+def _with_flags(token: Any, *, is_special: bool) -> dict[str, Any]:
+    """Return a token, a text or an object, as tokenizer.json has it without its id; the defaults are AddedToken's."""
+    stated = {"content": token} if isinstance(token, str) else token
+    if not isinstance(stated["content"], str):
+        raise TypeError(f"the token {stated['content']} is no text")
+    special = bool(stated.get("special") or is_special)
+    flags = {**dict.fromkeys(_FLAGS, False), "normalized": not special}
+    flags |= {name: bool(stated[name]) for name in _FLAGS if name in stated}
+    return {"content": stated["content"], **flags, "special": special}
+
+
+def _added(
+    old: Sequence[dict[str, Any]],
+    vocabulary: Mapping[str, int],
+    declared: Iterable[tuple[int | None, dict[str, Any]]],
+    path: Path,
+) -> list[dict[str, Any]]:
+    """Return added_tokens of tokenizer.json with declared tokens, whose flags replace those of the same text.
+
+    Raises TokenizerError if a token gets another id than the files state.
+    """
+    added = {token["content"]: token for token in old}
+    for stated, token in declared:
+        text = token["content"]
+        if text in added:
+            number = added[text]["id"]
+        elif text in vocabulary:
+            number = vocabulary[text]
+        else:  # as the library tokenizers numbers it
+            number = max([len(vocabulary), *(each["id"] + 1 for each in added.values())])
+        if stated not in (None, number):
+            params = {"token": text, "stated": stated, "id": number}
+            raise TokenizerError(path, Reason("tokenizers.id-differs", params))
+        added[text] = {"id": number, **token}
+    return sorted(added.values(), key=lambda token: int(token["id"]))
+
+
+def _apply_settings(document: dict[str, Any], config: dict[str, Any], path: Path) -> bool:
+    """Apply the settings of tokenizer_config.json that change tokens; return True if that changes tokenizer.json.
+
+    Raises TokenizerError for one that cannot be applied, or that transformers 4 and 5 apply in different ways.
+    """
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    splitter, normalizer = document.get("pre_tokenizer") or {}, document.get("normalizer") or {}
+    _require(config, "split_special_tokens", False, path)
+    if _UPPER_CASE not in json.dumps(splitter):
+        _require(config, "fix_mistral_regex", False, path)
+    before = json.dumps([splitter, normalizer])
+    if normalizer.get("type") == "BertNormalizer" and name in _OF_BERT:
+        normalizer["lowercase"] = config.get("do_lower_case", True)
+        normalizer["strip_accents"] = config.get("strip_accents")
+        normalizer["handle_chinese_chars"] = config.get("tokenize_chinese_chars", True)
+    is_byte_level = splitter.get("type") == "ByteLevel"
+    if is_byte_level and name in _BYTE_LEVEL:
+        if (value := config.get("add_prefix_space", False)) is not None:
+            splitter["add_prefix_space"] = bool(value)
+    elif is_byte_level or name not in _GENERIC:
+        states = [state for part in (splitter, normalizer) for state in _prefix_spaces(part)]
+        if states:
+            _require(config, "add_prefix_space", any(states), path)
+    return json.dumps([splitter, normalizer]) != before
+
+
+def _prefix_spaces(part: dict[str, Any]) -> Iterator[bool]:
+    """Yield for each component of a pre-tokenizer or normalizer that may put a space before a text whether it does."""
+    for each in part.get("pretokenizers") or part.get("normalizers") or [part]:
+        if each.get("type") in ("ByteLevel", "Metaspace"):
+            yield each.get("prepend_scheme", "always" if each.get("add_prefix_space", True) else "never") != "never"
+        elif each.get("type") in ("Prepend", "Replace") and "▁" in (each.get("prepend"), each.get("content")):
+            yield each["type"] == "Prepend"
+
+
+def _require(config: dict[str, Any], key: str, allowed: bool, path: Path) -> None:
+    """Raise TokenizerError if a setting is given and is not what tokenizer.json has."""
+    if config.get(key) not in (None, allowed):
+        params = {"key": key, "given": str(config[key]).lower(), "allowed": str(allowed).lower()}
+        raise TokenizerError(path, Reason("tokenizers.setting-differs", params))
+
+
+def require_stated_ends(path: str) -> None:
+    """Raise UsageError if transformers 4 and 5 would put different tokens around a text.
+
+    The post_processor of tokenizer.json counts in transformers 5, and the settings for some classes in transformers 4.
+    """
+    config = json_object(expand_home(path).parent / _CONFIG)
+    if str(config.get("tokenizer_class")).removesuffix("Fast") not in _WITH_ENDS:
+        return
+    processor = json.loads(tokenizer_file(path)).get("post_processor") or {}
+    parts = processor.get("processors", [processor])
+    single: Sequence[Any] = next((part["single"] for part in parts if part.get("type") == "TemplateProcessing"), [{}])
+    for key, place in (("add_bos_token", 0), ("add_eos_token", -1)):
+        _require(config, key, "SpecialToken" in single[place], expand_home(path))
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -75,8 +264,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     Raises UsageError for a file that cannot be read.
     """
-    config = json_object(folder / "tokenizer_config.json")
-    named = json_object(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    named = _named(*(json_object(folder / name) for name in _FILES[:2]))
     return {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
 
 
@@ -85,7 +273,7 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
-        raise UsageError(Reason("data.template-unreadable", {"path": str(path), "error": str(error)})) from error
+        raise UsageError(Reason("tokenizers.file-unreadable", {"path": str(path), "error": str(error)})) from error
     return found if isinstance(found, dict) else {}
 
 

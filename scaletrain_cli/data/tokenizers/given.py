@@ -14,9 +14,16 @@ from typing import Any
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.tokenizers import from_sentencepiece, from_tiktoken
-from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, tokenizer_file
+from scaletrain_cli.data.tokenizers.files import (
+    TokenizerError,
+    declared_tokens,
+    load_tokenizer,
+    parsed_tokenizer,
+    require_stated_ends,
+    tokenizer_file,
+    with_files_beside,
+)
 from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
-from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.data import TokenizerSpec
@@ -47,14 +54,6 @@ _HERE = Path()
 _Ids = Callable[[str], Sequence[int]]
 
 
-class TokenizerError(UsageError):
-    """A file of another library cannot be used as a tokenizer (exit 2). ``problem`` does not name the file."""
-
-    def __init__(self, section: TokenizerSpec, problem: Reason) -> None:
-        super().__init__(Reason("tokenizers.unusable", {"path": str(section.path), "problem": problem}))
-        self.problem = problem
-
-
 def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path | None = None) -> str:
     """Return the tokenizer of a spec as the content of a tokenizer.json, converted if it is one of another library.
 
@@ -64,12 +63,16 @@ def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path |
     assert section.path is not None
     content = tokenizer_file(str(folder / expand_home(section.path)))
     if section.kind == "file":
-        return str(parsed_tokenizer(content, section.path).to_str(pretty=True))
+        tokenizer = parsed_tokenizer(content, section.path)
+        require_stated_ends(str(folder / expand_home(section.path)))
+        return str(tokenizer.to_str(pretty=True))
     path = None if kept is None else kept / f"tokenizer-{tokenizer_identity(section, folder)[:24]}.json"
     if path is not None:
         with contextlib.suppress(OSError):
             return path.read_text(encoding="utf-8")
     found = _converted(content, section)
+    beside = folder / expand_home(section.path)
+    found = with_files_beside(found.encode(), beside, settings=False).decode()
     if path is not None:
         with contextlib.suppress(OSError):  # this user may not write there: converted again next time
             write_whole(path, found)
@@ -94,6 +97,7 @@ def tokenizer_identity(section: TokenizerSpec, folder: Path = _HERE) -> str:
     if section.kind != "file":
         settings = section.model_dump_json(exclude={"path", "vocab_size"})
         digest.update(f"{_CONVERSION} {settings}".encode())
+        digest.update("\n".join(declared_tokens(folder / expand_home(section.path))).encode())
     return digest.hexdigest()
 
 
@@ -103,11 +107,11 @@ def _converted(content: bytes, section: TokenizerSpec) -> str:
     try:
         tokenizer, theirs = (_sentencepiece if section.kind == "sentencepiece" else _tiktoken)(content, section)
     except NotConvertibleError as error:
-        raise TokenizerError(section, error.reason) from error
+        raise TokenizerError(section.path, error.reason) from error
     for text in _texts_to_compare(tokenizer):
         if tokenizer.encode(text, add_special_tokens=False).ids != list(theirs(text)):
             params = {"library": section.kind, "text": json.dumps(text[:80])}
-            raise TokenizerError(section, Reason("tokenizers.ids-differ", params))
+            raise TokenizerError(section.path, Reason("tokenizers.ids-differ", params))
     return str(tokenizer.to_str(pretty=True))
 
 
@@ -144,13 +148,17 @@ def token_ids(content: bytes, section: TokenizerSpec) -> dict[str, int]:
 
     Quick for tiktoken, which is not converted. Raises TokenizerError, and UsageError if a library is missing.
     """
+    assert section.path is not None
     try:
         if section.kind == "sentencepiece":
-            return dict(from_sentencepiece.converted(content).get_vocab())
-        ranks, _, special = _tiktoken_parts(content, section)
-        return {"": max(ranks.values()), **special}
+            ids = dict(from_sentencepiece.converted(content).get_vocab())
+        else:
+            ranks, _, special = _tiktoken_parts(content, section)
+            ids = {"": max(ranks.values()), **special}
     except NotConvertibleError as error:
-        raise TokenizerError(section, error.reason) from error
+        raise TokenizerError(section.path, error.reason) from error
+    added = [text for text in dict.fromkeys(declared_tokens(expand_home(section.path))) if text not in ids]
+    return ids | {text: max(ids.values()) + number for number, text in enumerate(added, start=1)}
 
 
 def _texts_to_compare(tokenizer: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.evaluation.inference import without_images
@@ -66,9 +67,7 @@ class SampleAnswers:
         return {"sample": ", ".join(names) or f"row {row + 1}", **self._decoded(texts)}
 
     def _decoded(self, texts: Mapping[str, list[int]]) -> dict[str, str]:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(self.tokenizer))
+        tokenizer = load_tokenizer(str(self.tokenizer))
         return {name: tokenizer.decode(ids).strip() for name, ids in texts.items()}
 
     def _greedy(self, engine: Any, prompt: Sequence[int], pixels: Tensor | None, end: int) -> list[int]:

@@ -223,8 +223,10 @@ def token_ids_of(path: Path, spec: RunSpec) -> dict[str, int]:
     if spec.data.tokenizer.kind in ("sentencepiece", "tiktoken"):
         from scaletrain_cli.data.tokenizers.given import token_ids  # loads the library
 
-        return token_ids(given, spec.data.tokenizer)
-    content = json.loads(given)
+        return token_ids(given, spec.data.tokenizer.model_copy(update={"path": str(path)}))
+    from scaletrain_cli.data.tokenizers.files import with_files_beside
+
+    content = json.loads(with_files_beside(given, path))
     added, words = content.get("added_tokens") or [], content["model"]["vocab"]
     pairs = words.items() if isinstance(words, dict) else ((word[0], i) for i, word in enumerate(words))
     return dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}

@@ -16,8 +16,9 @@ import tiktoken_ext.openai_public
 from tokenizers import Tokenizer
 
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.tokenizers.files import TokenizerError
 from scaletrain_cli.data.tokenizers.from_tiktoken import ENCODINGS
-from scaletrain_cli.data.tokenizers.given import TokenizerError, token_ids, tokenizer_content
+from scaletrain_cli.data.tokenizers.given import token_ids, tokenizer_content
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import TokenizerSpec
 

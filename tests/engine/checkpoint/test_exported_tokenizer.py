@@ -13,7 +13,7 @@ from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.spec import DataSpec, RunSpec
 from tests.engine.checkpoint.test_export import spec_of
 from tests.engine.model.test_safetensors import LLAMA
-from tests.tokenizer_kinds import CHATML, LLAMA_3, WITH_TOOLS, tokenizer_json, write_tokenizer
+from tests.tokenizer_kinds import CHATML, LLAMA_3, WITH_TOOLS, added_token, tokenizer_json, write_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "rain", "description": "of a town", "parameters": {}}}]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -215,3 +215,19 @@ def test_the_ids_at_which_trained_turns_end_are_added_to_those_of_the_source(tmp
             ends,
             ends,
         )
+
+
+def test_declared_tokens_are_tokens_of_the_export(tmp_path: Path) -> None:
+    tokenizer = tokenizer_json("bytes", ("<|endoftext|>", "<|im_start|>"))
+    number = str(len(json.loads(tokenizer)["model"]["vocab"]))
+    config = {
+        **{"eos_token": "<|im_end|>", "added_tokens_decoder": {number: added_token("<|im_end|>")}},
+        **{"chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"},
+    }
+    path = write_tokenizer(tmp_path / "source", tokenizer, config, config={"model_type": "llama"})
+    spec = tuning_of(tmp_path, path.parent)
+    out = exported(spec, tmp_path)
+    assert rendered(out) == rendered(path.parent)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == int(number)
+    dataset = json.loads(next((tmp_path / "runs").rglob("dataset.json")).read_text())
+    assert dataset["vocab_size"] == int(number) + 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.tokenizers.files import special_tokens
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, special_tokens
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.vision_model import OLD_EOS
@@ -96,9 +96,4 @@ def caption_tokens(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _opened(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return load_tokenizer(str(path))

@@ -1,0 +1,189 @@
+"""A tokenizer.json with the files beside it gives the tokens of transformers' AutoTokenizer, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.data.tokenizers.files import TokenizerError, load_tokenizer
+from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_content, tokenizer_identity
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.resource_checks.files import token_ids_of, tokenizer_problem
+from scaletrain_cli.spec.data import TokenizerSpec
+from tests.engine.checkpoint.test_export import spec_of
+from tests.engine.model.test_safetensors import LLAMA
+from tests.tokenizer_kinds import TEXTS, added_token, tokenizer_json, write_tokenizer
+
+GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast"}
+CHATML = ("<|endoftext|>", "<|im_start|>")
+SP = ("<s>", "</s>")
+OF_BERT = ("[CLS]", "[SEP]", "[PAD]", "[MASK]")
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+NAMES_OF_BERT = {f"{name.strip('[]').lower()}_token": name for name in (*OF_BERT, "[UNK]")}
+GPT_2 = {"tokenizer_class": "GPT2TokenizerFast", **dict.fromkeys(("bos_token", "eos_token", "unk_token"), CHATML[0])}
+BERT = {"tokenizer_class": "BertTokenizerFast", **NAMES_OF_BERT}
+
+
+def with_prefix_space(tokenizer: str) -> str:
+    document = json.loads(tokenizer)
+    document["pre_tokenizer"]["add_prefix_space"] = True
+    return json.dumps(document)
+
+
+def decoder(first: int, *tokens: dict[str, Any]) -> dict[str, Any]:
+    return {"added_tokens_decoder": {str(first + place): token for place, token in enumerate(tokens)}}
+
+
+END, NOTE = added_token("<|im_end|>"), added_token("<note>", lstrip=True, rstrip=True, special=False)
+WORD = added_token("word", single_word=True, normalized=True, special=False)
+# By name: kind of tokenizer, its special tokens, tokenizer_config.json, and files beside it.
+FOLDERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
+    "bytes": ("bytes", CHATML, GENERIC, {}),
+    "bytes, declared": ("bytes", CHATML, {**GENERIC, **decoder(400, END, NOTE, WORD), "eos_token": "<|im_end|>"}, {}),
+    "bytes, flags": ("bytes", CHATML, {**GENERIC, **decoder(0, added_token(CHATML[0], lstrip=True))}, {}),
+    "bytes, of the vocabulary": ("bytes", CHATML, {**GENERIC, **decoder(67, added_token("b", special=False))}, {}),
+    "bytes, named": (
+        "bytes",
+        CHATML,
+        {**GENERIC, "eos_token": "<|im_end|>", "pad_token": {"__type": "AddedToken", **END}},
+        {},
+    ),
+    "bytes, additional": ("bytes", CHATML, {**GENERIC, "additional_special_tokens": ["<|im_end|>", "<note>"]}, {}),
+    "bytes, extra": ("bytes", CHATML, {**GENERIC, "extra_special_tokens": {"image_token": "<image>"}}, {}),
+    "bytes, map": (
+        *("bytes", CHATML, {**GENERIC, "eos_token": CHATML[0]}),
+        {"special_tokens_map": {"eos_token": END, "additional_special_tokens": ["<note>", "<x>"]}},
+    ),
+    "bytes, map beside declared": (
+        *("bytes", CHATML, {**GENERIC, **decoder(400, END)}),
+        {"special_tokens_map": {"eos_token": "<other>"}},
+    ),
+    "bytes, added": (
+        *("bytes", CHATML, {**GENERIC, "eos_token": "<|im_end|>"}),
+        {"added_tokens": {"<note>": 401, "<|im_end|>": 400}},
+    ),
+    "gpt 2": ("bytes", CHATML, GPT_2, {}),
+    "gpt 2, prefix space": ("bytes", CHATML, {**GPT_2, "add_prefix_space": True}, {}),
+    "gpt 2, no prefix space": ("bytes with prefix space", CHATML, GPT_2, {}),
+    "prefix space of tokenizer.json": ("bytes with prefix space", CHATML, {**GENERIC, "add_prefix_space": True}, {}),
+    "llama 3": ("split", CHATML, {**GENERIC, **decoder(400, *map(added_token, ("<|a|>", "<|b|>", "<|eot_id|>")))}, {}),
+    "tekken": ("split", CHATML, {**GENERIC, "add_prefix_space": True, "add_bos_token": True}, {}),
+    "qwen": ("split", CHATML, {**GENERIC, **decoder(400, END), "errors": "replace", "add_prefix_space": False}, {}),
+    "metaspace": ("metaspace", SP, {**GENERIC, **NAMED, "legacy": False, "add_prefix_space": True}, {}),
+    "metaspace, declared": ("metaspace", SP, {**GENERIC, **NAMED, **decoder(700, END, NOTE, WORD)}, {}),
+    "unigram": ("unigram", SP, {**GENERIC, **NAMED, "do_lower_case": True, "sp_model_kwargs": {}}, {}),
+    "unigram, declared": ("unigram", SP, {**GENERIC, **NAMED, **decoder(400, END, NOTE)}, {}),
+    "bert, lower case": ("wordpiece", OF_BERT, BERT, {}),
+    "bert, cased": ("wordpiece", OF_BERT, {**BERT, "do_lower_case": False}, {}),
+    "bert, accents": ("wordpiece", OF_BERT, {**BERT, "do_lower_case": False, "strip_accents": True}, {}),
+    "bert, Chinese": ("wordpiece", OF_BERT, {**BERT, "tokenize_chinese_chars": False}, {}),
+    "wordpiece of another class": ("wordpiece", OF_BERT, {**GENERIC, **NAMES_OF_BERT, "do_lower_case": True}, {}),
+}
+
+
+def written(folder: Path, name: str) -> Path:
+    kind, special, config, files = FOLDERS[name]
+    tokenizer = tokenizer_json(kind.partition(" ")[0], special)
+    if kind.endswith("prefix space"):
+        tokenizer = with_prefix_space(tokenizer)
+    return write_tokenizer(folder, tokenizer, config, config={"model_type": "llama"}, **files)
+
+
+def with_declared(texts: list[str]) -> list[str]:
+    """The texts, and some with tokens that the folders declare, at borders of words and beside spaces."""
+    marks = ("<|im_end|>", "<note>", "<x>", "<image>", "<|eot_id|>", "word", "b", *CHATML, *SP)
+    return [*texts, *(f"{left}{mark}{right}" for mark in marks for left, right in (("a ", " c"), ("a", "c"), ("", "")))]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = written(tmp_path, name)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(path))
+    for text in with_declared(TEXTS):
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False).ids == expected, text
+    added = {number: token.content for number, token in ours.get_added_tokens_decoder().items()}
+    assert added == {number: token.content for number, token in theirs.added_tokens_decoder.items()}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_everything_that_reads_a_tokenizer_has_the_same_tokens(name: str, tmp_path: Path) -> None:
+    path, section = written(tmp_path, name), TokenizerSpec(kind="file", path=str(tmp_path / "tokenizer.json"))
+    expected = load_tokenizer(str(path)).to_str()
+    assert given_tokenizer(section).to_str() == expected
+    assert json.loads(tokenizer_content(section)) == json.loads(expected)
+    spec = spec_of(LLAMA)
+    ids = token_ids_of(path, spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": section})}))
+    assert ids == load_tokenizer(str(path)).get_vocab()
+    (tmp_path / "plain").mkdir()
+    plain = TokenizerSpec(kind="file", path=str(tmp_path / "plain" / "tokenizer.json"))
+    (tmp_path / "plain" / "tokenizer.json").write_bytes(path.read_bytes())
+    changes = load_tokenizer(str(plain.path)).to_str() != expected
+    assert (tokenizer_identity(plain) != tokenizer_identity(section)) == changes
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another id": ("bytes", {**GENERIC, **decoder(500, END)}, r"<\|im_end\|> as token 500, .* 400"),
+    "a renamed token": ("bytes", {**GENERIC, **decoder(1, END)}, r"<\|im_end\|> as token 1, .* 400"),
+    "split special tokens": ("bytes", {**GENERIC, "split_special_tokens": True}, "split_special_tokens = true"),
+    "prefix space of another class": ("bytes", {**GENERIC, "add_prefix_space": True}, "add_prefix_space = true"),
+    "prefix space of a split": ("split", {**GPT_2, "add_prefix_space": True}, "add_prefix_space = true"),
+    "prefix space of Llama": (
+        "metaspace",
+        {"tokenizer_class": "LlamaTokenizerFast", **NAMED, "add_prefix_space": False},
+        "add_prefix_space = false",
+    ),
+    "Mistral's pattern": ("split", {**GENERIC, "fix_mistral_regex": True}, "fix_mistral_regex = true"),
+    "no token": ("bytes", {**GENERIC, **decoder(400, {"content": 7})}, "the token 7"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_not_applied_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    kind, config, message = REFUSED[name]
+    path = write_tokenizer(tmp_path, tokenizer_json(kind, SP if kind == "metaspace" else CHATML), config)
+    with pytest.raises(TokenizerError, match=f"data.tokenizer.path = {path}: tokenizer_config.json .*{message}"):
+        load_tokenizer(str(path))
+    spec = spec_of(LLAMA)
+    section = TokenizerSpec(kind="file", path=str(path))
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": section})})
+    assert tokenizer_problem(path, spec) is not None
+
+
+@pytest.mark.parametrize("key", ["add_bos_token", "add_eos_token"])
+def test_ends_of_texts_that_transformers_4_and_5_read_in_two_ways_are_refused(key: str, tmp_path: Path) -> None:
+    section = TokenizerSpec(kind="file", path=str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_json("metaspace", SP)
+    config = {"tokenizer_class": "LlamaTokenizer", **NAMED, "add_bos_token": False, "add_eos_token": False}
+    write_tokenizer(tmp_path, tokenizer, config)
+    tokenizer_content(section)
+    write_tokenizer(tmp_path, tokenizer, {**config, key: True})
+    with pytest.raises(TokenizerError, match=f"{key} = true"):
+        tokenizer_content(section)
+    write_tokenizer(tmp_path, tokenizer, {**config, **GENERIC, key: True})  # a class that does not read the key
+    tokenizer_content(section)
+    document = json.loads(tokenizer)
+    start, text, end = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, None
+    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    single = [start, text] if key == "add_bos_token" else [text, end]
+    tokens = {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in (("<s>", 1), ("</s>", 2))}
+    document["post_processor"] = {
+        **{"type": "TemplateProcessing", "single": single, "pair": [text, text], "special_tokens": tokens},
+    }
+    write_tokenizer(tmp_path, json.dumps(document), {**config, key: True})
+    tokenizer_content(section)
+    write_tokenizer(tmp_path, json.dumps(document), config)
+    with pytest.raises(TokenizerError, match=f"{key} = false"):
+        tokenizer_content(section)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, tokenizer_json("bytes", CHATML), GENERIC)
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(UsageError, match=r"special_tokens_map\.json"):
+        load_tokenizer(str(path))
