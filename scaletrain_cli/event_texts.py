@@ -257,7 +257,6 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "goodput": _goodput,
     "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
     "validation-held-back": _validation_held_back,
-    "unverified-data": lambda event: f"the dataset has no hashes ({event['schema']}), so its files are not verified",
     "batch-norm-images": _batch_norm_images,
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
     "stragglers": _stragglers,

@@ -23,12 +23,9 @@ from scaletrain_cli.safe_files import replace_file
 ReadHashes = Callable[[Sequence[SourceFile]], Mapping[str, str]]
 
 _BLOCK_BYTES = 1 << 20
-# The hash of a larger file is that of the hashes of its ranges, so that many processes share the reading. Up to this
-# size it is the hash of its bytes, as in the names of datasets before v4.
+# The hash of a larger file is that of the hashes of its ranges, so that many processes share the reading.
 _WHOLE_BYTES = 4 << 30
 _RANGE_BYTES = 1 << 30
-# The name of a format in the identity of a corpus for datasets before v4, where it was called otherwise.
-_EARLIER_NAMES = {"code": "py"}
 
 
 def embedded_content(source: str) -> str:
@@ -37,8 +34,8 @@ def embedded_content(source: str) -> str:
 
 
 def known_content(source: str, files: Sequence[SourceFile], runs_root: Path) -> str:
-    """Return the hash of rows for fine-tuning, whose datasets are named as before v4; see known_hashes()."""
-    return earlier_content(files, known_hashes(source, files, runs_root, read_hashes) or {})
+    """Return the hash of rows for fine-tuning; see known_hashes()."""
+    return combined_content(files, known_hashes(source, files, runs_root, read_hashes) or {})
 
 
 def known_hashes(
@@ -73,11 +70,6 @@ def known_hashes(
 def combined_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> str:
     """Return the hash of a source from those of its local files by path; a remote file counts by its ETag."""
     return _combined([_identity(file, hashes) for file in files])
-
-
-def earlier_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> str:
-    """Return the hash of local files that is in the names of datasets before v4; it does not have the compression."""
-    return _combined([f"{_EARLIER_NAMES.get(file.kind, file.kind)} {hashes[file.path]}" for file in files])
 
 
 def _identity(file: SourceFile, hashes: Mapping[str, str]) -> str:

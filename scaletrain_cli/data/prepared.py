@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from scaletrain_cli.available_memory import available_bytes
 from scaletrain_cli.data.content import (
     ReadHashes,
     combined_content,
-    earlier_content,
     embedded_content,
     known_hashes,
     read_hashes,
@@ -31,24 +29,21 @@ from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote
 from scaletrain_cli.data.sources.records import SourceFile, columns_of
 from scaletrain_cli.data.steps.score import score_problem
-from scaletrain_cli.data.tokenizers.given import tokenizer_content, tokenizer_identity
+from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import (
     DATASET,
-    dataset_place,
-    is_readable,
     make_datasets_folder,
     steps_folder,
 )
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED, FORMATS, kind_of
+from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, PreparationStep
 from scaletrain_cli.spec.sources import SourceSpec
 
-_EARLIER_SCHEMA = "scaletrain.dataset/v3"
 _LEAST_MEMORY_BYTES = 1 << 26
 
 
@@ -191,7 +186,7 @@ def _sources(
         if hashes is None:
             return None
         found.append(_Found(section, None, files, hashes))
-    return _with_earlier_datasets(data, found, runs_root, folder)
+    return found
 
 
 def is_dataset(path: str, key: str, folder: Path = Path()) -> bool:
@@ -277,39 +272,3 @@ def _memory_bytes(workers: int) -> int:
     """Return the memory that deduplication may use in each process: half of what is free, within limits."""
     free = available_bytes() or 2 * DEFAULT_MEMORY_BYTES
     return max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers)))
-
-
-def _with_earlier_datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> list[_Found]:
-    """Return the sources with the datasets that an earlier version has prepared from them, where there are some.
-
-    Runs that began with one continue with the same batches, also after other sources were added. A tokenizer that is
-    trained is that of such a dataset only if all other sources are datasets.
-    """
-    texts = [each for each in sources if each.dataset is None]
-    if data.prepare or data.tokenizer.kind not in ("bpe", "file") or (data.tokenizer.path is None and len(texts) > 1):
-        return list(sources)
-    return [
-        each if each.dataset is not None else replace(each, dataset=_earlier_dataset(data, each, runs_root, folder))
-        for each in sources
-    ]
-
-
-def _earlier_dataset(data: DataSpec, source: _Found, runs_root: Path, folder: Path) -> Path | None:
-    """Return the dataset that an earlier version has prepared from a source, if there is one."""
-    if source.section.format != "auto" or source.section.field != "text":
-        return None
-    content = source.content
-    if source.section.path not in EMBEDDED:
-        files = [file for file in source.files if _was_read(file)]
-        if not files:
-            return None
-        content = earlier_content(files, source.hashes or {})
-    tokenizer = tokenizer_identity(data.tokenizer, folder)
-    identity = "\n".join([_EARLIER_SCHEMA, content, tokenizer, repr(data.validation_split)])
-    dataset = dataset_place(runs_root, hashlib.sha256(identity.encode()).hexdigest()[:16])
-    return dataset if is_readable(dataset) else None
-
-
-def _was_read(file: SourceFile) -> bool:
-    """Return whether earlier versions have read a file."""
-    return not file.etag and file.compression != "zst" and kind_of(Path(file.path)) in FORMATS

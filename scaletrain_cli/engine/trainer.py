@@ -341,9 +341,6 @@ class Trainer:
         )
         if before is not None and before != (now := self._images_of_statistics()):
             self._report("batch-norm-images", step=begin.step, before=before, now=now)
-        for info in self.data.infos.values():
-            if not info.is_verified:
-                self._report("unverified-data", schema=info.schema)
         self.step_sync.schedule.begin_at(begin.step)
         self.ledger.set_up_is_done()
         due = self.validation.is_due(begin.step) and not begin.evaluated

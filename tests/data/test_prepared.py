@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -510,29 +509,6 @@ def test_the_tokens_are_those_of_earlier_versions(tokenizer: Path, tmp_path: Pat
     for split, digest in earlier.items():
         tokens = b"".join((shard / f"{split}.bin").read_bytes() for shard in shards)
         assert hashlib.sha256(tokens).hexdigest() == digest
-
-
-@pytest.mark.parametrize(("file", "name"), [("a.jsonl", "4fe237aa85d4a8e3"), ("c.jsonl.gz", "9c7c05e94e0d5a92")])
-def test_a_dataset_of_an_earlier_version_is_used_where_it_is(file: str, name: str, tmp_path: Path) -> None:
-    corpus(tmp_path / "texts")
-    spec = DataSpec.model_validate(
-        {"source": str(tmp_path / "texts" / file), "tokenizer": {"kind": "bpe", "vocab_size": 400}}
-    )
-    earlier = tmp_path / "runs" / "datasets" / name  # which version 3 gave it
-    earlier.mkdir(parents=True)
-    (earlier / "dataset.json").write_text('{"schema": "scaletrain.dataset/v3"}')
-    dataset = tmp_path / "added"
-    shutil.copytree(earlier, dataset)
-    assert prepare_data(spec, tmp_path / "runs", 1, ignore) == {"source": earlier}
-    assert find_prepared(spec, tmp_path / "runs") == {"source": earlier}
-    added = {"name": "added", "path": str(dataset), "weight": 1}
-    mixed = {"source": None, "sources": [{"name": "source", "path": spec.source, "weight": 3}, added]}
-    several = DataSpec.model_validate(spec.model_dump(exclude={"source", "sources"}) | mixed)
-    assert prepare_data(several, tmp_path / "runs", 1, ignore) == {"source": earlier, "added": dataset}
-    with_steps = spec.model_copy(update={"prepare": data(tmp_path, source="x", prepare=NORMALIZED).prepare})
-    assert prepare_data(with_steps, tmp_path / "runs", 1, ignore)["source"] != earlier
-    shutil.rmtree(earlier)
-    assert find_prepared(spec, tmp_path / "runs") is None
 
 
 def test_a_bad_first_document_is_found_before_any_file_is_read_whole(tmp_path: Path, tokenizer: Path) -> None:

@@ -15,12 +15,10 @@ from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.commands import prepare_images, prepare_text
 from scaletrain_cli.data.images.compatibility import rows_problem
 from scaletrain_cli.data.images.prepared import is_of_images
-from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.report import images_in_rows
 from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
-    open_dataset,
     open_source_dataset,
 )
 from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, left_out, open_rows, rows_folder
@@ -77,9 +75,7 @@ def open_data_of(
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         if objective != "causal_lm":
             raise _made_for_another(folder, "text", objective)
-        if isinstance(document, dict) and document.get("schema") == SHARDED_SCHEMA:
-            return open_source_dataset(folder, seq_len, rank, ranks, block_cache(spec.data.cache))
-        return open_dataset(folder, seq_len, rank, ranks)
+        return open_source_dataset(folder, seq_len, rank, ranks, block_cache(spec.data.cache))
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)

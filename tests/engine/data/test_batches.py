@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from scaletrain_cli.engine.data.batches import NOT_COUNTED, BatchReader, MicroBatch
-from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.model.document_attention import segments_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.result import Layout
+from tests.engine.data.token_sequences import TokenSequences
 
 LENGTH, VOCABULARY, GLOBAL_BATCH = 8, 50, 12
 WHOLE = Layout(

@@ -22,13 +22,13 @@ import torch
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
-from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.loader import Loader, map_tensors
 from scaletrain_cli.engine.data.reader_processes import ReaderKilledError
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from tests.engine.data import reading
 from tests.engine.data.test_batches import WHOLE
+from tests.engine.data.token_sequences import TokenSequences
 from tests.waiting import wait_until
 
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.data.batches import BatchReader
-from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenContext, causal_attention
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.rope import rotary_tables
@@ -24,6 +23,7 @@ from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import ModelSpec, to_hugging_face
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.data.test_batches import WHOLE
+from tests.engine.data.token_sequences import TokenSequences
 from tests.engine.fresh_model import build_model
 from tests.engine.model.families import logits
 from tests.engine.model.test_models import GPT, LLAMA, spec

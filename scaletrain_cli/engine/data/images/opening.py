@@ -34,7 +34,6 @@ class ImagesInfo:
     schema: str
     fingerprint: str
     seal: str
-    is_verified: bool = True
 
 
 @dataclass(frozen=True)
