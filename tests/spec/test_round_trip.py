@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.spec import RunSpec, load_spec, presets
 from tests.spec.samples import RECIPES, SPEC, load
 
@@ -55,3 +56,10 @@ def test_every_preset_round_trips_through_json(name: str) -> None:
 def test_steps_follow_from_tokens_rounded_up() -> None:
     assert load(SPEC, "training.steps=null", f"training.tokens={8 * 32 * 5}").total_steps == 5
     assert load(SPEC, "training.steps=null", f"training.tokens={8 * 32 * 5 + 1}").total_steps == 6
+
+
+def test_recipes_with_frozen_embeddings_have_weights_in_which_the_chat_tokens_are_trained() -> None:
+    specs = [load(path.read_text(encoding="utf-8")) for path in RECIPES]
+    adapted = [spec for spec in specs if is_reference(spec.language_weights) and spec.transformer.adapter is not None]
+    assert len(adapted) >= 2
+    assert [spec.language_weights for spec in adapted] == [spec.data.tokenizer.path for spec in adapted]

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from scaletrain_cli.engine.checkpoint.export import TextFiles, text_files
+from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.spec import DataSpec, RunSpec
-from tests.engine.checkpoint.test_export import spec_of
-from tests.engine.model.test_safetensors import LLAMA
+from tests.engine.checkpoint.test_export import checkpoint_of, spec_of
+from tests.engine.model.test_safetensors import LLAMA, contents
 from tests.tokenizer_kinds import CHATML, LLAMA_3, WITH_TOOLS, added_token, tokenizer_json, write_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "rain", "description": "of a town", "parameters": {}}}]
@@ -152,6 +153,15 @@ def test_every_file_of_the_tokenizer_is_exported(tmp_path: Path) -> None:
     assert all((out / name).read_bytes() == (source / name).read_bytes() for name in kept)
     assert rendered(out) == rendered(source)
     assert "rain" in rendered(out)[3]
+
+
+def test_an_export_writes_files_of_subfolders_with_the_mode_of_the_others(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
+    text = TextFiles({"additional_chat_templates/tool_use.jinja": b"x", "tokenizer.model": b"y"}, {})
+    export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, text)
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"x"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}) == 1
 
 
 def test_the_template_that_was_trained_with_is_the_only_one(tmp_path: Path) -> None:
