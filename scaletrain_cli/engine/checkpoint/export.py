@@ -61,6 +61,11 @@ from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL, mixtral_name
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+# A class that transformers 4 and 5 have, with the inputs of version 5: version 4 adds one that language models refuse.
+_GENERIC: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "attention_mask"],
+}
 _STATE_TOKENS = (_CONFIG, "special_tokens_map.json")
 
 
@@ -174,9 +179,19 @@ _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # numbers of Pillow
 
 
 def _tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer beside tokenizer.json by name, with its code, which is copied but never run."""
+    """Return the files of a tokenizer beside tokenizer.json by name, with its code, which is copied but never run.
+
+    What transformers 5 alone reads gets the names that version 4 reads, too.
+    """
     paths = [path for pattern in (*TOKENIZER_FILES, "tokenization_*.py") for path in sorted(folder.glob(pattern))]
-    return {str(path.relative_to(folder)): content for path in paths if (content := _content(path)) is not None}
+    files = {str(path.relative_to(folder)): content for path in paths if (content := _content(path)) is not None}
+    stated = config = _parsed(files.get(_CONFIG, b"{}"))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config = {**_GENERIC, **config, "tokenizer_class": _GENERIC["tokenizer_class"]}
+    if isinstance(tokens := config.get("extra_special_tokens"), list):
+        config = {name: value for name, value in config.items() if name != "extra_special_tokens"}
+        config["additional_special_tokens"] = tokens
+    return files if config == stated else files | {_CONFIG: _json(config)}
 
 
 def _unless_changed(path: Path | None, tokenizer: bytes) -> bytes:
@@ -209,7 +224,7 @@ def _derived_config(spec: RunSpec, ids: Mapping[str, Any], vocabulary: Mapping[s
     texts = {number: text for text, number in vocabulary.items()}
     firsts = {name: number[0] if isinstance(number, list) and number else number for name, number in ids.items()}
     tokens = {name.removesuffix("_id"): texts[number] for name, number in firsts.items() if number in texts}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _longest_text(spec.model)}
+    config = {**_GENERIC, "model_max_length": _longest_text(spec.model)}
     return {**config, "clean_up_tokenization_spaces": False, **tokens}
 
 
@@ -262,7 +277,7 @@ def _caption_files(spec: RunSpec) -> TextFiles:
     if tokenizer is None:
         return TextFiles({}, {})
     vocabulary, tokens = _vocabulary(tokenizer), caption_tokens(path.parent)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _longest_text(spec.model), **tokens}
+    config = {**_GENERIC, "model_max_length": _longest_text(spec.model), **tokens}
     files = {_CONFIG: _json(config)} | _tokenizer_files(path.parent)
     ids = {f"{name}_id": vocabulary[tokens[name]] for name in ("bos_token", "pad_token") if tokens[name] in vocabulary}
     return TextFiles(files | {"tokenizer.json": tokenizer}, ids)

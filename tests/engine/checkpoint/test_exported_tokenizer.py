@@ -124,6 +124,21 @@ def test_special_tokens_chats_and_stops_are_those_of_the_source(name: str, tmp_p
     assert not (out / "special_tokens_map.json").exists()
 
 
+def test_a_tokenizer_that_transformers_5_has_saved_can_be_loaded_by_version_4(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = source_folder(tmp_path / "source", "sentencepiece")
+    AutoTokenizer.from_pretrained(source).save_pretrained(source)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    assert (config["tokenizer_class"], len(config["extra_special_tokens"])) == ("TokenizersBackend", 2)
+    out = exported(tuning_of(tmp_path, source), tmp_path)
+    assert rendered(out) == rendered(source)
+    found = json.loads((out / "tokenizer_config.json").read_text())
+    assert found["tokenizer_class"] == "PreTrainedTokenizerFast"  # of both versions
+    assert found["additional_special_tokens"] == config["extra_special_tokens"]
+    assert "extra_special_tokens" not in found  # which version 4 reads as names and tokens
+
+
 def test_a_map_of_special_tokens_that_transformers_prefers_is_kept(tmp_path: Path) -> None:
     special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     source = source_folder(tmp_path / "source", "llama 3", special_tokens_map=special)
