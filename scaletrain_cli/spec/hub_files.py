@@ -36,6 +36,7 @@ from scaletrain_cli.spec.corpus_files import (
     COMPRESSED,
     FORMATS,
     ROW_FORMATS,
+    TOKEN_FILES,
     chosen_text,
     is_about_the_corpus,
     kind_of,
@@ -57,9 +58,9 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT writes
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # What transformers, vLLM and llama.cpp read of a tokenizer beside tokenizer.json; exports copy what fits the patterns.
 TOKENIZER_FILES = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", TEMPLATE),
-    *("additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken"),
-    *("*.model", "tokenizer.model.v*"),
+    *TOKEN_FILES,
+    *("chat_template.json", TEMPLATE, "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tekken.json", "*.tiktoken", "*.model", "tokenizer.model.v*"),
 )
 _BESIDE = tuple(PurePosixPath(name).parts for name in (CONFIG, "generation_config.json", *TOKENIZER_FILES))
 _BESIDE_IMAGES = ("txt", "cls", "json")  # captions and classes

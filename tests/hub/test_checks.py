@@ -143,6 +143,16 @@ def test_a_gated_model_needs_a_token_on_the_nodes_that_fetch_it(
     assert "HF_ENDPOINT of this environment decide on the hub here" in " ".join(ended.err.split())
 
 
+def test_tokens_that_files_beside_a_tokenizer_of_the_hub_declare_are_checked(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    declared = {"added_tokens_decoder": {"9999": {"content": "<|im_end|>", "special": True}}}
+    files = {"tokenizer.json": tiny.tokenizer_json(), "tokenizer_config.json": json.dumps(declared).encode()}
+    hub.add("acme/tokens", files)
+    ended = submit(tmp_path, "data.tokenizer={kind: file, path: hf://acme/tokens}")
+    assert ended.code == 2
+    assert "states <|im_end|> as token 9999, but it gets the id" in " ".join(ended.err.split())
+
+
 def test_an_adapter_of_the_hub_is_compared_with_the_spec(hub: Hub, tmp_path: Path) -> None:
     tiny.publish(hub)
     config = json.dumps({"r": 8, "lora_alpha": 32}).encode()

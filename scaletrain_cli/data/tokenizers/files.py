@@ -15,12 +15,11 @@ from typing import Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.corpus_files import TOKEN_FILES
 
 # More text does not improve a tokenizer, and takes memory in proportion.
 _MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CONFIG = "tokenizer_config.json"
-_FILES = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Classes, without "Fast", that build their pre-tokenizer with add_prefix_space, false by default; the others of
 # transformers 4 apply the key to byte-level tokenizers, those of transformers 5 do not.
@@ -101,7 +100,7 @@ def with_files_beside(content: bytes, path: Path, *, settings: bool = True) -> b
     A file of another library is returned as it is. ``settings``: False for a converted tokenizer, which splits texts as
     its library does. Raises UsageError.
     """
-    beside = [json_object(path.parent / name) for name in _FILES]
+    beside = [json_object(path.parent / name) for name in TOKEN_FILES]
     return _with_files_beside(content, path, json.dumps(beside), settings) if any(beside) else content
 
 
@@ -124,7 +123,7 @@ def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) 
 
 def declared_tokens(path: Path) -> list[str]:
     """Return the texts of the tokens that the files beside a tokenizer state. Raises UsageError."""
-    config, special, added = (json_object(path.parent / name) for name in _FILES)
+    config, special, added = (json_object(path.parent / name) for name in TOKEN_FILES)
     return [token["content"] for _, token in _declared(config, special, added, [])]
 
 
@@ -249,7 +248,7 @@ def require_stated_ends(path: str) -> None:
 
     The post_processor of tokenizer.json counts in transformers 5, and the settings for some classes in transformers 4.
     """
-    config = json_object(expand_home(path).parent / _CONFIG)
+    config = json_object(expand_home(path).parent / TOKEN_FILES[0])
     if str(config.get("tokenizer_class")).removesuffix("Fast") not in _WITH_ENDS:
         return
     processor = json.loads(tokenizer_file(path)).get("post_processor") or {}
@@ -264,7 +263,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     Raises UsageError for a file that cannot be read.
     """
-    named = _named(*(json_object(folder / name) for name in _FILES[:2]))
+    named = _named(*(json_object(folder / name) for name in TOKEN_FILES[:2]))
     return {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
 
 

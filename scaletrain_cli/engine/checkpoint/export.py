@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens, tokenizer_file
 from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.engine.checkpoint.adapter_export import (
     Base,
@@ -93,7 +93,9 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     if isinstance(spec.model, ClipSpec):
         return _caption_files(spec)
     trained = _dataset_tokenizer(spec, runs_root, run)
-    tokenizer = _content(trained) or _converted_tokenizer(spec)
+    tokenizer = _converted_tokenizer(spec)
+    with contextlib.suppress(UsageError):
+        tokenizer = tokenizer if trained is None else tokenizer_file(str(trained))
     candidates = _tokenizers(spec, trained)
     if tokenizer is None:
         return TextFiles({}, _stated_ids([path.parent for path in candidates[-1:]]))
@@ -198,7 +200,7 @@ def _unless_changed(path: Path | None, tokenizer: bytes) -> bytes:
     """Return the tokenizer.json of a source as it is if it gives the tokens of the dataset's, else that one."""
     theirs = None if path is None else _content(path)
     with contextlib.suppress(UsageError):
-        if theirs is not None and json.loads(load_tokenizer(str(path)).to_str()) == json.loads(tokenizer):
+        if theirs is not None and load_tokenizer(str(path)).to_str() == parsed_tokenizer(tokenizer, "").to_str():
             return theirs
     return tokenizer
 

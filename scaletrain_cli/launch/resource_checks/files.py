@@ -189,6 +189,10 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     try:
         ids = token_ids_of(path, spec)
         largest = max(ids.values())
+        if spec.training.objective == "causal_lm" and spec.data.tokenizer.kind == "file":
+            from scaletrain_cli.data.tokenizers.files import require_stated_ends
+
+            require_stated_ends(str(path))
     except UsageError as error:
         return getattr(error, "problem", None)  # a library that is missing here may be there on the nodes
     except OSError as error:

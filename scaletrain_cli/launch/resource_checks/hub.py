@@ -28,6 +28,7 @@ from scaletrain_cli.launch.resource_checks.weights import (
     weights_problem,
 )
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.corpus_files import TOKEN_FILES
 from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files, source_files_of
 from scaletrain_cli.spec.weight_files import DamagedHeaderError, Header, header_bytes, parsed_headers, read_headers
 
@@ -124,7 +125,8 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
         require_online(listing, tuple(missing), settings)
         require_readable(listing, missing[-1], settings)
     if use.purpose == "tokenizer":
-        read_small_file(listing, files[0], settings)
+        for file in (files[0], *(file for file in files if file.path.endswith(TOKEN_FILES))):
+            read_small_file(listing, file, settings)
         if reason := tokenizer_problem(Path(local_path(use, settings, listing.commit)), view.spec):
             yield reason
     elif use.purpose == "adapter":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.tokenizers.files import TokenizerError, load_tokenizer
+from scaletrain_cli.data.tokenizers.files import TokenizerError, load_tokenizer, special_tokens
 from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_content, tokenizer_identity
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.files import token_ids_of, tokenizer_problem
@@ -109,6 +109,8 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False).ids == expected, text
     added = {number: token.content for number, token in ours.get_added_tokens_decoder().items()}
     assert added == {number: token.content for number, token in theirs.added_tokens_decoder.items()}
+    named = {name: text for name, text in theirs.special_tokens_map.items() if isinstance(text, str)}
+    assert special_tokens(tmp_path) == {name: text for name, text in named.items() if name != "image_token"}
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -242,13 +242,16 @@ def test_the_ids_at_which_trained_turns_end_are_added_to_those_of_the_source(tmp
         )
 
 
+def decoded_end(tokenizer: str) -> dict[str, Any]:
+    """The eos_token that is declared in tokenizer_config.json alone, behind the tokens of the vocabulary."""
+    number = str(len(json.loads(tokenizer)["model"]["vocab"]))
+    return {"eos_token": "<|im_end|>", "added_tokens_decoder": {number: added_token("<|im_end|>")}}
+
+
 def test_declared_tokens_are_tokens_of_the_export(tmp_path: Path) -> None:
     tokenizer = tokenizer_json("bytes", ("<|endoftext|>", "<|im_start|>"))
-    number = str(len(json.loads(tokenizer)["model"]["vocab"]))
-    config = {
-        **{"eos_token": "<|im_end|>", "added_tokens_decoder": {number: added_token("<|im_end|>")}},
-        **{"chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"},
-    }
+    config = {**decoded_end(tokenizer), "chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (number,) = config["added_tokens_decoder"]
     path = write_tokenizer(tmp_path / "source", tokenizer, config, config={"model_type": "llama"})
     spec = tuning_of(tmp_path, path.parent)
     out = exported(spec, tmp_path)
@@ -256,3 +259,14 @@ def test_declared_tokens_are_tokens_of_the_export(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == int(number)
     dataset = json.loads(next((tmp_path / "runs").rglob("dataset.json")).read_text())
     assert dataset["vocab_size"] == int(number) + 1
+
+
+def test_a_tokenizer_whose_data_are_not_on_this_machine_is_exported_as_it_is(tmp_path: Path) -> None:
+    tokenizer = tokenizer_json("bytes", ("<|endoftext|>", "<|im_start|>"))
+    config = {**decoded_end(tokenizer), "chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = write_tokenizer(tmp_path / "source", tokenizer, config, config={"model_type": "llama"})
+    spec = spec_of({**LLAMA, "vocab_size": 800, "weights": str(path.parent)})
+    data = {"source": str(tmp_path / "absent"), "tokenizer": {"kind": "file", "path": str(path)}}
+    out = exported(spec.model_copy(update={"data": DataSpec.model_validate(data)}), tmp_path)
+    assert rendered(out) == rendered(path.parent)
+    assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
