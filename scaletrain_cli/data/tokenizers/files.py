@@ -116,6 +116,9 @@ def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) 
         vocabulary = words if isinstance(words, dict) else {word[0]: number for number, word in enumerate(words)}
         tokens = _added(old, vocabulary, _declared(config, special, added, old), path)
         changed = (settings and _apply_settings(document, config, path)) or tokens != old
+        if changed and isinstance(words, dict) and max(words.values(), default=0) >= len(words):
+            # The library tokenizers numbers added tokens anew as it loads them, in the gaps of such a vocabulary.
+            words |= {token["content"]: token["id"] for token in tokens}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TokenizerError(path, Reason("tokenizers.files-not-valid", {"error": str(error)})) from error
     return json.dumps(document | {"added_tokens": tokens}, ensure_ascii=False).encode() if changed else content
@@ -124,7 +127,10 @@ def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) 
 def declared_tokens(path: Path) -> list[str]:
     """Return the texts of the tokens that the files beside a tokenizer state. Raises UsageError."""
     config, special, added = (json_object(path.parent / name) for name in TOKEN_FILES)
-    return [token["content"] for _, token in _declared(config, special, added, [])]
+    try:
+        return [token["content"] for _, token in _declared(config, special, added, [])]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TokenizerError(path, Reason("tokenizers.files-not-valid", {"error": str(error)})) from error
 
 
 def _declared(

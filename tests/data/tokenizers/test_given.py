@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.tokenizers.files import TokenizerError
 from scaletrain_cli.data.tokenizers.from_tiktoken import ENCODINGS
-from scaletrain_cli.data.tokenizers.given import token_ids, tokenizer_content
+from scaletrain_cli.data.tokenizers.given import token_ids, tokenizer_content, tokenizer_identity
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import TokenizerSpec
 
@@ -163,6 +163,24 @@ def test_files_that_are_no_tokenizers_are_named(learned: dict[bytes, int], tmp_p
     section = TokenizerSpec(kind="tiktoken", path=path, pattern=pattern, special_tokens=("</s>",))
     with pytest.raises(TokenizerError, match="other tokens"):
         tokenizer_content(section)
+
+
+def test_tokens_that_files_beside_a_model_of_another_library_declare_are_tokens(
+    learned: dict[bytes, int], tmp_path: Path
+) -> None:
+    tiktoken_file = TokenizerSpec(kind="tiktoken", path=written(tmp_path, learned), encoding="gpt2")
+    for section in (model(tmp_path, model_type="bpe", normalization_rule_name="identity"), tiktoken_file):
+        (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+        plain, before = Tokenizer.from_str(tokenizer_content(section)), tokenizer_identity(section)
+        end = {"content": "<|im_end|>", "special": True, "normalized": False}
+        settings = {"add_prefix_space": False, "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
+        number = max(plain.get_vocab().values()) + 1
+        config = {**settings, "added_tokens_decoder": {str(number): end}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        ours = Tokenizer.from_str(tokenizer_content(section))
+        assert ours.encode("a b<|im_end|>", add_special_tokens=False).ids == [*plain.encode("a b").ids, number]
+        assert token_ids(Path(str(section.path)).read_bytes(), section)["<|im_end|>"] == number
+        assert tokenizer_identity(section) != before
 
 
 def test_a_dataset_has_the_tokens_and_the_tokenizer_of_a_model(tmp_path: Path) -> None:
