@@ -180,6 +180,7 @@ TEXTS: dict[str, Text] = {
         ("Set data.fields.roles, as in {{{roles[0]}: assistant}}",),
     ),
     "columns-differ": Text("the columns {columns:list} must all be text, or all be lists of messages"),
+    "reasoning": Text("message {number}: the reasoning must be text"),
     "message": Text(
         "message {number} of the column {column} must have a role and content: text, a list of text parts, or "
         "tool_calls"
@@ -260,16 +261,26 @@ TEXTS: dict[str, Text] = {
         "told among them",
         ("Use data.loss_on: assistant and no weights of messages",),
     ),
+    "template-has-no-variable": Text(
+        "data.chat_template_kwargs.{name}: the chat template has no such variable; it reads {known:list}",
+        ("Remove it",),
+    ),
     "template-lacks-content": Text("the chat template does not write the text of message {number}: {text!r}", _LACKS),
     "template-lacks-call": Text("the chat template does not write the call of message {number}: {text!r}", _LACKS),
-    "template-lacks-tool": Text("the chat template does not describe the tools of the row: {text!r}", _LACKS),
+    "template-lacks-tool": Text(
+        "the chat template does not describe the tools of the row: {text!r}",
+        ("Use a chat template that writes them", "Set data.fields.tools to a column that the rows do not have"),
+    ),
     "turn-without-end": Text(
-        "the chat template ends message {number} of the assistant with no special token, so that the model would not "
-        "learn to stop",
-        ("Write the tokenizer's eos_token after each answer in the template",),
+        "the chat template ends the turn {text!r} of the assistant with no token that ends turns, so that the model "
+        "would not learn to stop",
+        (
+            "Write the tokenizer's eos_token after each answer in the template",
+            "If the next role's token ends a turn, its id must be an eos_token_id in generation_config.json",
+        ),
     ),
     "turn-end-within": Text(
-        "the chat template ends message {number} of the assistant with {token}, which also stands within the message "
+        "the chat template ends turns of the assistant with {token}, which also stands within a turn "
         "and is no eos_token_id of the tokenizer, config.json or generation_config.json",
         ("Use the template of the model, or data.loss_on: last_assistant", "Add its id to generation_config.json"),
     ),

@@ -21,10 +21,12 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     "system": "system",
 }
-_ROLE_KEYS = {"role", "from"}
 _CALL = "function_call"  # the role of a message that is a call, and the key of a call in OpenAI's first API
+_ARGUMENTS = ("arguments", "parameters", "input")  # keys of a call's arguments: OpenAI's, Llama's and Anthropic's
 # Columns whose names are fixed: earlier turns of alpaca rows, tools of OpenAI's first API, variables of the template.
 _HISTORY, _FUNCTIONS, _VARIABLES = "history", "functions", "chat_template_kwargs"
+# Columns of known data sets that no format reads under these names.
+_OTHERS = ("question", "answer", "system_prompt", "context", "label", "images", "image")
 ASSISTANT = "assistant"
 # Names under which a message has its reasoning, as in transformers; most templates read the first, GPT-OSS the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -263,14 +265,21 @@ class _RowReader:
         value = self._row[column]
         messages = _from_json(value) if isinstance(value, str) else None
         listed = messages if isinstance(messages, list) else []
-        are_messages = bool(listed) and all(isinstance(each, dict) and _ROLE_KEYS & {*each} for each in listed)
-        return isinstance(value, str) and not are_messages
+        return isinstance(value, str) and not (listed and all(self._is_message(each) for each in listed))
+
+    def _is_message(self, value: Any) -> bool:
+        roles = {*_ROLES, *self.fields.roles, _CALL}
+        is_object = isinstance(value, dict) and not {"content", "value", "tool_calls"}.isdisjoint(value)
+        return is_object and (value.get("role") or value.get("from")) in roles
 
     def not_read(self) -> list[str]:
         """Return the columns with content that a format of rows can have, and that were not read."""
         names = {str(name) for name in self.fields.model_dump(exclude={"roles"}).values()} - {"auto"}
-        names |= {_HISTORY, _FUNCTIONS, _VARIABLES, "images", "image"}
-        return [name for name in self._row if name in names - self.columns and self.optional(name) is not None]
+        names |= {_HISTORY, _FUNCTIONS, _VARIABLES, *_OTHERS}
+        read = {json.dumps(self._row[name], default=str) for name in self.columns if name in self._row}
+        unread = [name for name in self._row if name in names - self.columns and self.optional(name) is not None]
+        # A copy of what was read, such as the prompt beside its conversation, loses nothing.
+        return [name for name in unread if not any(json.dumps(self._row[name], default=str) in each for each in read)]
 
     def system(self, messages: list[Message]) -> list[Message]:
         """Return messages with the text of the column system before them. Raises RowError if they have another one."""
@@ -287,8 +296,7 @@ class _RowReader:
         """Return the JSON schemas of the tools; None for a row without them. Raises RowError."""
         column = self.fields.tools if self.optional(self.fields.tools) is not None else _FUNCTIONS
         value = self.optional(column)
-        is_blank = isinstance(value, str) and not value.strip()
-        tools = None if value is None or is_blank else (_from_json(value) or value if isinstance(value, str) else value)
+        tools = _json_or_text(value) if isinstance(value, str) else value
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise RowError("tools", column=column)
         if tools and column == _FUNCTIONS:
@@ -298,8 +306,8 @@ class _RowReader:
     def variables(self) -> Mapping[str, Any]:
         """Return the variables of the chat template that the row sets. Raises RowError."""
         value = self.optional(_VARIABLES)
-        variables = _from_json(value) if isinstance(value, str) else value or {}
-        if not isinstance(variables, Mapping):
+        variables = (_json_or_text(value) if isinstance(value, str) else value) or {}
+        if not isinstance(variables, Mapping) or variables.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise RowError("template-variables", column=_VARIABLES)
         return variables
 
@@ -357,7 +365,10 @@ def _prompt_of_pair(row: _RowReader) -> str | list[Message] | None:
     """Return the prompt: its column, that of a conversation, or an instruction; None if there is none."""
     for column in (row.fields.prompt, row.fields.conversations, row.fields.messages):
         if row.optional(column) is not None:
-            return _text_or_messages(row, column)
+            prompt = _text_or_messages(row, column)
+            if isinstance(prompt, str) or prompt[-1]["role"] != ASSISTANT or column == row.fields.prompt:
+                return prompt  # other columns may have a copy of an answer with its prompt
+            row.columns.discard(column)
     return _alpaca_prompt(row) if row.optional(row.fields.instruction) is not None else None
 
 
@@ -373,9 +384,9 @@ def _without_common_prompt(
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
+    common = min(common, len(chosen) - 1, len(rejected) - 1)  # equal answers are answers still
     if not common:
         raise RowError("no-common-prompt")
-    common = min(common, len(chosen) - 1, len(rejected) - 1)  # equal answers are answers still
     return chosen[:common], chosen[common:], rejected[common:]
 
 
@@ -473,6 +484,8 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
     content = message.pop("value", None) if of_sharegpt else message.pop("content", None)
     if not isinstance(role, str):
         raise RowError("message", number=number, column=column)
+    if not all(isinstance(message.get(name, ""), str) for name in REASONING):
+        raise RowError("reasoning", number=number)
     roles = _ROLES | dict(fields.roles)
     if of_sharegpt and role not in roles and role != _CALL:
         raise RowError("sharegpt-role", number=number, role=role, known=sorted({*roles, _CALL}))
@@ -510,11 +523,21 @@ def _calls(value: Any, number: int) -> list[Any]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError("function-call", number=number)
-        arguments = function.get("arguments", {})
+        key = next((name for name in _ARGUMENTS if name in function), _ARGUMENTS[0])
+        arguments = function.get(key) or {}
         parsed = _from_json(arguments) if isinstance(arguments, str) else arguments
-        function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
+        others = {name: value for name, value in function.items() if name != key}
+        function = {**others, "arguments": parsed if isinstance(parsed, dict) else arguments}
         calls[position] = {**call, "function": function} if "function" in call else function
     return calls
+
+
+def _json_or_text(text: str) -> Any:
+    """Return the value of a JSON text, None for a blank one, and any other text as it is."""
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return text
 
 
 def _from_json(text: str) -> Any:

@@ -255,7 +255,7 @@ def _with_trained_templates(spec: RunSpec, files: Mapping[str, bytes]) -> dict[s
     data, config = spec.data, _parsed(files.get(_CONFIG, b"{}"))
     if data.tokenizer.path is None and data.chat_template is None:
         return dict(files)
-    templates = template_files(data, images=isinstance(spec.model, LlavaSpec)).templates
+    templates = template_files(spec).templates
     stated = config.pop("chat_template", None)
     listed = [{"name": "default", "template": stated}] if isinstance(stated, str) else stated or []
     is_stated = templates == {each["name"]: each["template"] for each in listed}

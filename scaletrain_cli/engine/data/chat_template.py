@@ -16,9 +16,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from scaletrain_cli.engine.data.missing_parts import Part, in_words
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.row_formats import (
@@ -31,6 +33,8 @@ from scaletrain_cli.spec.row_formats import (
     is_image_part,
 )
 
+_MOST_STRUCTURES = 10_000  # of conversations, whose missing parts are remembered
+_RESERVED = {"messages", "tools", "add_generation_prompt"}  # variables that a row does not set by name
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE, _OTHER_PROBE = "9b1c6f", "e40a77"  # texts that no template contains
 # Unicode's noncharacters mark the ends of generation blocks while a template is rendered.
@@ -107,22 +111,23 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     ``named``: by their names for templates, such as ``bos_token``. ``stops``: those at which the model stops, by
-    tokenizer, config.json and generation_config.json. ``every``: all of them.
+    tokenizer, config.json and generation_config.json. ``others``: more that are one token each, special ones first.
     """
 
     named: Mapping[str, str]
     stops: tuple[str, ...] = ()
-    every: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled chat template. ``variables``: those of the spec, by name."""
+    """A compiled chat template. ``variables``: those of the spec, by name; ``read``: names that the template reads."""
 
     source: str
     tokens: SpecialTokens
     compiled: jinja2.Template
     variables: Mapping[str, Any]
+    read: frozenset[str]
 
     @property
     def is_marked(self) -> bool:
@@ -149,8 +154,9 @@ class ChatTemplate:
     ) -> Rendered:
         messages = [_with_reasoning(message) for message in messages]
         opening, closing = _marks(messages, tools) if self.is_marked else ("", "")
-        values = {**self.variables, **variables, **self.tokens.named, _OPENING: opening, _CLOSING: closing}
-        values |= {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        values = {"documents": None, **self.tokens.named, **self.variables, **variables}
+        values |= {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        values |= {_OPENING: opening, _CLOSING: closing}
         try:
             text = self.compiled.render(values)
         except jinja2.TemplateError as error:
@@ -177,9 +183,11 @@ class ChatTemplate:
             return ""
 
     def _adapted(self, message: Message) -> Message:
-        content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(content, list) and not any(map(is_image_part, content)) and message["role"] not in self._of_parts:
+        content, calls, role = message.get("content"), message.get("tool_calls"), message["role"]
+        if isinstance(content, list) and not any(map(is_image_part, content)) and role not in self._of_parts:
             message = {**message, "content": "\n".join(part["text"] for part in content)}
+        if isinstance(content, str) and role in self._of_parts and not self._takes_text:
+            message = {**message, "content": [{"type": "text", "text": content}]}
         if content is None and not self._takes_null:
             message = {**message, "content": ""}
         if calls and not self._takes_objects:
@@ -189,7 +197,7 @@ class ChatTemplate:
     @cached_property
     def _of_parts(self) -> frozenset[str]:
         """The roles whose contents may be lists of parts: the template writes the text of each."""
-        parts = [{"type": "text", "text": _PROBE}]
+        parts = [{"type": "text", "text": _PROBE}, {"type": "text", "text": _PROBE}]
         user, assistant = {"role": "user", "content": parts}, {"role": ASSISTANT, "content": parts}
         conversations: dict[str, list[Message]] = {
             "user": [user, assistant],
@@ -199,9 +207,14 @@ class ChatTemplate:
         found = set()
         for role, messages in conversations.items():
             text = self._probed(messages)
-            if text.count(_PROBE) == sum(each["content"] == parts for each in messages) and "'type'" not in text:
+            if text.count(_PROBE) == 2 * sum(each["content"] == parts for each in messages) and "'type'" not in text:
                 found |= {role, ASSISTANT} if role == "user" else {role}
         return frozenset(found) if "user" in found else frozenset()
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether contents may be texts; templates of models for images often take parts only."""
+        return self._probed([_PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}]).count(_PROBE) == 1
 
     @cached_property
     def _takes_null(self) -> bool:
@@ -220,13 +233,30 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _end_of_turn(self) -> str:
-        """The text from the end of an answer to the first special token after it; empty if another text comes first."""
-        conversation = [_PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}, _PROBE_PROMPT]
-        rest = self._probed(conversation).partition(_PROBE)[2]
-        start = len(rest) - len(rest.lstrip())
-        token = self._token_at(rest, start, self.tokens.every)
-        return rest[: start + len(token)] if token else ""
+    def _own_end(self) -> str:
+        """The special token that follows the last answer of a conversation; empty if there is none."""
+        rest = self._probed([_PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}]).partition(_PROBE)[2].lstrip()
+        return _token_at(rest, 0, (*self.tokens.stops, *self.tokens.others))
+
+    def missing(
+        self, messages: Sequence[Message], tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> tuple[Part, ...]:
+        """Return the parts of a conversation that the template does not write."""
+        words = in_words(messages, tools)
+        structure = json.dumps([words.messages, words.tools, variables], default=str, sort_keys=True)
+        if structure not in self._missing:
+            if len(self._missing) >= _MOST_STRUCTURES:
+                self._missing.clear()
+            try:
+                text = self.render(words.messages, words.tools, variables).text
+            except RowError:  # it depends on the texts
+                text = "".join(words.parts)
+            self._missing[structure] = tuple(word for word in words.parts if word not in text)
+        return tuple(words.parts[word] for word in self._missing[structure])
+
+    @cached_property
+    def _missing(self) -> dict[str, tuple[str, ...]]:
+        return {}
 
     def takes_parts(self, image_token: str) -> bool:
         """Return True if contents may be lists of parts, as processors of images have them.
@@ -256,67 +286,86 @@ class ChatTemplate:
         else:
             spans = {number: [self._turn(conversation, text, number)] for number in chosen}
         stops = set[str]()
-        for number, (*_, last) in spans.items():
-            is_end = number == len(messages) - 1
-            text, stop, token = self.ended(text, last.start, last.stop, is_end=is_end)
-            spans[number][-1] = last._replace(stop=stop)
-            if last.weight:
-                stops |= {token}
-                self._require_end(token, number, (text[span.start : span.stop] for span in spans[number]))
-        return Ended(text, [span for number in spans for span in spans[number]], frozenset(stops))
+        for number, of_turn in spans.items():
+            conversation_ends = number == len(messages) - 1
+            text, stop, token = self.ended(conversation, text, of_turn, conversation_ends=conversation_ends)
+            of_turn[-1] = of_turn[-1]._replace(stop=stop)
+            if of_turn[-1].weight:
+                stops.add(token)
+        return Ended(text, [span for of_turn in spans.values() for span in of_turn], frozenset(stops))
 
-    def _require_end(self, token: str, number: int, texts: Iterable[str]) -> None:
-        """Raise RowError if a turn ends with no token, or with one at which the model must not stop everywhere."""
-        if not token:
-            raise RowError("turn-without-end", number=number)
-        if token not in self.tokens.stops and any(token in text.rstrip().removesuffix(token) for text in texts):
-            raise RowError("turn-end-within", number=number, token=token)
+    def ended(
+        self, conversation: Conversation, text: str, spans: Sequence[Span], *, conversation_ends: bool
+    ) -> tuple[str, int, str]:
+        """Return the text, the place after the token that ends a turn of ``spans``, and that token.
 
-    def ended(self, text: str, start: int, stop: int, *, is_end: bool) -> tuple[str, int, str]:
-        """Return the text, the place after the token that ends the turn from ``start`` to ``stop``, and that token.
-
-        The token is the last of the turn, or comes after it and nothing but white space; one at which the model stops
-        is preferred to any other special token. ``is_end``: the turn is the last; if the template ends a turn only with
-        the beginning of the next one, as GLM-4.5's does, this token is added to the text.
+        The token is the last of the turn, or comes after it and nothing but white space. One at which the model stops
+        comes first; another one may not stand within the turn. A turn that ends only with the role of the next one, as
+        with GLM-4.5, must end with a token at which the model stops; if no turn follows, it is added to the text.
+        Raises RowError for a turn in the loss without an end.
         """
-        inside = text[start:stop].rstrip()
-        after = stop + len(text[stop:]) - len(text[stop:].lstrip())
-        for tokens in (self.tokens.stops, self.tokens.every):
-            if token := next((token for token in tokens if inside.endswith(token)), ""):
-                return text, stop, token
-            if token := self._token_at(text, after, tokens):
-                return text, after + len(token), token
-        if is_end and self._end_of_turn and text[stop:].strip() == "":
-            text = f"{text[: start + len(inside)]}{self._end_of_turn}"
-            return text, len(text), self._end_of_turn.lstrip()
-        return text, stop, ""
+        *_, last = spans
+        inside, after = text[last.start : last.stop].rstrip(), last.stop
+        after += len(text[after:]) - len(text[after:].lstrip())
+        stops, others = self.tokens.stops, self.tokens.others
+        number = len(conversation.messages) - 1 if conversation_ends else -1
+        if token := _token_before(inside, stops):
+            return text, last.stop, token
+        if token := _token_at(text, after, stops):
+            return text, after + len(token), token
+        token, place = _token_before(inside, others), last.stop
+        if not token and self._own_end and text.startswith(self._own_end, after):
+            token, place = self._own_end, after + len(self._own_end)
+        if token:
+            pieces = [text[span.start : span.stop].rstrip().removesuffix(token) for span in spans]
+            if last.weight and any(token in piece for piece in pieces):
+                raise RowError("turn-end-within", token=token)
+            return text, place, token
+        if conversation_ends and not text[last.stop :].strip():
+            following = self._after(conversation, text[: last.start + len(inside)])
+            if token := _token_before(following, stops):
+                text = text[: last.start + len(inside)] + following
+                return text, len(text), token
+        if last.weight:
+            raise RowError("turn-without-end", text=inside[-80:], number=number)
+        return text, last.stop, ""
 
-    @staticmethod
-    def _token_at(text: str, place: int, tokens: Iterable[str]) -> str:
-        return max((token for token in tokens if token and text.startswith(token, place)), key=len, default="")
+    def _after(self, conversation: Conversation, text: str) -> str:
+        """Return what a template writes after a text if another message follows, up to the first special token."""
+        messages, _, tools, variables = conversation
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        try:
+            longer = self.render([*messages, {"role": role, "content": _PROBE}], tools, variables).text
+        except RowError:
+            return ""
+        rest = longer.removeprefix(text)
+        start = len(rest) - len(rest.lstrip())
+        token = _token_at(rest, start, self.tokens.stops) if len(rest) < len(longer) else ""
+        return rest[: start + len(token)] if token else ""
 
     def _marked_spans(
         self, conversation: Conversation, turns: list[int], chosen: list[int], marked: list[tuple[int, int]]
     ) -> dict[int, list[Span]]:
-        """Return the spans of each chosen turn; those of turns that cannot be told apart are of the last one."""
+        """Return the spans of each chosen turn with generation blocks. Raises RowError if they cannot be told apart."""
         messages, weights, tools, variables = conversation
         if not marked:
             raise RowError("template-marks-nothing", number=turns[0])
-        if len(marked) == len(turns):
-            of_turn = dict(zip(turns, ([each] for each in marked), strict=True))
-        else:  # several blocks in one turn: those that the turn adds to the conversation
-            counts = [0, *(len(self.render(messages[: number + 1], tools, variables).marked) for number in turns)]
-            if counts == sorted(counts) and counts[-1] == len(marked):
-                of_turn = {number: marked[counts[i] : counts[i + 1]] for i, number in enumerate(turns)}
-            elif chosen == turns and all(weights[number] == 1 for number in turns):
-                of_turn = {turns[-1]: marked}
-            else:
+        of_blocks = list(turns)
+        if len(marked) != len(turns):  # the words in a block tell its turn
+            words = in_words(messages, tools)
+            text, in_text = self.render(words.messages, words.tools, variables)
+            found = [{part.number for word, part in words.parts.items() if word in text[a:b]} for a, b in in_text]
+            if len(found) != len(marked) or any(len(numbers) > 1 for numbers in found):
                 raise RowError("template-marks-differ", found=len(marked))
-        return {
-            number: [Span(*each, weights[number] or 0.0) for each in of_turn[number]]
-            for number in chosen
-            if of_turn.get(number)
-        }
+            # A block without a word, such as an end token apart, belongs to the turn before it.
+            of_blocks = []
+            for numbers in found:
+                of_blocks.append(min(numbers, default=of_blocks[-1] if of_blocks else turns[0]))
+        spans: dict[int, list[Span]] = {}
+        for number, block in zip(of_blocks, marked, strict=True):
+            if number in chosen:
+                spans.setdefault(number, []).append(Span(*block, weights[number] or 0.0))
+        return spans
 
     def _turn(self, conversation: Conversation, text: str, number: int) -> Span:
         """Return the span of one message, from the end of its generation prompt to the end of the message.
@@ -333,9 +382,8 @@ class ChatTemplate:
         end = self.tokens.named.get("eos_token", "")
         if end and until.endswith(end) and not text.startswith(until):  # written once, after the last message
             until = until.removesuffix(end)
-            token = self._token_at(text, len(until), self.tokens.every)
-            is_ended = until.rstrip().endswith(self.tokens.every)
-            if token and token not in self.tokens.stops and not is_ended:  # another token ends the turn there
+            is_ended = _token_before(until.rstrip(), (*self.tokens.stops, *self.tokens.others))
+            if not is_ended and _token_at(text, len(until), self.tokens.others):  # another token ends the turn there
                 raise RowError("template-rewrites-history", number=number)
         if not text.startswith(until):
             raise RowError("template-rewrites-history", number=number)
@@ -351,6 +399,16 @@ class ChatTemplate:
             if before.strip():
                 raise RowError("template-without-prompt", number=number, before=before)
         return Span(len(prompt), len(until), weights[number] or 0.0)
+
+
+def _token_at(text: str, place: int, tokens: Iterable[str]) -> str:
+    """Return the longest of the tokens at a place of the text; empty if there is none."""
+    return max((token for token in tokens if text.startswith(token, place)), key=len, default="")
+
+
+def _token_before(text: str, tokens: Iterable[str]) -> str:
+    """Return the longest of the tokens at the end of the text; empty if there is none."""
+    return max((token for token in tokens if text.endswith(token)), key=len, default="")
 
 
 _PROBE_PROMPT: Message = {"role": "user", "content": _OTHER_PROBE}
@@ -395,7 +453,8 @@ def compile_template(
     except (MemoryError, RecursionError, ValueError) as error:
         params = {"line": 1, "error": f"{type(error).__name__}: {error}"}
         raise UsageError(Reason("data.template-invalid", params)) from error
-    return ChatTemplate(source, tokens, compiled, variables)
+    read = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return ChatTemplate(source, tokens, compiled, variables, frozenset(read) - _RESERVED)
 
 
 def _to_json(

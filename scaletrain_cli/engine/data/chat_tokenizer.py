@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from scaletrain_cli.engine.data.chat_template import (
     with_image_parts,
     with_image_token,
 )
-from scaletrain_cli.engine.data.missing_parts import missing_parts
+from scaletrain_cli.engine.data.missing_parts import COUNTED
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
@@ -40,14 +41,19 @@ from scaletrain_cli.spec.row_formats import (
 )
 
 _CHARACTERS_SHOWN = 20
+_MOST_TOKENS = 1 << 31
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document, and the weight of each in the loss. ``lacks``: what it does not have of its row."""
+    """The tokens of one document, and the weight of each in the loss.
+
+    ``lacks``: what it does not have of its row. ``stops``: ids of the tokens at which its turns end.
+    """
 
     ids: npt.NDArray[np.int64]
     weights: npt.NDArray[np.float32]
     lacks: tuple[str, ...] = ()
+    stops: frozenset[int] = frozenset()
 
 
 class ImageTokens(NamedTuple):
@@ -95,6 +101,7 @@ class _Text(NamedTuple):
     spans: list[Span] | None = None
     images: int = 0
     lacks: tuple[str, ...] = ()  # what the template does not write of the messages
+    stops: frozenset[str] = frozenset()  # the tokens at which its turns end
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,14 @@ def stop_ids(folders: Iterable[Path]) -> tuple[int, ...]:
         for name in ("config.json", "generation_config.json")
     ]
     return tuple(
-        sorted({i for value in values for i in (value if isinstance(value, list) else [value]) if type(i) is int})
+        sorted(
+            {
+                i
+                for value in values
+                for i in (value if isinstance(value, list) else [value])
+                if type(i) is int and 0 <= i < _MOST_TOKENS
+            }
+        )
     )
 
 
@@ -163,10 +177,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 class ChatTokenizer:
-    """Turns examples into tokens with weights. The results depend on nothing but the arguments.
-
-    ``stops``: ids of the tokens at which the turns that were encoded end, which a model learns to write.
-    """
+    """Turns examples into tokens with weights. The results depend on nothing but the arguments."""
 
     def __init__(self, tokenizer: Any, files: TemplateFiles, data: DataSpec, images: ImageTokens | None = None) -> None:
         """``tokenizer``: of the package tokenizers. ``images``: None: rows have none.
@@ -175,18 +186,24 @@ class ChatTokenizer:
         """
         self._tokenizer, self._loss_on, self.images = tokenizer, data.loss_on, images
         self._name = data.tokenizer.path or "bpe"
-        self.stops = set[int]()
-        known = (name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if name is not None)
-        self.end = next((name for name in known if tokenizer.token_to_id(name) is not None), None)
-        stops = [files.tokens.get("eos_token"), *map(tokenizer.id_to_token, files.stop_ids)]
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        self.end = next((name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if self._is_token(name)), None)
+        stops = {files.tokens.get("eos_token"), *map(tokenizer.id_to_token, files.stop_ids)}
+        added = tokenizer.get_added_tokens_decoder().values()
+        names = [token.content for token in sorted(added, key=lambda token: (not token.special, token.content))]
+        single = [name for name in dict.fromkeys([*sorted(filter(None, stops)), *names]) if self._is_token(name)]
         tokens = SpecialTokens(
-            files.tokens, tuple({name: None for name in stops if name}), tuple({*special, *filter(None, stops)})
+            files.tokens,
+            tuple(name for name in single if name in stops),
+            tuple(name for name in single if name not in stops),
         )
         self._templates = {
             name: compile_template(source, tokens, data.chat_template_date, data.chat_template_kwargs)
             for name, source in files.templates.items()
         }
+        known = frozenset[str]().union(*(template.read for template in self._templates.values()))
+        if self._templates and (unknown := data.chat_template_kwargs.keys() - known):
+            params = {"name": min(unknown), "known": sorted(known)}
+            raise UsageError(Reason("data.template-has-no-variable", params))
         self._takes_parts = {
             name: images is not None and template.takes_parts(images.text) for name, template in self._templates.items()
         }
@@ -230,64 +247,74 @@ class ChatTokenizer:
         if isinstance(example, Answer):
             return [self._answer(example)]
         assert isinstance(example, PlainText)
-        return [_Text(self._ended(example.text), special=True)]
+        text, end = self._ended(example.text)
+        return [_Text(text, special=True, stops=end)]
+
+    def _is_token(self, text: str | None) -> bool:
+        """Return whether a text is encoded as one token, and not in pieces."""
+        number = None if not text else self._tokenizer.token_to_id(text)
+        return number is not None and self._tokenizer.encode(text, add_special_tokens=False).ids == [number]
 
     def _conversation(self, conversation: Conversation) -> _Text:
         template = self._template(conversation.tools)
         messages = self._with_images(conversation.messages, conversation.tools)
         conversation = conversation._replace(messages=messages)
         weights = [weight for weight in conversation.weights if weight is not None]
+        last_only = self._loss_on == "last_assistant"
         if self._loss_on == "all" and all(weight == 1 for weight in weights):
-            text = template.render(messages, conversation.tools, conversation.variables).text
-            if messages[-1]["role"] == ASSISTANT:
-                text = self._ended_turn(template, text, 0, len(messages) - 1)
-            return self._checked(_Text(text, special=False), messages, conversation.tools)
-        text, spans, stops = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
-        self._add_stops(stops)
-        if self._loss_on == "all":
-            spans = _with_the_rest(text, spans)
-        return self._checked(_Text(text, special=False, spans=spans), messages, conversation.tools)
+            return self._checked(self._whole(template, conversation), template, conversation)
+        text, spans, stops = template.assistant_spans(conversation, last_only=last_only)
+        spans = _with_the_rest(text, spans) if self._loss_on == "all" else spans
+        return self._checked(_Text(text, special=False, spans=spans, stops=stops), template, conversation)
+
+    def _whole(self, template: ChatTemplate, conversation: Conversation) -> _Text:
+        """Return a text that is in the loss as a whole."""
+        messages, _, tools, variables = conversation
+        with contextlib.suppress(RowError):  # of templates that do not tell turns from prompts
+            text, _, stops = template.assistant_spans(conversation, last_only=False)
+            return _Text(text, special=False, stops=stops)
+        text = template.render(messages, tools, variables).text
+        if messages[-1]["role"] != ASSISTANT:
+            return _Text(text, special=False)
+        text, _, token = template.ended(conversation, text, [Span(0, len(text), 1.0)], conversation_ends=True)
+        return _Text(text, special=False, stops=frozenset({token}))
 
     def _answer(self, answer: Answer) -> _Text:
         prompt, completion, tools, variables = answer
         if isinstance(prompt, str) and isinstance(completion, str):
             if self.images is not None:
                 prompt, completion = (each.replace(IMAGE_MARK, self.images.text) for each in (prompt, completion))
-            text = self._ended(prompt + completion)
-            return _Text(text, special=True, prompt=None if self._loss_on == "all" else prompt)
+            text, end = self._ended(prompt + completion)
+            return _Text(text, special=True, prompt=None if self._loss_on == "all" else prompt, stops=end)
         assert isinstance(prompt, list)
         assert isinstance(completion, list)
         template = self._template(tools)
         messages: list[Message] = self._with_images([*prompt, *completion], tools)
         prompt = messages[: len(prompt)]
+        conversation = Conversation(messages, [], tools, variables)
         text = template.render(messages, tools, variables).text
-        if self._loss_on == "all":
-            text = self._ended_turn(template, text, 0, len(messages) - 1)
-            return self._checked(_Text(text, special=False), messages, tools)
         # A prompt that ends with the assistant's turn is continued; any other one gets the start of a turn.
         begins = template.render(prompt, tools, variables, prompt=prompt[-1]["role"] != ASSISTANT).text
+        if self._loss_on == "all":
+            begins = ""
         if not text.startswith(begins):
             plain = template.render(prompt, tools, variables).text
             if not text.startswith(plain):
                 raise RowError("template-rewrites-history", number=len(prompt) - 1)
             raise RowError("template-prompt-differs", number=len(prompt), prompt=begins[len(plain) :])
-        text = self._ended_turn(template, text, len(begins), len(messages) - 1)
-        return self._checked(_Text(text, special=False, prompt=begins), messages, tools)
+        spans = [Span(len(begins), len(text), 1.0)]
+        text, _, token = template.ended(conversation, text, spans, conversation_ends=True)
+        whole = _Text(text, special=False, prompt=begins or None, stops=frozenset({token}))
+        return self._checked(whole, template, conversation)
 
-    def _ended_turn(self, template: ChatTemplate, text: str, start: int, number: int) -> str:
-        """Return a text whose last turn, which begins at ``start``, ends with a token. Raises RowError."""
-        text, _, token = template.ended(text, start, len(text), is_end=True)
-        if not token:
-            raise RowError("turn-without-end", number=number)
-        self._add_stops([token])
-        return text
-
-    def _add_stops(self, tokens: Iterable[str]) -> None:
-        self.stops |= {number for token in tokens if (number := self._tokenizer.token_to_id(token)) is not None}
-
-    def _checked(self, text: _Text, messages: Sequence[Message], tools: list[Any] | None) -> _Text:
-        """Return a text with the names of what it lacks. Raises RowError if it lacks more than reasoning."""
-        return text._replace(lacks=missing_parts(text.text, messages, tools))
+    def _checked(self, text: _Text, template: ChatTemplate, conversation: Conversation) -> _Text:
+        """Return a text with the names of what it lacks. Raises RowError if it lacks more than templates may drop."""
+        messages, _, tools, variables = conversation
+        missing = template.missing(messages, tools, variables)
+        if part := next((part for part in missing if part.kind not in COUNTED), None):
+            raise RowError(f"template-lacks-{part.kind}", number=part.number, text=part.text[:80])
+        unread = sorted(f"variable {name}" for name in variables.keys() - template.read)
+        return text._replace(lacks=(*dict.fromkeys(part.kind for part in missing), *unread))
 
     def _with_images(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Return the messages with the places of their images as the template takes them."""
@@ -306,11 +333,11 @@ class ChatTokenizer:
     def _template_name(self, tools: list[Any] | None) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
-    def _ended(self, text: str) -> str:
+    def _ended(self, text: str) -> tuple[str, frozenset[str]]:
+        """Return a text with the token that ends it, and that token."""
         if self.end is None:
             raise RowError("tokenizer-without-end", tokenizer=self._name)
-        self._add_stops([self.end])
-        return text if text.endswith(self.end) else text + self.end
+        return (text if text.endswith(self.end) else text + self.end), frozenset({self.end})
 
     def _encode(self, texts: Sequence[_Text]) -> list[Encoded | RowError]:
         found: list[Encoded | RowError | None] = [None] * len(texts)
@@ -345,13 +372,13 @@ class ChatTokenizer:
             raise RowError("prompt-not-a-prefix", around=around)
         else:
             weights[len(prompt) :] = 1
-        encoded = Encoded(ids, weights, text.lacks)
+        encoded = Encoded(ids, weights, text.lacks, frozenset(map(self._tokenizer.token_to_id, text.stops)))
         return encoded if self.images is None else self._with_copies(encoded, text.images)
 
     def _with_copies(self, document: Encoded, images: int) -> Encoded:
         """Return the tokens with as many copies of each image token as an image has, which are not in the loss."""
         assert self.images is not None
-        ids, weights, _ = document
+        ids, weights = document.ids, document.weights
         places = ids == self.images.id
         if (found := int(places.sum())) != images:
             raise RowError("image-tokens", found=found, images=images)

@@ -1,89 +1,113 @@
-"""Find what a chat template does not write of a conversation: a model must not be trained on less than the row has."""
+"""Find what a chat template does not write of a conversation: a model must not be trained on less than the row has.
+
+Each part of a conversation is replaced by a word of its own; the words that the rendered text lacks are the parts that
+the template drops. Comparing the texts themselves would not do: a short answer occurs in many places.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from scaletrain_cli.spec.row_formats import ASSISTANT, IMAGE_MARK, REASONING, Message, RowError
+from scaletrain_cli.spec.row_formats import REASONING, Message
 
-LOST_REASONING = "reasoning"
-_NOT_LETTERS = re.compile(r"\W+")
+THOUGHT_ENDS = "</think>"
+COUNTED = ("reasoning", "refusal", "descriptions of parameters")  # what templates drop on purpose
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """One part: what it is, the number of its message, and its text."""
+
     kind: str
+    number: int
     text: str
-    number: int = 0  # of the message
 
 
-def missing_parts(text: str, messages: Sequence[Message], tools: list[Any] | None) -> tuple[str, ...]:
-    """Return the kinds of what a rendered text may lack and does: the reasoning, which templates drop on purpose.
+class Words(NamedTuple):
+    """A conversation with words in place of its parts, and the part of each word."""
 
-    Compares letters and digits alone where a part does not occur as it is, because templates trim, indent and escape.
-    Raises RowError if any other part is missing: a message's text, a call, or the description of a tool.
-    """
-    letters = ""
-    uses, lacks = Counter[str](), dict[str, None]()
-    for part in (*_parts_of(messages), *_parts_of_tools(tools or [])):
-        content = part.text.strip()
-        uses[content] += 1
-        if text.count(content) >= uses[content]:
-            continue
-        letters = letters or _letters(text)
-        forms = {_letters(form) for form in (content, json.dumps(content, ensure_ascii=False), json.dumps(content))}
-        if any(form and letters.count(form) >= uses[content] for form in forms):
-            continue
-        thought = part.kind == "content" and "</think>" in content  # which templates drop from earlier turns
-        if part.kind != LOST_REASONING and not (thought and _letters(content.rpartition("</think>")[2]) in letters):
-            raise RowError(f"template-lacks-{part.kind}", number=part.number, text=content[:80])
-        lacks[LOST_REASONING] = None
-    return tuple(lacks)
+    messages: list[Message]
+    tools: list[Any] | None
+    parts: dict[str, Part]
 
 
-def _letters(text: str) -> str:
-    return _NOT_LETTERS.sub("", text)
+def in_words(messages: Sequence[Message], tools: Sequence[Any] | None) -> Words:
+    """Return a conversation in words; the same ones for each conversation of the same structure."""
+    parts: dict[str, Part] = {}
+
+    def word(kind: str, number: int, text: object) -> str:
+        parts[name := f"zq{len(parts):05d}qz"] = Part(kind, number, str(text))
+        return name
+
+    found = [_message(message, number, word) for number, message in enumerate(messages)]
+    return Words(found, None if tools is None else [_tool(tool, word) for tool in tools], parts)
 
 
-def _parts_of(messages: Sequence[Message]) -> Iterator[_Part]:
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or []]
-        yield from (
-            _Part("content", piece, number) for text in texts for piece in text.split(IMAGE_MARK) if piece.strip()
-        )
-        reasoning = next((message[name] for name in REASONING if message.get(name)), None)
-        if isinstance(reasoning, str):
-            yield _Part(LOST_REASONING, reasoning, number)
-        for call in message.get("tool_calls") or [] if message["role"] == ASSISTANT else []:
-            function = call.get("function", call)
-            yield _Part("call", function["name"], number)
-            yield from (_Part("call", text, number) for text in _leaves(function.get("arguments")))
+_Word = Callable[[str, int, object], str]
 
 
-def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers of the arguments of a call."""
+def _message(message: Message, number: int, word: _Word) -> Message:
+    found = dict(message)
+    content = message.get("content")
+    if isinstance(content, str):
+        found["content"] = _content(content, number, word)
+    elif isinstance(content, list):
+        found["content"] = [
+            {**part, "text": _content(part["text"], number, word)} if isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+    texts = {message[name] for name in REASONING if isinstance(message.get(name), str) and message[name].strip()}
+    words = {text: word("reasoning", number, text) for text in sorted(texts)}
+    found |= {name: words[message[name]] for name in REASONING if message.get(name) in words}
+    if isinstance(message.get("refusal"), str) and message["refusal"].strip():
+        found["refusal"] = word("refusal", number, message["refusal"])
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call, number, word) for call in message["tool_calls"]]
+    return found
+
+
+def _content(text: str, number: int, word: _Word) -> str:
+    """Return the words of a text; templates split those with a thought."""
+    if THOUGHT_ENDS not in text:
+        return word("content", number, text) if text.strip() else text
+    thought, _, answer = text.rpartition(THOUGHT_ENDS)
+    begins = "<think>" if "<think>" in thought else ""
+    inner = thought.replace("<think>", "")
+    inner = word("reasoning", number, inner) if inner.strip() else inner
+    return f"{begins}\n{inner}\n{THOUGHT_ENDS}\n\n{word('content', number, answer) if answer.strip() else answer}"
+
+
+def _call(call: dict[str, Any], number: int, word: _Word) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    function["name"] = word("call", number, function["name"])
+    if "arguments" in function:
+        function["arguments"] = _arguments(function["arguments"], number, word)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _arguments(value: Any, number: int, word: _Word) -> Any:
     if isinstance(value, dict):
-        for name, inner in value.items():
-            yield str(name)
-            yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner)
-    elif isinstance(value, str):
-        yield from [value] if value.strip() else []
-    elif value is not None and not isinstance(value, bool):  # true and null are True and None in some templates
-        yield json.dumps(value)
+        return {word("call", number, name): _arguments(inner, number, word) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_arguments(inner, number, word) for inner in value]
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    return word("call", number, value)
 
 
-def _parts_of_tools(tools: Sequence[Any]) -> Iterator[_Part]:
-    """Yield names and descriptions of tools and of their parameters; templates may write types in another notation."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        texts = [function.get("name"), function.get("description"), *(properties or {})]
-        yield from (_Part("tool", text) for text in texts if isinstance(text, str) and text.strip())
+def _tool(tool: Any, word: _Word) -> Any:
+    function = dict(tool.get("function", tool))
+    for key in ("name", "description"):
+        if isinstance(function.get(key), str) and function[key].strip():
+            function[key] = word("tool", 0, function[key])
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    if isinstance(parameters, dict) and isinstance(properties, dict):
+        found = {}
+        for name, schema in properties.items():
+            about = schema.get("description") if isinstance(schema, dict) else None
+            if isinstance(about, str) and about.strip():
+                schema = {**schema, "description": word("descriptions of parameters", 0, about)}
+            found[word("tool", 0, name)] = schema
+        function["parameters"] = {**parameters, "properties": found, "required": []}
+    return {**tool, "function": function} if "function" in tool else function

@@ -97,8 +97,8 @@ def _texts_of(example: Example) -> Iterator[str]:
 class RowEncoder:
     """Encodes and truncates rows, and counts what becomes of them.
 
-    ``lost``: rows whose tokens lack something of them, by its name. ``tally``: counts rows that are left out because
-    data.on_bad is skip.
+    ``lost``: rows whose tokens lack something of them, by its name. ``stops``: ids of the tokens at which turns end,
+    which a model learns to write. ``tally``: counts rows that are left out because data.on_bad is skip.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, data: DataSpec, seq_len: int, tally: Tally | None = None) -> None:
@@ -106,6 +106,7 @@ class RowEncoder:
         self._images = tokenizer.images
         self._truncation = "" if data.packing == "best_fit_split" else data.truncation
         self.counts, self.lost, self.tally = RowCounts(), Counter[str](), tally or Tally()
+        self.stops = set[int]()
 
     def encode(self, rows: list[Row]) -> Iterator[tuple[Row, list[Encoded]]]:
         """Yield each row that is kept, with its one document, or its chosen and its rejected answer.
@@ -119,6 +120,7 @@ class RowEncoder:
                     raise row_error(row.where, documents)
                 self.tally.leave_out(str(row_error(row.where, documents)))
             elif (kept := self._kept(row, documents)) is not None:
+                self.stops.update(*(document.stops for document in documents))
                 lacks = {name for document in documents for name in document.lacks}
                 self.lost.update(lacks | {f"column {name}" for name in row.not_read})
                 yield row, kept
@@ -314,7 +316,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
         rows_unusable=tally.unusable,
         unusable="\n".join(tally.problems),
         lost=json.dumps(encoder.lost, sort_keys=True),
-        stop_tokens=",".join(map(str, sorted(chat.stops))),
+        stop_tokens=",".join(map(str, sorted(encoder.stops))),
         tokens_per_image=0 if chat.images is None else chat.images.copies,
         image_token=0 if chat.images is None else chat.images.id,
         image_folder=data.images.folder or "",

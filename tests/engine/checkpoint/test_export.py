@@ -290,7 +290,7 @@ def test_a_fine_tuned_model_is_exported_with_its_chat_template_and_end_of_turn(t
     rendered = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
     template = tmp_path / "own.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template.write_text("{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}")
     own = spec.model_copy(update={"data": spec.data.model_copy(update={"chat_template": str(template)})})
     prepare_rows(own, tmp_path / "runs")
     assert text_files(own, tmp_path / "runs").files["chat_template.jinja"] == template.read_bytes()

@@ -47,8 +47,8 @@ SOURCES: dict[str, tuple[tuple[str, tuple[str, ...]], dict[str, Any], dict[str, 
                 "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
             },
         },
-        {"bos_token_id": 1, "eos_token_id": 2},
-        {"bos_token_id": 1, "eos_token_id": 2},
+        {"bos_token_id": 1, "eos_token_id": [2, 4]},
+        {"bos_token_id": 1, "eos_token_id": [2, 4]},
     ),
 }
 
@@ -64,7 +64,7 @@ def source_folder(folder: Path, name: str, **files: Any) -> Path:
 
 def tuning_of(tmp_path: Path, source: Path, **data: Any) -> RunSpec:
     """Fine-tuning of the model in a folder on a few conversations, prepared."""
-    rows = [{"messages": CHAT, "tools": TOOLS}] * 20
+    rows = [{"messages": CHAT}] * 20
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = spec_of({**LLAMA, "vocab_size": 800, "seq_len": 512, "weights": str(source)})
     section = {"source": str(tmp_path / "rows.jsonl"), **data}
@@ -207,7 +207,7 @@ def test_special_tokens_and_template_come_from_the_tokenizer_and_stops_from_the_
     spec = tuning_of(tmp_path, base, tokenizer={"path": str(instruct / "tokenizer.json")})
     out = exported(spec, tmp_path)
     assert rendered(out) == rendered(instruct)
-    assert generation_of(out)["eos_token_id"] == 1
+    assert generation_of(out)["eos_token_id"] == [1, 4], "the end of the trained turns beside that of the weights"
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -216,7 +216,7 @@ def test_a_tokenizer_without_files_beside_it_has_the_tokens_of_the_model(name: s
 
     source = source_folder(tmp_path / "source", name)
     own = tmp_path / "own.jinja"
-    own.write_text(CHATML)
+    own.write_text(SOURCES[name][1]["chat_template"])
     (source / "tokenizer_config.json").unlink()
     out = exported(tuning_of(tmp_path, source, chat_template=str(own)), tmp_path)
     tokenizer, ids = AutoTokenizer.from_pretrained(out), json.loads((source / "config.json").read_text())
@@ -230,7 +230,7 @@ def test_the_ids_at_which_trained_turns_end_are_added_to_those_of_the_source(tmp
     for name in ("config", "generation_config"):
         (source / f"{name}.json").write_text(json.dumps({"model_type": "llama", "bos_token_id": 0, "eos_token_id": 1}))
     spec = tuning_of(tmp_path, source)
-    assert text_files(spec, tmp_path / "runs").ids["eos_token_id"] == 1
+    assert text_files(spec, tmp_path / "runs").ids["eos_token_id"] == [1, 4]
     dataset = next((tmp_path / "runs").rglob("dataset.json"))
     document = json.loads(dataset.read_text())
     for stated, ends in (("4", [1, 4]), ("4,1", [1, 4]), ("", 1), ("1", 1), ("2, 4", [1, 2, 4])):

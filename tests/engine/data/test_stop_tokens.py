@@ -47,7 +47,7 @@ def test_a_turn_that_ends_with_the_role_of_the_next_one_learns_to_write_it() -> 
     rendered = "[gMASK]<sop><|user|>\nWeather in Bergen?<|assistant|>\n<tool_call>weather\n<arg_key>town</arg_key>"
     assert text.startswith(rendered)
     assert text.endswith("<|assistant|>\nMy pleasure.<|user|>"), "after the last turn comes what would follow it"
-    assert chat.stops == {plain.token_to_id("<|observation|>"), plain.token_to_id("<|user|>")}
+    assert document.stops == {plain.token_to_id("<|observation|>"), plain.token_to_id("<|user|>")}
 
 
 def test_an_end_after_a_generation_block_is_in_the_loss() -> None:
@@ -81,7 +81,7 @@ def test_each_turn_of_a_published_template_ends_with_a_token_that_stops_the_mode
     (document,) = encoded(chat, example(kind, family))
     ends = ends_of_turns(plain, document)
     assert ends
-    assert {plain.token_to_id(end) for end in ends} == chat.stops
+    assert {plain.token_to_id(end) for end in ends} == document.stops
 
 
 REFUSED = {
@@ -111,7 +111,6 @@ def test_a_template_whose_turns_do_not_end_is_refused(template: str, code: str) 
     with pytest.raises(RowError) as refused:
         encoded(chat, conversation([TURNS[0], TURNS[3]]))
     assert refused.value.reason.code == f"data.{code}"
-    assert "message 1" in str(refused.value.reason)
 
 
 def test_variables_of_the_template_come_from_the_spec_and_from_the_row() -> None:
