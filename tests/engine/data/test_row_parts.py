@@ -20,7 +20,7 @@ from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
-from scaletrain_cli.spec.row_formats import parse_row
+from scaletrain_cli.spec.row_formats import RowError, parse_row
 from tests.engine.data.test_chat_masks import DATE, FAMILIES, source, special_tokens, tokenizer
 
 TEMPLATES = {"chatml": CHATML, "glm-4.5": source("glm-4.5"), "llama-4": source("llama-4")} | {
@@ -41,6 +41,16 @@ SAMPLES = {
     "last reasoning": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}"
     "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+SAMPLES |= {
+    "without system": "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "only parts": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "block of last thought": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.last and m.reasoning_content %}{% generation %}<think>{{ m.reasoning_content }}</think>"
+    "{% endgeneration %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>{% endfor %}",
 }
 WRITES_EVERYTHING = {"chatml", "glm-4.5", "qwen-2.5", "qwen-3", "granite-3"}
 EVERY_TEMPLATE = TEMPLATES | SAMPLES
@@ -179,3 +189,149 @@ def test_every_part_of_a_row_is_in_the_text_or_named(name: str, made: tuple[dict
     assert "None" not in text
     assert "'type'" not in text
     assert "\\\\" not in text, "no JSON within the JSON of arguments"
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def called(arguments: Any, key: str = "arguments") -> dict[str, Any]:
+    return assistant("", tool_calls=[{"type": "function", "function": {"name": "time", key: arguments}}])
+
+
+CLOCK = [user("What time is it?"), called({}), {"role": "tool", "content": "12:30"}, assistant("It is 12:30.")]
+TIME = [{"type": "function", "function": {"name": "time", "description": "time?"}}]
+# Templates that drop a part whose text also stands elsewhere, and what the refusal names.
+DROPPED = {
+    "a call without arguments": ("phi-3", {"messages": CLOCK}, "the call of message 1: 'time'"),
+    "a call with a truth value": ("olmo-2", {"messages": [user("time on"), called({"on": True})]}, "'time'"),
+    "a short system text": (
+        "without system",
+        {"messages": [{"role": "system", "content": "Be brief"}, user("Be briefer."), assistant("b")]},
+        "the text of message 0: 'Be brief'",
+    ),
+    "tools named in the question": ("llama-4", {"messages": [user("time?"), assistant("b")], "tools": TIME}, "'time'"),
+}
+
+
+@pytest.mark.parametrize(("name", "row", "said"), DROPPED.values(), ids=DROPPED)
+def test_a_part_is_missed_although_its_text_stands_elsewhere(name: str, row: dict[str, Any], said: str) -> None:
+    _, chat = chat_of(name)
+    (refused,) = chat.encode([(parse_row(row, "messages", FieldsSpec()).example, 1.0)])
+    assert isinstance(refused, RowError)
+    assert said in str(refused.reason)
+
+
+def shown(name: str, row: dict[str, Any], row_format: str = "messages", **settings: Any) -> tuple[list[str], list[str]]:
+    """Return what is in the loss of each document, and what is missing."""
+    plain, chat = chat_of(name, **settings)
+    encoder, parsed = RowEncoder(chat, DataSpec(source="x"), 1 << 14), parse_row(row, row_format, FieldsSpec())
+    ((_, documents),) = encoder.encode([Row("1", parsed.example, 1.0, "", (), parsed.not_read)])
+    in_loss = [plain.decode(each.ids[each.weights > 0].tolist(), skip_special_tokens=False) for each in documents]
+    return in_loss, sorted(encoder.lost)
+
+
+THINKING = assistant("<think>\nhm\n</think>\n\nb")
+READ: dict[str, tuple[str, dict[str, Any], str, list[str], list[str]]] = {
+    "no tools as text": (
+        "qwen-2.5",
+        {"messages": [user("a"), assistant("b")], "tools": "[]"},
+        "messages",
+        ["b<|im_end|>\n"],
+        [],
+    ),
+    "arguments under another key": (
+        *("qwen-2.5", {"messages": [user("a"), called({"x": 1}, "parameters")]}, "messages"),
+        *(['<tool_call>\n{"name": "time", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'], []),
+    ),
+    "no arguments": (
+        *("chatml", {"messages": [user("a"), called("")]}, "messages"),
+        *(['<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call><|im_end|>\n'], []),
+    ),
+    "a row that ends with a call": (
+        *("glm-4.5", {"messages": [user("a"), called({"x": 1})]}, "messages"),
+        *(["\n<tool_call>time\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>"], []),
+    ),
+    "answers beside a copy of one": (
+        "qwen-2.5",
+        {
+            "chosen": [user("q"), assistant("x")],
+            "rejected": [user("q"), assistant("y")],
+            "messages": [user("q"), assistant("x")],
+        },
+        *("preference", ["x<|im_end|>\n", "y<|im_end|>\n"], []),
+    ),
+    "an answer that is JSON": (
+        *("qwen-2.5", {"prompt": "Who?", "completion": '[{"role": "CEO", "name": "X"}]'}, "prompt_completion"),
+        *(['[{"role": "CEO", "name": "X"}]<|im_end|>'], []),
+    ),
+    "a prompt that is a copy": (
+        "qwen-2.5",
+        {"prompt": "a", "messages": [user("a"), assistant("b")]},
+        "messages",
+        ["b<|im_end|>\n"],
+        [],
+    ),
+    "a refusal": (
+        "qwen-2.5",
+        {"messages": [user("a"), assistant("b", refusal="no")]},
+        "messages",
+        ["b<|im_end|>\n"],
+        ["refusal"],
+    ),
+    "a column of another format": (
+        *("qwen-2.5", {"chosen": "It is so", "rejected": "It is not", "question": "?"}, "preference"),
+        *([" so<|im_end|>", " not<|im_end|>"], ["column question"]),
+    ),
+    "variables": (
+        *(
+            "qwen-3",
+            {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {"enable_thinking": False, "o": 1}},
+        ),
+        *("messages", ["b<|im_end|>\n"], ["variable o"]),
+    ),
+    "text for a template of parts": (
+        *("only parts", {"messages": [user("a"), assistant("b")]}, "messages"),
+        *(["b<|im_end|>"], []),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "row", "row_format", "in_loss", "lost"), READ.values(), ids=READ)
+def test_a_row_is_read_as_it_is_meant(
+    name: str, row: dict[str, Any], row_format: str, in_loss: list[str], lost: list[str]
+) -> None:
+    assert shown(name, row, row_format) == (in_loss, lost)
+
+
+def test_a_thought_in_an_earlier_answer_is_counted() -> None:
+    row = {"messages": [user("a"), THINKING, user("c"), THINKING]}
+    assert shown("qwen-3", row, loss_on="last_assistant") == (["<think>\nhm\n</think>\n\nb<|im_end|>\n"], ["reasoning"])
+
+
+def test_the_blocks_of_a_turn_are_told_by_what_they_hold() -> None:
+    """A block for the last thought, and one for each answer: there are more blocks than turns."""
+    thoughts = [assistant(f"a{number}", reasoning_content=f"r{number}") for number in (1, 2, 3)]
+    row = {"messages": [user("q1"), thoughts[0], user("q2"), {**thoughts[1], "weight": 0}, user("q3"), thoughts[2]]}
+    (in_loss,), lost = shown("block of last thought", row)
+    assert in_loss == "a1<|im_end|><think>r3</think>a3<|im_end|>"
+    assert lost == ["reasoning"]
+    (last,), _ = shown("block of last thought", {"messages": row["messages"][:2]}, loss_on="last_assistant")
+    assert last == "<think>r1</think>a1<|im_end|>"
+
+
+def test_a_row_with_hundreds_of_tools_is_compared_once() -> None:
+    """Rows of the same structure are rendered in words once."""
+    _, chat = chat_of("qwen-2.5")
+    names = [{"type": "function", "function": {"name": f"f{n}", "parameters": {}}} for n in range(300)]
+    rows = [
+        parse_row({"messages": [user(f"a{n}"), assistant("b")], "tools": names}, "messages", FieldsSpec())
+        for n in (1, 2)
+    ]
+    chat.encode([(row.example, 1.0) for row in rows])
+    (template,) = chat._templates.values()
+    assert len(template._missing) == 1
