@@ -47,8 +47,8 @@ def test_a_living_run_is_profiled_twice(
         with gzip.open(Path(both["folder"]) / figures["trace"]["file"]) as file:
             assert json.load(file)["distributedInfo"]["rank"] == figures["rank"]
     waits, sleeps = both["by_rank"]
-    assert waits["causes"]["exposed_communication"] > 0.15 > sleeps["causes"]["exposed_communication"]
-    assert sleeps["causes"]["host"] > 0.25 > waits["causes"]["host"]
+    assert waits["causes"]["exposed_communication"] > sleeps["causes"]["exposed_communication"]
+    assert sleeps["causes"]["host"] > waits["causes"]["host"]
     assert json.loads((Path(both["folder"]) / "summary.json").read_text())["measured"] == both["measured"]
 
     refused = profiled(drill, capsys, "--step", str(both["first_step"]))
