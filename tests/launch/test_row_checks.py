@@ -318,6 +318,15 @@ def test_the_tokenizer_must_have_the_image_token(tmp_path: Path) -> None:
     assert "has token ids up to 5, and model.vocab_size is 2" in found(1, "model.text_config.vocab_size=2")
 
 
+def test_rows_may_end_with_the_end_token_that_the_tokenizer_states(tmp_path: Path) -> None:
+    words = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<|end_of_sentence|>", "id": 1}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    assert "has no end-of-text token" in str(tokenizer_problem(tmp_path / "tokenizer.json", view(tmp_path).spec))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end_of_sentence|>"}))
+    spec = view(tmp_path, f"data.tokenizer={{kind: file, path: {tmp_path}/tokenizer.json}}").spec
+    assert tokenizer_problem(tmp_path / "tokenizer.json", spec) is None
+
+
 def test_a_trained_tokenizer_has_the_image_token_at_one_id(tmp_path: Path) -> None:
     """Found before the queue, as the size of its vocabulary is."""
     (tmp_path / "rows.jsonl").write_text("{}\n")

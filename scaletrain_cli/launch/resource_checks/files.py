@@ -184,15 +184,17 @@ def image_folder_problems(view: View) -> Iterator[Problem]:
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     """Return the problem of a tokenizer.json, or of a tokenizer file of another library; None for a valid one."""
+    from scaletrain_cli.data.tokenizers.files import require_stated_ends, special_tokens
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
+    ends = set(ENDS_OF_TEXT)
     try:
         ids = token_ids_of(path, spec)
         largest = max(ids.values())
-        if spec.training.objective == "causal_lm" and spec.data.tokenizer.kind == "file":
-            from scaletrain_cli.data.tokenizers.files import require_stated_ends
-
+        if spec.data.tokenizer.kind == "file" and spec.training.objective == "causal_lm":
             require_stated_ends(str(path))
+        elif spec.data.tokenizer.kind == "file":  # rows end with the eos_token that is stated
+            ends.add(special_tokens(path.parent).get("eos_token", ""))
     except UsageError as error:
         return getattr(error, "problem", None)  # a library that is missing here may be there on the nodes
     except OSError as error:
@@ -201,7 +203,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
         return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return Reason("checks.tokenizer-invalid")
-    if not any(name in ids for name in ENDS_OF_TEXT):
+    if ends.isdisjoint(ids):
         return Reason("checks.tokenizer-no-end", {"tokens": list(ENDS_OF_TEXT)})
     if spec.training.objective in LOSSES_OF:
         return None
