@@ -35,6 +35,13 @@ SLOW = "checkpoint.mirror.bandwidth=20kB/s"
 LARGE = (20_000_000,)  # takes longer than a test may
 
 
+@pytest.fixture(autouse=True)
+def time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for processes that were killed: theirs is the lowest priority, and a busy machine ends them late."""
+    for module in ("launch.mirroring", "launch.node.mirroring"):
+        monkeypatch.setattr(f"scaletrain_cli.{module}._KILL_SECONDS", 600.0)
+
+
 def folder_of(tmp_path: Path) -> str:
     return str(tmp_path / "other-disk")
 
@@ -134,7 +141,7 @@ def test_a_mirror_far_behind_is_a_finding(make_mirrored: MakeMirrored, tmp_path:
 def test_the_end_of_a_run_releases_its_mirror(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(folder_of(tmp_path))
     made.commit(10)
-    release_mirror(made.run, made.record, os.environ, 60.0)
+    release_mirror(made.run, made.record, os.environ, 600.0)
     assert made.steps() == [10]
     found = find_to_move(made.to, "moving", root=tmp_path / "second")
     assert found.activity.released
@@ -167,6 +174,7 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_end_of_a_run(
             """Do nothing."""
 
     monkeypatch.setattr("scaletrain_cli.launch.mirroring.subprocess.Popen", Stuck)
+    monkeypatch.setattr("scaletrain_cli.launch.mirroring._KILL_SECONDS", 0.2)
     release_mirror(made.run, made.record, os.environ, 0.2)
     (process,) = started
     assert process.poll() is None
