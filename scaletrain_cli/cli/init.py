@@ -231,7 +231,7 @@ def _write(contents: dict[Path, str]) -> None:
 
 
 class _Tuned(NamedTuple):
-    """What is fine-tuned, and how."""
+    """A model to fine-tune, the data to fine-tune it on, and whether a LoRA adapter is trained."""
 
     model: GivenModel
     data: GivenData | None
@@ -242,7 +242,7 @@ def _rows(path: str | None) -> GivenData | None:
     """Return data with the objective that fits its first row; text for other files. Raises UsageError."""
     from scaletrain_cli.data.sources.rows import Tally, rows_in
     from scaletrain_cli.hub.reference import is_reference
-    from scaletrain_cli.spec.corpus_files import ROW_FORMATS, NoCorpusError, find_files
+    from scaletrain_cli.spec.corpus_files import ROW_FORMATS, NoCorpusError, find_files, find_text
     from scaletrain_cli.spec.data import FieldsSpec
     from scaletrain_cli.spec.row_formats import RowError, format_of
     from scaletrain_cli.spec.starting_spec import GivenData
@@ -251,9 +251,8 @@ def _rows(path: str | None) -> GivenData | None:
         return None if path is None else GivenData(path, "sft")
     try:
         file = find_files(path, kinds=ROW_FORMATS).files[0]
-    except NoCorpusError as error:
-        if error.why.startswith("no "):
-            raise UsageError(f"--data {path}: {error.why}.") from error
+    except NoCorpusError:
+        find_text(path, key="--data")
         return GivenData(path, "causal_lm")
     row = next(rows_in(file, Tally()), None)
     if row is None:

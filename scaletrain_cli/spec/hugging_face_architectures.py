@@ -66,7 +66,7 @@ _DEEPSEEK_ROUTER = frozenset({"n_group", "topk_group", "routed_scaling_factor"})
 _DEEPSEEK_VARIES = _DEEPSEEK_ROUTER | {"first_k_dense_replace", "shared_expert_intermediate_size", "kv_lora_rank"}
 _DEEPSEEK_ATTENTION = {"norm_eps": 1e-6, "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
 _DEEPSEEK_ATTENTION |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
-# transformers' classes have no balance loss; a file that has one says so with DeepSeek's own aux_loss_alpha.
+# The DeepSeek classes of transformers have no balance loss. A config.json states one as aux_loss_alpha, DeepSeek's key.
 _DEEPSEEK_DEFAULTS = {**_DEEPSEEK_ATTENTION, "router_aux_loss_coef": 0.0}
 LATENT_KEYS = frozenset("first_k_dense_replace kv_lora_rank q_lora_rank qk_rope_head_dim v_head_dim".split())
 _DEEPSEEK_USED = _DEEPSEEK_ROUTER | LATENT_KEYS | {"n_shared_experts", "moe_intermediate_size"}

@@ -276,8 +276,9 @@ class _RowReader:
         """Return the columns with content that a format of rows can have, and that were not read."""
         names = {str(name) for name in self.fields.model_dump(exclude={"roles"}).values()} - {"auto"}
         names |= {_HISTORY, _FUNCTIONS, _VARIABLES, *_OTHERS}
-        read = {json.dumps(self._row[name], default=str) for name in self.columns if name in self._row}
-        unread = [name for name in self._row if name in names - self.columns and self.optional(name) is not None]
+        columns = self.columns.intersection(self._row)
+        unread = [name for name in self._row if name in names - columns and self.optional(name) is not None]
+        read = [json.dumps(self._row[name], default=str) for name in columns] if unread else []
         # A copy of what was read, such as the prompt beside its conversation, loses nothing.
         return [name for name in unread if not any(json.dumps(self._row[name], default=str) in each for each in read)]
 

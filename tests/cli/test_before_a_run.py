@@ -351,7 +351,7 @@ def test_init_refuses_what_it_cannot_fine_tune() -> None:
         (("--data", "a.jsonl"), "--data needs a model to fine-tune. Give --from."),
         (("--lora",), "--lora needs a model to fine-tune"),
         (("--from", "nowhere"), "nowhere config.json: cannot be read: No such file"),
-        (("--from", "m", "--data", "none.jsonl"), "--data none.jsonl: no such file or folder"),
+        (("--from", "m", "--data", "none.jsonl"), "--data = none.jsonl: no such file or folder"),
         (("--from", "m", "--data", "a.jsonl"), "a.jsonl:1: the columns question fit no format of rows"),
         (("--from", "m", "--preset", "gpt2"), "m and --preset gpt2 are both given"),
     ):

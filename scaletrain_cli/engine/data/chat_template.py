@@ -213,18 +213,18 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether contents may be texts; templates of models for images often take parts only."""
+        """True if the content of a message may be text. Templates of vision models often require a list of parts."""
         return self._probed([_PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}]).count(_PROBE) == 1
 
     @cached_property
     def _takes_null(self) -> bool:
-        """Whether the content of a message with calls may be null; otherwise it is an empty text."""
+        """True if the content of a message with tool calls may be null. It is an empty text otherwise."""
         text = self._probed([_PROBE_PROMPT, _probe_call(None, {"city": _PROBE})])
         return _PROBE in text and "None" not in text
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether the arguments of calls may be objects; otherwise they are the JSON text of one."""
+        """True if the arguments of tool calls may be objects. They are JSON text otherwise."""
         arguments = {"city": _PROBE}
         texts = [self._probed([_PROBE_PROMPT, _probe_call(content, arguments)]) for content in (None, "")]
         return any(_PROBE in text and "'city'" not in text for text in texts) or not any(
@@ -308,7 +308,6 @@ class ChatTemplate:
         inside, after = text[last.start : last.stop].rstrip(), last.stop
         after += len(text[after:]) - len(text[after:].lstrip())
         stops, others = self.tokens.stops, self.tokens.others
-        number = len(conversation.messages) - 1 if conversation_ends else -1
         if token := _token_before(inside, stops):
             return text, last.stop, token
         if token := _token_at(text, after, stops):
@@ -327,7 +326,7 @@ class ChatTemplate:
                 text = text[: last.start + len(inside)] + following
                 return text, len(text), token
         if last.weight:
-            raise RowError("turn-without-end", text=inside[-80:], number=number)
+            raise RowError("turn-without-end", text=inside[-80:])
         return text, last.stop, ""
 
     def _after(self, conversation: Conversation, text: str) -> str:
@@ -346,7 +345,10 @@ class ChatTemplate:
     def _marked_spans(
         self, conversation: Conversation, turns: list[int], chosen: list[int], marked: list[tuple[int, int]]
     ) -> dict[int, list[Span]]:
-        """Return the spans of each chosen turn with generation blocks. Raises RowError if they cannot be told apart."""
+        """Return the spans of the generation blocks of each chosen turn.
+
+        Raises RowError if it is not certain to which turn a block belongs.
+        """
         messages, weights, tools, variables = conversation
         if not marked:
             raise RowError("template-marks-nothing", number=turns[0])
@@ -357,7 +359,7 @@ class ChatTemplate:
             found = [{part.number for word, part in words.parts.items() if word in text[a:b]} for a, b in in_text]
             if len(found) != len(marked) or any(len(numbers) > 1 for numbers in found):
                 raise RowError("template-marks-differ", found=len(marked))
-            # A block without a word, such as an end token apart, belongs to the turn before it.
+            # A block that holds no part of a message, such as the end token alone, belongs to the previous turn.
             of_blocks = []
             for numbers in found:
                 of_blocks.append(min(numbers, default=of_blocks[-1] if of_blocks else turns[0]))

@@ -1,4 +1,4 @@
-"""Of a folder in the layout of a data set on the hub, the train split is read, as the library datasets finds it."""
+"""A folder in the layout of a data set on the hub is read as by the datasets library: only its train split."""
 
 from __future__ import annotations
 

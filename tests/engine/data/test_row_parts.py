@@ -1,4 +1,4 @@
-"""What a row says is in the text that is trained on, or the row is refused, or the part is counted by name.
+"""Each part of a row is in the text that is trained on, or the row is refused, or the part is counted by name.
 
 Rows of every format are made of words that occur nowhere else, so that a missing part is a missing word.
 """
