@@ -1,4 +1,4 @@
-"""`scaletrain checkpoint`: list, verify, export, average, mirror and prune the checkpoints of a run."""
+"""`scaletrain checkpoint`: list, verify, export, sample, average, mirror and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
-app = verb_group("List, verify, export, average, mirror and prune checkpoints.")
+app = verb_group("List, verify, export, sample, average, mirror and prune checkpoints.")
 READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("torch", "safetensors", "numpy")
@@ -190,6 +190,77 @@ def average(
     exported = _export(found, record, chosen, output, dtype)
     exported |= {"steps": [checkpoint.step for checkpoint in chosen], "dtype": dtype}
     _report_export(exported, f"the mean of steps {', '.join(map(str, exported['steps']))}", output, as_json)
+
+
+@app.command(epilog=describe(VERIFYING))
+def sample(
+    run: RunName,
+    prompts: Annotated[
+        list[str],
+        typer.Argument(metavar="PROMPT...", help="Messages of a user, or with --raw the beginnings of texts."),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="Step to sample (default: the latest valid checkpoint)."),
+    ] = None,
+    averaged: Annotated[
+        bool, typer.Option("--averaged", help="Sample the averaged weights (training.averaging).")
+    ] = False,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Continue the prompts without a chat template; always so with causal_lm."),
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="Maximum number of tokens of an answer.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Temperature of the sampling; 0: the likeliest tokens.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    trust_owner: TrustOwner = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a checkpoint answers to prompts, as transformers generates it on this machine.
+
+    The checkpoint is verified and exported to a temporary folder (below TMPDIR), and loaded from there on one GPU, or
+    on the CPU. The settings of data.chat_template_kwargs apply. Prints the answers to stdout.
+    """
+    from scaletrain_cli.launch.engine_process import run_engine_command
+    from scaletrain_cli.reasons import Reason
+    from scaletrain_cli.rundir.record import checkpoint_folder
+    from scaletrain_cli.safe_files import create_file
+    from scaletrain_cli.spec import ModelSpec
+    from scaletrain_cli.ui.console import document, say
+
+    found, record = _own_run(run, trust_owner)
+    spec = record.spec
+    if not isinstance(spec.model, ModelSpec):
+        raise UsageError(f"checkpoint sample: {found.run_id} trains model.family = {spec.model.family}, without text.")
+    raw = raw or spec.training.objective == "causal_lm"
+    if raw and system is not None:
+        raise UsageError("--system: a text that is continued has no system message. Put it into the prompt.")
+    checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, spec), step)
+    dtype = "fp32" if spec.training.precision in ("fp32", "tf32") else "bf16"
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        output, request = Path(folder) / "model", Path(folder) / "request.json"
+        exported = _export(found, record, [checkpoint], output, dtype, *(["--averaged"] if averaged else []))
+        if exported["tokenizer"] is None:
+            raise UsageError(Reason("engine.sample-without-tokenizer"))
+        asked = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
+        asked |= {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        create_file(request, json.dumps(asked))
+        sampled = run_engine_command("sample", str(output), str(request), needs=(*_NEEDS, "transformers"))
+    sampled |= {"step": checkpoint.step, "dtype": dtype}
+    if as_json:
+        _print(sampled)
+        return
+    for number, answer in enumerate(sampled["answers"]):
+        if len(prompts) > 1:
+            say(f"{'' if number == 0 else chr(10)}{answer['prompt']}")
+        typer.echo(document(answer["text"]))
+        if not answer["stopped"]:
+            say(f"not ended after {answer['tokens']} tokens: see --max-tokens")
 
 
 def _own_run(run: str, trust_owner: bool) -> tuple[RunDir, RunRecord]:

@@ -2,9 +2,9 @@
 
 ``prepare`` builds datasets, ``prepare-job`` a part of them, ``stats`` reports on them, and ``upload`` copies them to an
 object store; ``show`` renders rows, and ``step`` the samples of a step; ``export`` writes a checkpoint's weights as
-Hugging Face files. The result is one JSON object, the last line of stdout; progress goes to stderr. An error is
-``{"error": {...}}`` with the exit code of the error. SIGTERM ends a command with 143, after what it was writing is
-removed. Heavy modules are imported last, so that a missing package or
+Hugging Face files, and ``sample`` generates with them. The result is one JSON object, the last line of stdout; progress
+goes to stderr. An error is ``{"error": {...}}`` with the exit code of the error. SIGTERM ends a command with 143, after
+what it was writing is removed. Heavy modules are imported last, so that a missing package or
 Ctrl-C during an import ends like any other error.
 """
 
@@ -27,6 +27,7 @@ _COMMANDS = {
     "stats": ("data.stats", "data stats"),
     "upload": ("data.upload", "data upload"),
     "export": ("checkpoint.export", "checkpoint export"),
+    "sample": ("checkpoint.sample", "checkpoint sample"),
 }
 
 

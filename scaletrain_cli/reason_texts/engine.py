@@ -207,6 +207,18 @@ TEXTS: dict[str, Text] = {
         "the weights were exported without a tokenizer, because this node has neither the prepared data nor the spec's "
         "tokenizer"
     ),
+    "sample-without-tokenizer": Text(
+        "the weights were exported without a tokenizer, because this machine has neither the prepared data nor the "
+        "spec's tokenizer",
+        ("Sample where the data are.",),
+    ),
+    "sample-without-template": Text(
+        "the tokenizer has no chat template to write the prompt with",
+        ("Use --raw, and write the prompts as the rows of the run begin.",),
+    ),
+    "sample-prompt-too-long": Text(
+        "the prompt has {tokens} tokens, of {longest} positions of the model", ("Shorten it.",)
+    ),
     "lm-eval-not-started": Text(
         "{program} cannot be started: {error}", ("Install lm_eval[hf] on the nodes, or set `command` of the task",)
     ),

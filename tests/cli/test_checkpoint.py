@@ -151,3 +151,21 @@ def test_an_impossible_average_is_rejected_with_the_reason(
     assert (ended.code, ended.out) == (code, ""), ended.err
     assert expected in " ".join(ended.err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        (["Hi", "--step", "41"], ExitCode.USAGE, "--step 41: no such checkpoint"),
+        (["Hi", "--step", "40"], ExitCode.CRASHED, "step-00000040 is damaged"),
+        (["Hi", "--system", "Be brief."], ExitCode.USAGE, "a text that is continued has no system message"),
+        ([], ExitCode.USAGE, "Missing argument 'PROMPT...'"),
+    ],
+)
+def test_an_impossible_sample_is_rejected_with_the_reason(
+    folder: Path, options: list[str], code: ExitCode, expected: str
+) -> None:
+    flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
+    ended = scaletrain("checkpoint", "sample", "r1", *options)
+    assert (ended.code, ended.out) == (code, ""), ended.err
+    assert expected in " ".join(ended.err.split())

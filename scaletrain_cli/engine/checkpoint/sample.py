@@ -1,0 +1,79 @@
+"""The command ``sample``: what transformers generates with an exported checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+
+
+@torch.no_grad()
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return an answer to each prompt, given FOLDER REQUEST: the exported folder, and a JSON file.
+
+    The file has ``prompts``, ``system``, ``raw``, ``variables`` of the chat template, ``max_tokens``, ``temperature``
+    and ``seed``. Each prompt is answered as if it were the only one. Raises UsageError.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder, request = arguments[0], json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if not request["raw"] and tokenizer.chat_template is None:
+        raise UsageError(Reason("engine.sample-without-template"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    stops = _stops(model, tokenizer)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    answers = []
+    for prompt in request["prompts"]:
+        ids = _encoded(tokenizer, prompt, request, stops)
+        room = request["max_tokens"] if longest is None else min(request["max_tokens"], longest - len(ids))
+        if room < 1:
+            raise UsageError(Reason("engine.sample-prompt-too-long", {"tokens": len(ids), "longest": longest}))
+        print(f"generating up to {room} tokens after {len(ids)} on {device.type}", file=sys.stderr, flush=True)
+        torch.manual_seed(request["seed"])
+        tokens = torch.tensor([ids], device=device)
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if request["temperature"] > 0:
+            sampling = {"do_sample": True, "temperature": request["temperature"], "top_p": 1.0, "top_k": 0}
+        whole = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=room,
+            pad_token_id=stops[0] if stops else None,
+            **sampling,
+        )
+        found = whole[0, len(ids) :].tolist()
+        stopped = bool(found) and found[-1] in stops
+        text = tokenizer.decode(found[:-1] if stopped else found, skip_special_tokens=False)
+        answers.append(
+            {"prompt": prompt, "text": text, "prompt_tokens": len(ids), "tokens": len(found), "stopped": stopped}
+        )
+    return {"answers": answers, "chat": not request["raw"]}
+
+
+def _stops(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids of the tokens that end a generation, as transformers takes them."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _encoded(tokenizer: Any, prompt: str, request: dict[str, Any], stops: list[int]) -> list[int]:
+    if request["raw"]:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        return ids[:-1] if len(ids) > 1 and ids[-1] in stops else ids  # some tokenizers add the end of a text
+    system = [] if request["system"] is None else [{"role": "system", "content": request["system"]}]
+    messages = [*system, {"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **request["variables"])
+    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
