@@ -247,9 +247,9 @@ def sample(
         exported = _export(found, record, [checkpoint], output, dtype, *(["--averaged"] if averaged else []))
         if exported["tokenizer"] is None:
             raise UsageError(Reason("engine.sample-without-tokenizer"))
-        asked = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
-        asked |= {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        create_file(request, json.dumps(asked))
+        prompt = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        create_file(request, json.dumps({**prompt, **sampling}))
         sampled = run_engine_command("sample", str(output), str(request), needs=(*_NEEDS, "transformers"))
     sampled |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:

@@ -145,6 +145,9 @@ def show(
         typer.Option("--micro-batch", metavar="M", min=1, help="Micro-batch of the step to show (default: all)."),
     ] = None,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of rows or samples to show.")] = 3,
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="NAME", help="Source of data.sources (default: the first one).")
+    ] = None,
     validation: Annotated[
         bool, typer.Option("--validation", help="Show images of the validation split (default: training).")
     ] = False,
@@ -176,6 +179,9 @@ def show(
     of_images = spec.training.objective in LOSSES_OF
     sheet = "" if png is None else str(png.absolute())
     words: tuple[str, ...]
+    names = [section.name for section in spec.data.all_sources]
+    if source is not None and (of_images or step is not None or source not in names):
+        raise UsageError(Reason("data.no-source-to-show", {"source": source, "names": names}))
     for option, asked in (("--png", png is not None), ("--validation", validation)):
         if asked and not of_images:
             raise UsageError(Reason("data.requires-images", {"option": option}))
@@ -189,9 +195,9 @@ def show(
                 raise UsageError(Reason("data.requires-step", {"option": option}))
         if spec.training.objective == "causal_lm":
             raise UsageError(Reason("data.nothing-to-show"))
-        words = (str(row or 1), str(count))
+        words = (str(row or 1), str(count), source or "")
         if of_images:
-            words = (*words, _folder(run), "validation" if validation else "train", sheet)
+            words = (*words[:2], _folder(run), "validation" if validation else "train", sheet)
         answer = _in_engine("show", spec, run, *words, needs=_IMAGE_NEEDS if of_images else (*_NEEDS, "jinja2"))
     else:
         if row is not None:

@@ -21,7 +21,7 @@ from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSp
 from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.prepared import tokenizer_path
-from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.rows import RowSamples
 from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
 from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
@@ -289,7 +289,7 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
 
 def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samples) -> None:
     """Raise UsageError or InfeasibleError if the objective cannot train on the rows of the dataset."""
-    rows = train if isinstance(train, RowSequences) else None
+    rows = train if isinstance(train, RowSamples) else None
     pairs = rows is not None and rows.pairs
     if objective.reads_pairs and not pairs:
         raise UsageError(Reason("engine.objective-needs-pairs"))

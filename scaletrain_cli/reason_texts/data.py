@@ -316,6 +316,14 @@ TEXTS: dict[str, Text] = {
     "prepared-for-other-objective": Text(
         "{folder} holds {found} and training.objective is {objective}", ("Prepare the data again",)
     ),
+    "no-source-to-show": Text(
+        "--source {source}: no source of rows has this name; sources: {names:list}",
+        ("--source is for rows of a spec, without --step",),
+    ),
+    "validation-rows-of-prepared": Text(
+        "is a prepared dataset, whose rows for validation are those that it was prepared with",
+        ("Remove validation_source or validation_path, or give the rows themselves as the source",),
+    ),
     "no-last-turn": Text(
         "data.loss_on = last_assistant: the rows have the format {format}, which has no turns",
         ("Set it to assistant or all",),

@@ -113,7 +113,7 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         if section.fields is not None:
             identity.append(section.fields.model_dump(mode="json"))
     else:
-        identity += [spec.training.objective, spec.language_model.seq_len]
+        identity += [spec.training.objective, spec.language_model.seq_len, section.validation_path]
         identity.append(data.model_dump(mode="json", include=_OF_ROWS))
         if isinstance(spec.model, LlavaSpec):
             identity += [data.images.folder, spec.model.image_token_index, spec.model.tokens_per_image]

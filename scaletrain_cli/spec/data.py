@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import is_reference
@@ -145,7 +145,7 @@ class DataSpec(Section):
 
     source: DataPath | None = None
     sources: tuple[SourceSpec, ...] = Field(
-        default=(), max_length=1000, description="several sources of text or images, in place of source"
+        default=(), max_length=1000, description="several sources of text, rows or images, in place of source"
     )
     stages: Annotated[tuple[StageSpec, ...], used_when(where("data.mixes", True, setting="data.sources"))] = Field(
         default=(), max_length=1000, description="later weights of the sources, such as better data at the end"
@@ -161,7 +161,10 @@ class DataSpec(Section):
         ImagesSpec, used_when(where("training.objective", *LOSSES_OF), where("model.family", "llava"))
     ] = LEFT_OUT
     tokenizer: Annotated[TokenizerSpec, _WITH_WORDS] = LEFT_OUT
-    validation_split: Fraction = 0.05
+    validation_split: Fraction = Field(default=0.05, description="share of the data; default 0 with validation_source")
+    validation_source: Annotated[DataPath | None, _WITH_ROWS] = Field(
+        default=None, description="rows to validate on, as source, in place of a part of source"
+    )
     loss_mask: Annotated[Literal["none", "document_starts"], _WITH_TEXT] = Field(
         default="none", description="document_starts: exclude the first token of each document from the loss"
     )
@@ -229,7 +232,7 @@ class DataSpec(Section):
         """Return the sources, also for a single ``data.source``."""
         if self.source is None:
             return self.sources
-        return (SourceSpec(name=ONLY_SOURCE, path=self.source),)
+        return (SourceSpec(name=ONLY_SOURCE, path=self.source, validation_path=self.validation_source),)
 
     @property
     def only_source(self) -> str:
@@ -258,8 +261,28 @@ class DataSpec(Section):
             yield "data.source", self.source
         yield from ((f"data.sources.{number}.path", source.path) for number, source in enumerate(self.sources))
 
+    def validation_paths(self) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, path) of the rows that are for validation alone."""
+        keys = ["validation_source"] if self.source is not None else []
+        keys += [f"sources.{number}.validation_path" for number in range(len(self.sources))]
+        for key, section in zip(keys, self.all_sources, strict=True):
+            if section.validation_path is not None:
+                yield f"data.{key}", section.validation_path
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_split_beside_validation_rows(cls, value: Any) -> Any:
+        """Return a validation split of 0 unless it is set, if there are rows for validation."""
+        if isinstance(value, dict) and value.get("validation_source") is not None:
+            return {"validation_split": 0.0, **value}
+        return value
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
+        if self.validation_source is not None and self.validation_split:
+            yield "validation_split", "has no effect with validation_source, which is validated on. Remove it."
+        if self.validation_source is not None and self.sources:
+            yield "validation_source", "belongs to data.source. For data.sources set validation_path of each."
         if self.source is None and not self.sources:
             yield "source", "is required, or sources."
         elif self.source is not None and self.sources:
@@ -341,8 +364,17 @@ class DataSpec(Section):
             yield "data.source", "requires training.objective: sft or dpo. For plain text use python-stdlib."
         if objective != "causal_lm" and self.source == PYTHON_STDLIB:
             yield "data.source", f"is plain text. Use {PYTHON_DOCSTRINGS} or files with rows."
-        if objective != "causal_lm" and self.sources:
-            yield "data.sources", "requires training.objective: causal_lm. For rows use data.source."
+        if objective == "dpo" and len(self.sources) > 1:
+            yield "data.sources", "has one source with training.objective: dpo. Join the files in one path or glob."
+        if objective != "causal_lm" and self.mixes and self.tokenizer.path is None:
+            yield "data.tokenizer.path", "is required with several sources of rows, which have one tokenizer."
         for number, source in enumerate(self.sources):
-            if source.path == PYTHON_DOCSTRINGS:
-                yield f"data.sources.{number}.path", "has rows for sft and dpo. For plain text use python-stdlib."
+            key = f"data.sources.{number}"
+            if objective == "causal_lm" and source.validation_path is not None:
+                yield f"{key}.validation_path", "is for rows. For text set data.validation_split."
+            if objective != "causal_lm" and source.format != "auto":
+                yield f"{key}.format", "must be auto for rows: data.format is that of all sources."
+            if objective != "causal_lm" and source.field != "text":
+                yield f"{key}.field", "is the column of a text. For rows set data.fields."
+            if objective == "causal_lm" and source.path == PYTHON_DOCSTRINGS:
+                yield f"{key}.path", "has rows for sft and dpo. For plain text use python-stdlib."

@@ -356,9 +356,21 @@ class RunSpec(Section):
         assert self.training.tokens is not None
         return math.ceil(self.training.tokens / (self.training.global_batch_size * self.units_per_sample))
 
+    def of_sources(self) -> dict[str, "RunSpec"]:
+        """Return this spec with each source of rows alone, by the name of the source."""
+        found = {}
+        for section in self.data.all_sources:
+            alone = {"source": section.path, "validation_source": section.validation_path, "sources": (), "stages": ()}
+            found[section.name] = self.model_copy(update={"data": self.data.model_copy(update=alone)})
+        return found
+
     def data_paths(self) -> Iterator[tuple[str, str]]:
-        """Yield (dotted key, path) of each source that is prepared: of training, and of ``evaluation.zero_shot``."""
+        """Yield (dotted key, path) of each source that is prepared: of training, then of validation rows alone.
+
+        The last one is that of ``evaluation.zero_shot``.
+        """
         yield from self.data.paths()
+        yield from self.data.validation_paths()
         if self.evaluation.zero_shot is not None and self.evaluation.every:
             yield f"{ZERO_SHOT}.source", self.evaluation.zero_shot.source
 

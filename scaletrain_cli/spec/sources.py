@@ -1,4 +1,4 @@
-"""Sections of ``data`` for text and images: sources, the stages of their mixture, and how batches are read."""
+"""Sections of ``data``: sources, the stages of their mixture, and how batches are read."""
 
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
@@ -56,7 +56,7 @@ class SourceFieldsSpec(Section):
 
 
 class SourceSpec(Section):
-    """One source of text or images. Its share of the samples comes from ``weight`` or from ``epochs``."""
+    """One source of text, rows or images. Its share of the samples comes from ``weight`` or from ``epochs``."""
 
     name: SourceName = Field(description="name in weights, steps, metrics and reports")
     path: DataPath = Field(
@@ -69,6 +69,9 @@ class SourceSpec(Section):
     )
     format: SourceFormat = Field(
         default="auto", description="auto: by the suffix of each file; of images: that of data.format"
+    )
+    validation_path: DataPath | None = Field(
+        default=None, description="rows to validate on, in place of validation_split of the source"
     )
     field: Text = Field(default="text", description="column of jsonl, parquet and arrow files with the text")
     fields: SourceFieldsSpec | None = Field(
@@ -173,6 +176,8 @@ def format_inconsistencies(sources: Sequence[SourceSpec], parts: Collection[str]
                 yield f"{key}.format", f"must be auto or {' or '.join(IMAGE_FORMATS)} for images."
             if source.field != SourceSpec.model_fields["field"].default:
                 yield f"{key}.field", "is the column of a text. For images set fields."
+            if source.validation_path is not None:
+                yield f"{key}.validation_path", "is for rows. For images set data.validation_split."
         else:
             if source.format in (FOLDER, SHARDS):
                 yield f"{key}.format", "is a format of images."

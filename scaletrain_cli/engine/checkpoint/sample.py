@@ -21,16 +21,17 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     The file has ``prompts``, ``system``, ``raw``, ``variables`` of the chat template, ``max_tokens``, ``temperature``
     and ``seed``. Each prompt is answered as if it were the only one. Raises UsageError.
     """
-    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, request = arguments[0], json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     if not request["raw"] and tokenizer.chat_template is None:
         raise UsageError(Reason("engine.sample-without-template"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.to(device).eval()
     stops = _stops(model, tokenizer)
     longest = getattr(model.config, "max_position_embeddings", None)
     answers = []

@@ -16,7 +16,7 @@ from torch import Tensor
 from scaletrain_cli.engine.data.loader import map_tensors
 from scaletrain_cli.engine.data.permutation import batch_indices, samples_at
 from scaletrain_cli.engine.data.row_images import RowImages
-from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, JoinedRows, RowSamples
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
@@ -196,7 +196,7 @@ class BatchReader:
     ``pixels``: decodes the images of rows that have some; None: batches have no images.
     """
 
-    sequences: TextSequences | RowSequences
+    sequences: TextSequences | RowSamples
     layout: Layout
     mesh: Mesh
     seed: int
@@ -227,13 +227,13 @@ class BatchReader:
         """Yield the first ``count`` sequences in file order: per round, one micro-batch for each data-parallel rank.
 
         In a last round that is not full, other rows stand in for those that are missing, and none of their labels
-        counts: the mean of the losses is that over the labels of ``count`` sequences. Rows and pairs fill all rounds.
+        counts: the mean of the losses is that over the labels of ``count`` sequences. Pairs fill all rounds.
         """
         size = self.layout.micro_batch_size
         width = size * self.layout.data_parallel
         rounds = -(-count // width)
         is_partial = count % width > 0
-        assert not (is_partial and isinstance(self.sequences, RowSequences)), "rows fill all rounds"
+        assert not (is_partial and isinstance(self.sequences, RowSamples) and self.sequences.pairs), "pairs fill rounds"
         counted = self._counted(range(count)) / rounds if is_partial or self._is_divided else None
         for turn in range(rounds):
             first = turn * width + self.mesh.data.rank * size
@@ -274,7 +274,7 @@ class BatchReader:
     @property
     def _is_divided(self) -> bool:
         """True if some labels do not count, or count with a weight of their own."""
-        return self._masks_labels or isinstance(self.sequences, RowSequences)
+        return self._masks_labels or isinstance(self.sequences, RowSamples)
 
     @property
     def _masks_labels(self) -> bool:
@@ -298,7 +298,7 @@ class BatchReader:
 
     def _counted(self, indices: Sequence[int]) -> float:
         """Return the sum of the weights of the labels in these sequences."""
-        if isinstance(self.sequences, RowSequences):
+        if isinstance(self.sequences, RowSamples):
             return self.sequences.total_weight(indices)
         masked = 0
         if self._masks_labels:
@@ -321,7 +321,7 @@ class BatchReader:
         an evaluation or of the reference.
         """
         divisor = None if counted is None else torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32)
-        if isinstance(self.sequences, RowSequences):
+        if isinstance(self.sequences, RowSamples):
             return self._rows(self.sequences, indices, places, divisor, of_training)
         part, length = self.mesh.part, self.sequences.seq_len
         flat = [index for batch in indices for index in batch]
@@ -352,13 +352,13 @@ class BatchReader:
         )
 
     def _sources(self, indices: list[list[int]]) -> Tensor | None:
-        if not isinstance(self.sequences, JoinedSequences):
+        if not isinstance(self.sequences, JoinedSequences | JoinedRows):
             return None
         return torch.tensor([[self.sequences.source_of(index) for index in micro] for micro in indices])
 
     def _rows(
         self,
-        sequences: RowSequences,
+        sequences: RowSamples,
         indices: list[list[int]],
         places: list[list[int]],
         divisor: Tensor | None,
@@ -401,11 +401,12 @@ class BatchReader:
             lengths=None if alike else tuple(lengths),
             step_tokens=None if of_training is None else self._step_tokens(sequences, of_training),
             real=self._stacked([rows.real for rows in read]),
+            sources=self._sources(indices),
             images=images,
             image_counts=counts,
         )
 
-    def _lengths(self, sequences: RowSequences, indices: list[list[int]], *, in_training: bool) -> list[int]:
+    def _lengths(self, sequences: RowSamples, indices: list[list[int]], *, in_training: bool) -> list[int]:
         """Return the tokens that the rows of each micro-batch are padded to, the same on all ranks of a replica."""
         if self.padded_to == "seq_len" or (self.padded_to == "step" and not in_training):
             return [sequences.seq_len] * len(indices)
@@ -415,7 +416,7 @@ class BatchReader:
         lengths = [min(length, sequences.seq_len) for length in padded]
         return [max(lengths)] * len(lengths) if self.padded_to == "step" else lengths
 
-    def _step_tokens(self, sequences: RowSequences, number: int) -> int:
+    def _step_tokens(self, sequences: RowSamples, number: int) -> int:
         """Return the positions that all replicas compute for a batch."""
         rows = self.layout.micro_batch_size * (2 if sequences.pairs else 1)
         batches = (self._indices(number, rank) for rank in range(self.layout.data_parallel))

@@ -20,13 +20,12 @@ from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.images.prepared import is_of_images, source_bytes
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
 from scaletrain_cli.data.prepared import is_dataset
-from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
+from scaletrain_cli.data.run_datasets import known_datasets, prepare_run_datasets
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.datasets import NAME, Entry, datasets_file, entries_of, record_datasets
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.shared_datasets import is_readable
 from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, ROW_FORMATS, find_files
 from scaletrain_cli.unexpected import known_error
@@ -97,7 +96,7 @@ def _prepared(
         return prepare_run_datasets(spec, runs_root, known, workers, ProgressLines(), failure)
     from scaletrain_cli.engine.data.prepared import prepare_rows  # needs transformers
 
-    return known or {spec.data.all_sources[0].name: prepare_rows(spec, runs_root)}
+    return {name: known.get(name) or prepare_rows(alone, runs_root) for name, alone in spec.of_sources().items()}
 
 
 def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Any]:
@@ -105,14 +104,9 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
 
     ``datasets``: those that are there, as a run records them.
     """
-    found: dict[str, Path] | None = {**known}
-    if spec.training.objective == "causal_lm" or is_of_images(spec):
-        found = find_run_datasets(spec, runs_root, known)
-    elif not known:
-        from scaletrain_cli.engine.data.row_dataset import rows_folder
+    from scaletrain_cli.engine.data.row_dataset import find_datasets
 
-        folder = rows_folder(spec, runs_root)
-        found = {spec.data.all_sources[0].name: folder} if is_readable(folder) else None
+    found = find_datasets(spec, runs_root, known)
     entries: list[Entry] = entries_of(spec, runs_root, known if found is None else found)
     if found is not None:
         return {"prepared": True, "bytes": 0, "seconds": 0.0, "datasets": entries}

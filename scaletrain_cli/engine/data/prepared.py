@@ -45,13 +45,13 @@ def tokenizer_path(spec: RunSpec, runs_root: Path, run: RunDir | None = None) ->
     if known:
         return next(iter(known.values())) / "tokenizer.json"
     if spec.training.objective != "causal_lm":
-        return rows_folder(spec, runs_root) / "tokenizer.json"
+        return rows_folder(next(iter(spec.of_sources().values())), runs_root) / "tokenizer.json"
     found = find_prepared(spec.data, runs_root)
     return None if found is None else next(iter(found.values())) / "tokenizer.json"
 
 
 def prepare_rows(spec: RunSpec, runs_root: Path) -> Path:
-    """Prepare the rows of a spec unless they are, safely beside other builders; return their folder.
+    """Prepare the rows of a spec of one source unless they are, safely beside other builders; return their folder.
 
     Raises UsageError.
     """
@@ -79,7 +79,8 @@ def open_data_of(
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)
-    if not begun and folder == expand_home(spec.data.only_source):  # otherwise the folder is named after the settings
+    sources = [expand_home(path) for _, path in spec.data.paths()]
+    if not begun and folder in sources:  # otherwise the folder is named after the settings
         for key, value, found in spec.data.differences(document, Path()):
             if found:
                 params = {"folder": str(folder), "key": key, "value": value}
@@ -113,21 +114,40 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         return prepare_text(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
     if is_of_images(spec):
         return prepare_images(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
+    runs_root, started = Path(arguments[1]), time.monotonic()
+    sources = [_prepared(name, alone, runs_root) for name, alone in spec.of_sources().items()]
+    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    if len(sources) == 1:
+        return {name: value for name, value in sources[0].items() if name != "name"}
+    counts = ("documents", "train_tokens", "validation_tokens", "train_sequences", "validation_sequences")
+    totals = {name: sum(source[name] for source in sources) for name in (*counts, "target_tokens", "replaced")}
+    return {
+        "path": None,
+        **totals,
+        "vocab_size": max(source["vocab_size"] for source in sources),
+        "dtype": sources[0]["dtype"],
+        "rows": {name: sum(source["rows"][name] for source in sources) for name in sources[0]["rows"]},
+        "sources": sources,
+    }
+
+
+def _prepared(name: str, spec: RunSpec, runs_root: Path) -> dict[str, Any]:
+    """Prepare the rows of a source and describe them. Raises ScaletrainError and OSError."""
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
-    started = time.monotonic()
     try:
-        folder = prepare_rows(spec, Path(arguments[1]))
+        folder = prepare_rows(spec, runs_root)
         info, train, validation = open_data_of(spec, folder)
     except CorruptDataError as error:  # the exit code 93 is for runs
         raise ScaletrainError(error.reason or str(error)) from error
+    assert isinstance(info, RowsInfo)
     if (owner := owner_of_dataset(folder)) is not None:
         print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
     if info.replaced:
         print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
-    for note in left_out(info) if isinstance(info, RowsInfo) else []:
+    for note in left_out(info):
         print(note, file=sys.stderr)
-    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     found = {
+        "name": name,
         "path": str(folder),
         "documents": info.documents,
         "train_tokens": info.train_tokens,
@@ -137,20 +157,15 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "replaced": info.replaced,
         "dtype": info.dtype,
+        "format": info.format,
+        "target_tokens": info.targets,
+        "rows": {
+            "read": info.rows_read,
+            "truncated": info.rows_truncated,
+            "without_target": info.rows_without_target,
+            "too_long": info.rows_too_long,
+            "unusable": info.rows_unusable,
+        },
+        "lost": json.loads(info.lost),
     }
-    if isinstance(info, RowsInfo):
-        found |= {
-            "format": info.format,
-            "target_tokens": info.targets,
-            "rows": {
-                "read": info.rows_read,
-                "truncated": info.rows_truncated,
-                "without_target": info.rows_without_target,
-                "too_long": info.rows_too_long,
-                "unusable": info.rows_unusable,
-            },
-            "lost": json.loads(info.lost),
-        }
-    if isinstance(info, RowsInfo) and info.tokens_per_image:
-        found["images"] = images_in_rows(asdict(info))
-    return found
+    return found | ({"images": images_in_rows(asdict(info))} if info.tokens_per_image else {})

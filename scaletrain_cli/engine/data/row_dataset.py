@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError
+from scaletrain_cli.data.images.prepared import is_of_images
+from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.tokenizers.given import tokenizer_identity
 from scaletrain_cli.engine.data.chat_tokenizer import TemplateFiles, template_files
 from scaletrain_cli.engine.data.dataset import DTYPES, SPLITS, DatasetInfo, map_numbers, seal_of
@@ -19,7 +22,7 @@ from scaletrain_cli.engine.data.row_source import rows_content
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.shared_datasets import dataset_place
+from scaletrain_cli.rundir.shared_datasets import dataset_place, is_readable
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.data import SETTINGS_OF_ROWS
@@ -86,10 +89,15 @@ class RowsInfo(DatasetInfo):
 
 
 def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
-    """Return the folder of the prepared rows: the source itself if it is one, else a folder below the runs root."""
+    """Return the folder of the prepared rows: the source itself if it is one, else a folder below the runs root.
+
+    ``spec``: of one source, see RunSpec.of_sources.
+    """
     data = spec.data
     source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
+        if data.validation_source is not None:
+            raise UsageError(Reason("data.validation-rows-of-prepared"))
         return source
     settings = data.model_dump(mode="json", include=SETTINGS_OF_ROWS)
     identity = [
@@ -102,11 +110,23 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         template_hash(template_files(spec)),
         json.dumps(settings, sort_keys=True),
         repr(data.validation_split),
+        "" if data.validation_source is None else rows_content(data.validation_source, runs_root),
     ]
     if isinstance(spec.model, LlavaSpec):
         folder = "" if data.images.folder is None else str(expand_home(data.images.folder).absolute())
         identity += [folder, str(spec.model.image_token_index), str(spec.model.tokens_per_image)]
     return dataset_place(runs_root, hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16])
+
+
+def find_datasets(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Path] | None:
+    """Return the dataset of each source of text, rows or images by its name; None if one is missing.
+
+    ``known``: datasets that the run has recorded. Raises UsageError.
+    """
+    if spec.training.objective == "causal_lm" or is_of_images(spec):
+        return find_run_datasets(spec, runs_root, known)
+    found = {name: known.get(name) or rows_folder(alone, runs_root) for name, alone in spec.of_sources().items()}
+    return found if all(map(is_readable, found.values())) else None
 
 
 def template_hash(files: TemplateFiles) -> str:

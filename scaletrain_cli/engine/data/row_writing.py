@@ -255,20 +255,25 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
         ids.discard(chat.images.id)  # no row of the embedding
     vocab_size = max(ids) + 1
     row_format, rows = rows_of(data, objective, tally, images=is_llava)
+    parts = [(rows, data.validation_split)]
+    if data.validation_source is not None:
+        of_validation = data.model_copy(update={"source": data.validation_source})
+        parts.append((rows_of(of_validation, objective, tally, images=is_llava)[1], 1.0))
     encoder = RowEncoder(chat, data, seq_len, tally)
     weighted = False
     with ExitStack() as opened:
         spools = {split: opened.enter_context(_Spool(folder, split, dtype)) for split in SPLITS}
-        usable = ((row, list[StoredImage]()) for row in rows) if images is None else images.usable(rows)
-        while batch := list(islice(usable, _ROWS_PER_ENCODE)):
-            of_row = {id(row): stored for row, stored in batch}
-            for row, documents in encoder.encode([row for row, _ in batch]):
-                split = SPLITS[draw(row.key) < data.validation_split]
-                for document in documents:
-                    spools[split].add(document)
-                    weighted = weighted or bool(((document.weights != 0) & (document.weights != 1)).any())
-                    if images is not None:
-                        images.add(split, document, of_row[id(row)])
+        for rows, validation_share in parts:
+            usable = ((row, list[StoredImage]()) for row in rows) if images is None else images.usable(rows)
+            while batch := list(islice(usable, _ROWS_PER_ENCODE)):
+                of_row = {id(row): stored for row, stored in batch}
+                for row, documents in encoder.encode([row for row, _ in batch]):
+                    split = SPLITS[draw(row.key) < validation_share]
+                    for document in documents:
+                        spools[split].add(document)
+                        weighted = weighted or bool(((document.weights != 0) & (document.weights != 1)).any())
+                        if images is not None:
+                            images.add(split, document, of_row[id(row)])
     counts = encoder.counts
     if not counts.targets:
         params = {"rows": counts.read, "dropped": counts.without_target, "too_long": counts.too_long}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
+from scaletrain_cli.engine.data.joined import Joined
 from scaletrain_cli.engine.data.row_images import RowImages, StoredImage
 
 NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy
@@ -138,3 +139,54 @@ class RowSequences:
         if self.files is not None:
             for file, values in zip(self.files, (self.tokens, self.weights), strict=True):
                 file.check(start * values.itemsize, stop * values.itemsize)
+
+
+@dataclass(frozen=True)
+class JoinedRows(Joined):
+    """The rows of several sources for sft, in the order of Joined."""
+
+    sources: tuple[RowSequences, ...]
+    pairs, images, first = False, None, 0  # of no source
+
+    @classmethod
+    def of(cls, sources: Sequence[RowSequences]) -> JoinedRows:
+        """Return sources that read rows alike: with weights and documents if one of them has some."""
+        weighted, packed = (any(getattr(each, name) for each in sources) for name in ("weighted", "packed"))
+        return cls(tuple(replace(each, weighted=weighted, packed=packed) for each in sources))
+
+    @property
+    def seq_len(self) -> int:
+        """The most tokens of a row, the same in all sources."""
+        return self.sources[0].seq_len
+
+    @property
+    def weighted(self) -> bool:
+        """True if some weights are neither 0 nor 1."""
+        return self.sources[0].weighted
+
+    def total_weight(self, indices: Sequence[int]) -> float:
+        """Return the sum of the weights of these rows."""
+        return sum(self.sources[number].total_weight(own) for number, _, own in self._by_source(indices))
+
+    def longest(self, indices: Sequence[int]) -> int:
+        """Return the tokens of the longest of these rows."""
+        return max(self.sources[number].longest(own) for number, _, own in self._by_source(indices))
+
+    def read(self, indices: Sequence[int], length: int | None = None) -> Rows:
+        """Return these rows in the order of ``indices``; ``length`` as of RowSequences. Raises CorruptDataError."""
+        parts = [(places, self.sources[number].read(own, length)) for number, places, own in self._by_source(indices)]
+        order = np.argsort(np.concatenate([places for places, _ in parts]))
+        columns = zip(*(rows for _, rows in parts), strict=True)
+        joined: list[Any] = [None if column[0] is None else np.concatenate(column)[order] for column in columns]
+        return Rows(*joined)
+
+    def _by_source(self, indices: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64], list[int]]]:
+        """Yield the number of each source in ``indices``, the places of its rows there, and their numbers in it."""
+        numbers = np.asarray(indices, np.int64)
+        of = np.searchsorted(self.starts, numbers, side="right") - 1
+        for source in np.unique(of).tolist():
+            (places,) = np.nonzero(of == source)
+            yield source, places, (numbers[places] - self.starts[source]).tolist()
+
+
+RowSamples = RowSequences | JoinedRows

@@ -27,15 +27,17 @@ _ROWS_COUNTED = 1000  # also the rows from which a tokenizer is trained, if the 
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return rows and counts, given SPEC_JSON RUNS_ROOT FIRST COUNT RUN SPLIT PNG; rows count from 1.
+    """Return rows and counts, given SPEC_JSON RUNS_ROOT FIRST COUNT SOURCE, or RUN SPLIT PNG; rows count from 1.
 
-    The last three are for images: the folder of a run, the split, and the file to write; they may be empty. Raises
-    UsageError.
+    SOURCE: the name of the source of the rows; empty for the first one. The last three are for images: the folder of a
+    run, the split, and the file to write; they may be empty. Raises UsageError.
     """
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     if is_of_images(spec):
         return _images(spec, *arguments[1:])
-    first, count = int(arguments[2]), int(arguments[3])
+    first, count, source = int(arguments[2]), int(arguments[3]), arguments[4]
+    alone = spec.of_sources()
+    spec = alone[source or next(iter(alone))]
     data, objective, seq_len = spec.data, spec.training.objective, spec.language_model.seq_len
     if (expand_home(data.only_source) / "dataset.json").is_file():
         raise UsageError(Reason("data.prepared-not-shown", {"source": data.source}))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.token_files import Split
+from scaletrain_cli.engine.data.joined import Joined
 
 
 class TextSequences(ABC):
@@ -83,8 +81,8 @@ class SourceSequences(TextSequences):
 
 
 @dataclass(frozen=True)
-class JoinedSequences(TextSequences):
-    """The sequences of several sources: those of the first one, then those of the second one, and so on."""
+class JoinedSequences(Joined, TextSequences):
+    """The sequences of several sources of text, in the order of Joined."""
 
     sources: tuple[TextSequences, ...]
 
@@ -92,25 +90,6 @@ class JoinedSequences(TextSequences):
     def seq_len(self) -> int:  # type: ignore[override]
         """The tokens of a sequence, the same in all sources."""
         return self.sources[0].seq_len
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """The number of the first sequence of each source, and the number of all sequences."""
-        return [0, *accumulate(len(each) for each in self.sources)]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def part(self, first: int, count: int) -> JoinedSequences:
-        parts = []
-        for each, start in zip(self.sources, self.starts, strict=False):
-            low, high = (min(max(place - start, 0), len(each)) for place in (first, first + count))
-            parts.append(each.part(low, high - low))
-        return JoinedSequences(tuple(parts))
-
-    def source_of(self, index: int) -> int:
-        """Return the number of the source that has a sequence."""
-        return bisect_right(self.starts, index) - 1
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
         found = np.empty((len(indices), self.seq_len + 1), np.int64)

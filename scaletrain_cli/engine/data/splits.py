@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
 from scaletrain_cli.data.images.prepared import is_of_images
-from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.batches import BatchReader, Pixels, padded_to
 from scaletrain_cli.engine.data.prepared import open_data_of
-from scaletrain_cli.engine.data.row_dataset import rows_folder
-from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.row_dataset import find_datasets
+from scaletrain_cli.engine.data.rows import JoinedRows, RowSamples, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
@@ -30,7 +29,7 @@ from scaletrain_cli.rundir.datasets import datasets_file, entries_of, read_entri
 from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
+from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 
@@ -82,7 +81,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class RunData:
-    """The sources of a run by name, in the order of the spec; rows and preference pairs have one.
+    """The sources of a run by name, in the order of the spec; preference pairs have one.
 
     Sequences that are held back from training for validation are in ``validation`` only. ``caption_tokenizer``: the
     SHA-256 of the tokenizer.json that encodes captions, None without captions. ``zero_shot``: the folder of the images
@@ -114,6 +113,9 @@ class RunData:
         texts = tuple(each for each in found if isinstance(each, TextSequences))
         if texts:
             return JoinedSequences(texts)
+        rows = [each for each in found if isinstance(each, RowSequences)]
+        if rows:
+            return JoinedRows.of(rows)
         from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
 
         return JoinedImages(tuple(each for each in found if isinstance(each, ImageSamples)))
@@ -203,7 +205,7 @@ def open_reader(
     spec: RunSpec, samples: Samples, layout: Layout, mesh: Mesh, order: SampleOrder | None = None
 ) -> Reader:
     """Return the reader of this rank's batches. ``order``: that of several sources in training. Raises UsageError."""
-    if isinstance(samples, TextSequences | RowSequences):
+    if isinstance(samples, TextSequences | RowSamples):
         return BatchReader(
             samples,
             layout=layout,
@@ -250,19 +252,6 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
     with contextlib.suppress(OSError):  # a later attempt then looks the data up, as this one has
         record_datasets(file, entries_of(spec, root, found))
     return found
-
-
-def find_datasets(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Path] | None:
-    """Return the dataset of each source of text, rows or images by its name; None if one is missing.
-
-    ``known``: datasets that the run has recorded. Raises UsageError.
-    """
-    if spec.training.objective == "causal_lm" or is_of_images(spec):
-        return find_run_datasets(spec, runs_root, known)
-    if known:
-        return dict(known)
-    folder = rows_folder(spec, runs_root)
-    return {spec.data.all_sources[0].name: folder} if is_readable(folder) else None
 
 
 def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:
@@ -372,9 +361,9 @@ def held_back_of(
         changes = recorded_changes(events)
         trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
         if begun and (source is None or source in trained):
-            # Trained on all sequences: with fewer, each step would get another batch. What text or images there are
-            # for validation fill a part of a round.
-            return (0 if validation and spec.training.objective not in ("sft", "dpo") else -1), False
+            # Trained on all sequences: with fewer, each step would get another batch. What there is for validation
+            # fills a part of a round.
+            return (0 if validation and spec.training.objective != "dpo" else -1), False
     return (-1 if decided < width or train < 2 * decided else decided), bool(known)
 
 

@@ -10,9 +10,8 @@ from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.images.report import image_report
 from scaletrain_cli.data.mixture import Mixture, Stage
 from scaletrain_cli.data.report import read_report
-from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import stages_of_run
-from scaletrain_cli.engine.data.row_dataset import rows_folder
+from scaletrain_cli.engine.data.row_dataset import find_datasets
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
@@ -70,13 +69,7 @@ def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> di
     ``run``: which has recorded its datasets. Raises UsageError if one is missing.
     """
     known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
-    found: dict[str, Path] | None = dict(known)
-    if spec.training.objective == "causal_lm" or is_of_images(spec):
-        found = find_run_datasets(spec, runs_root, known)
-    elif not known:
-        folder = rows_folder(spec, runs_root)
-        found = {spec.data.all_sources[0].name: folder} if (folder / "dataset.json").is_file() else None
-    if found is None:
+    if (found := find_datasets(spec, runs_root, known)) is None:
         raise UsageError(Reason("data.not-prepared", {"root": str(runs_root)}))
     return {name: folder for name, folder in found.items() if name != ZERO_SHOT}
 

@@ -25,6 +25,6 @@ class NextToken(Objective):
             losses = torch.cat(head.kept_losses).view(batch.labels.shape).sum(1)
         finally:
             head.kept_losses = None
-        counted = (batch.labels != NOT_COUNTED).sum(1)
-        self.row_losses.append(RowLosses(batch.sources, losses.float(), counted.float()))
+        counted = (batch.labels != NOT_COUNTED).float() if batch.weights is None else batch.weights
+        self.row_losses.append(RowLosses(batch.sources, losses.float(), counted.sum(1)))
         return loss

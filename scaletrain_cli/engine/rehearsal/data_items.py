@@ -15,7 +15,7 @@ from torch import Tensor
 from scaletrain_cli.diagnosis.findings import Cause
 from scaletrain_cli.diagnosis.rehearsal import Item
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
-from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSamples
 from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.engine.parallel.mesh import SequencePart
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
@@ -183,9 +183,9 @@ def _contents(trials: Trials) -> Iterator[bytes]:
         yield hashlib.blake2b(_image(samples, number), digest_size=8).digest()
 
 
-def _tokens(sequences: TextSequences | RowSequences, number: int) -> npt.NDArray[Any]:
+def _tokens(sequences: TextSequences | RowSamples, number: int) -> npt.NDArray[Any]:
     """Return the tokens of a sequence or row, without padding."""
-    if isinstance(sequences, RowSequences):
+    if isinstance(sequences, RowSamples):
         rows = sequences.read([number], sequences.seq_len)
         return np.asarray(rows.tokens[rows.real])
     return np.asarray(sequences.rows([number]))

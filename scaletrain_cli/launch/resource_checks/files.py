@@ -37,36 +37,47 @@ from scaletrain_cli.spec.sources import SourceSpec
 
 
 def row_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``data.source`` if the built-in engine reads rows from it; for text see sources.py."""
+    """Yield the problems of sources that the built-in engine reads rows from; for text see sources.py."""
     if view.spec.training.objective in LOSSES_OF:
         yield from image_problems(view)
         return
-    source = view.spec.data.source
-    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source) or view.prepared:
+    if view.prepared or (view.spec.unit == "tokens" and view.spec.training.objective == "causal_lm"):
         return
-    if view.spec.unit == "tokens" and view.spec.training.objective == "causal_lm":
-        return
-    if view.unseen(parent_of_glob(source)):
-        return
-    prepared = view.folder / expand_home(source)
-    if (prepared / "dataset.json").is_file():
-        if reason := prepared_problem(prepared, view):
-            yield view.problem("data.source", reason, source)
+    for section, (key, source) in zip(view.spec.data.all_sources, view.spec.data.paths(), strict=True):
+        prepared = view.folder / expand_home(source)
+        if not _is_seen(view, source) or not (prepared / "dataset.json").is_file():
+            yield from _problems_of_rows(view, key, source)
+        elif reason := prepared_problem(prepared, view):
+            yield view.problem(key, reason, source)
+        elif section.validation_path is not None:
+            yield view.problem(key, Reason("data.validation-rows-of-prepared"), source)
+    for key, source in view.spec.data.validation_paths():
+        yield from _problems_of_rows(view, key, source)
+
+
+def _is_seen(view: View, source: str) -> bool:
+    """Return whether this machine has the files that the built-in engine reads at a path."""
+    is_local = source not in EMBEDDED and not is_reference(source)
+    return is_local and not view.spec.code.own_program and not view.unseen(parent_of_glob(source))
+
+
+def _problems_of_rows(view: View, key: str, source: str) -> Iterator[Problem]:
+    if not _is_seen(view, source):
         return
     try:
         found = find_files(source, view.folder, ROW_FORMATS)
     except NoCorpusError as error:
-        yield view.problem("data.source", Reason("checks.no-source", {"why": error.why}), source)
+        yield view.problem(key, Reason("checks.no-source", {"why": error.why}), source)
         return
     with_images = isinstance(view.spec.model, LlavaSpec)
     data, objective = view.spec.data, view.spec.training.objective
     if reason := problem_of_rows(found.files, data, objective, view.folder, images=with_images):
-        yield view.problem("data.source", reason, source)
+        yield view.problem(key, reason, source)
     if _is_empty(found.files):
-        yield view.problem("data.source", Reason("checks.no-text"), source)
+        yield view.problem(key, Reason("checks.no-text"), source)
     here = view.spec.cluster.traits.runs_here
     if here and any(kind_of(path) in ("parquet", "arrow") for path in found.files) and find_spec("pyarrow") is None:
-        yield view.problem("data.source", Reason("checks.no-pyarrow"), source)
+        yield view.problem(key, Reason("checks.no-pyarrow"), source)
 
 
 def _text_problem(source: str, view: View, key: str) -> Reason | None:
@@ -265,28 +276,27 @@ def not_checked(view: View) -> Iterator[Reason]:
 
 def not_recorded(view: View) -> Iterator[Reason]:
     """Yield a note on settings of a new run that its prepared rows do not record, or that cannot be compared here."""
-    source = view.spec.data.source
-    own = view.spec.code.own_program or view.spec.training.objective not in ("sft", "dpo") or source in EMBEDDED
-    if source is None or own or view.begun or is_reference(source) or view.unseen(parent_of_glob(source)):
+    if view.spec.training.objective not in ("sft", "dpo") or view.begun:
         return
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        info = json.loads((view.folder / expand_home(source) / "dataset.json").read_bytes())
-        found = view.spec.data.differences(info, view.folder)
-        if named := [f"data.{key} = {value}" for key, value, recorded in found if not recorded]:
-            yield Reason("checks.dataset-setting-unknown", {"source": source, "settings": named})
+    for _, source in view.spec.data.paths():
+        if not _is_seen(view, source):
+            continue
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            info = json.loads((view.folder / expand_home(source) / "dataset.json").read_bytes())
+            found = view.spec.data.differences(info, view.folder)
+            if named := [f"data.{key} = {value}" for key, value, recorded in found if not recorded]:
+                yield Reason("checks.dataset-setting-unknown", {"source": source, "settings": named})
 
 
 def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
-    source = view.spec.data.source
-    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source) or view.prepared:
+    if view.spec.training.objective not in ("sft", "dpo") or view.prepared:
         return
-    if view.unseen(parent_of_glob(source)) or (view.folder / expand_home(source) / "dataset.json").is_file():
-        return
-    if view.spec.training.objective not in ("sft", "dpo"):
-        return
-    with contextlib.suppress(UsageError):
-        left_out = find_files(source, view.folder, ROW_FORMATS).not_read
-        if isinstance(view.spec.model, LlavaSpec):  # images that rows name
-            left_out = {suffix: n for suffix, n in left_out.items() if suffix.strip(".") not in IMAGE_SUFFIXES}
-        yield from notes_on_files("data.source", source, left_out)
+    for key, source in (*view.spec.data.paths(), *view.spec.data.validation_paths()):
+        if not _is_seen(view, source) or (view.folder / expand_home(source) / "dataset.json").is_file():
+            continue
+        with contextlib.suppress(UsageError):
+            left_out = find_files(source, view.folder, ROW_FORMATS).not_read
+            if isinstance(view.spec.model, LlavaSpec):  # images that rows name
+                left_out = {suffix: n for suffix, n in left_out.items() if suffix.strip(".") not in IMAGE_SUFFIXES}
+            yield from notes_on_files(key, source, left_out)

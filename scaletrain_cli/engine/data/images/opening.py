@@ -15,6 +15,7 @@ from scaletrain_cli.data.images.samples import ImageSample
 from scaletrain_cli.engine.data.images.captions import CaptionTokenizer, caption_tokenizer
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
+from scaletrain_cli.engine.data.joined import Joined
 from scaletrain_cli.engine.data.permutation import permute
 from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
@@ -85,16 +86,13 @@ class ImageSamples:
 
 
 @dataclass(frozen=True)
-class JoinedImages:
-    """The samples of several sources: those of the first one, then those of the second one, and so on.
+class JoinedImages(Joined):
+    """The samples of several sources of images, in the order of Joined.
 
     Their classes have the same numbers, see ``require_same_classes``.
     """
 
     sources: tuple[ImageSamples, ...]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sources))
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -108,20 +106,8 @@ class JoinedImages:
 
     def label(self, index: int) -> int | tuple[float, ...] | None:
         """Return the label of a sample, counted from 0 over all sources."""
-        for each in self.sources:
-            if index < len(each):
-                return each.label(index)
-            index -= len(each)
-        raise IndexError(f"sample {index} after the last one")
-
-    def part(self, first: int, count: int) -> JoinedImages:
-        """Return ``count`` samples from ``first`` on, in the same order."""
-        parts = []
-        for each in self.sources:
-            low, high = (min(max(place, 0), len(each)) for place in (first, first + count))
-            parts.append(each.part(low, high - low))
-            first -= len(each)
-        return JoinedImages(tuple(parts))
+        source = self.source_of(index)
+        return self.sources[source].label(index - self.starts[source])
 
 
 def open_sources(

@@ -1,0 +1,34 @@
+"""The samples of several sources side by side."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+
+class Joined:
+    """The samples of the first source, then those of the second one, and so on: a base of dataclasses."""
+
+    sources: tuple[Any, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The number of the first sample of each source, and the number of all samples."""
+        return [0, *accumulate(len(each) for each in self.sources)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def part(self, first: int, count: int) -> Any:
+        """Return ``count`` of these samples from ``first`` on."""
+        parts = []
+        for each, start in zip(self.sources, self.starts, strict=False):
+            low, high = (min(max(place - start, 0), len(each)) for place in (first, first + count))
+            parts.append(each.part(low, high - low))
+        return type(self)(tuple(parts))  # type: ignore[call-arg]
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source that has a sample."""
+        return bisect_right(self.starts, index) - 1
