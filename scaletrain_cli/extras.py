@@ -20,6 +20,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "hub": ("huggingface_hub",),
     "prices": ("gpuhunt",),
     "plot": ("matplotlib",),
+    "sample": ("transformers",),
 }
 
 

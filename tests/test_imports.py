@@ -57,10 +57,10 @@ LIBRARIES_ALLOWED = {
     "ui": {"matplotlib", "rich"},
     # ruamel writes Kubernetes objects; the errors of the Kubernetes client are urllib3's
     "launch": {"kubernetes", "psutil", "pynvml", "ruamel", "submitit", "urllib3"},
-    # jinja2 for chat templates; torchvision is optional, a decoder of images
+    # jinja2 for chat templates; torchvision is optional, a decoder of images; transformers for checkpoint sample alone
     "engine": set(
         "PIL bitsandbytes deepspeed jinja2 liger_kernel numpy pyarrow safetensors tokenizers torch "
-        "torchao torchvision".split()
+        "torchao torchvision transformers".split()
     ),
     "rundir": {"pydantic"},
     "spec": {"pydantic", "pydantic_core", "ruamel"},

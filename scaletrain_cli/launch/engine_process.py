@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, PreemptedError, Problem, ScaletrainError
-from scaletrain_cli.extras import install_command
+from scaletrain_cli.extras import extra_of, install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.text import visible
 
@@ -56,14 +56,13 @@ def run_engine_command(
 ) -> dict[str, Any]:
     """Run ``engine/commands.py`` with these arguments and return the JSON object that it prints.
 
-    Its stderr is passed on, to ``on_line`` if that is given. ``needs`` are the packages that it imports, all from the
-    extra ``train``. Raises MissingPackageError if one is not installed, and EngineProcessError.
+    Its stderr is passed on, to ``on_line`` if that is given. ``needs`` are the packages that it imports. Raises MissingPackageError if one is not installed, and EngineProcessError.
     """
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
+        extra = extra_of(missing[0]) or "train"
         raise MissingPackageError(
-            f"{', '.join(missing)} not installed: this command requires the extra train.",
-            install_command("train"),
+            f"{', '.join(missing)} not installed: this command requires the extra {extra}.", install_command(extra)
         )
     command = python_command("scaletrain_cli.engine.commands", *words)
     environment = absolute_paths(os.environ) | SAFE_CHILDREN

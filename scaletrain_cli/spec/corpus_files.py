@@ -21,8 +21,10 @@ from scaletrain_cli.spec.splits import read_split
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2, Llama 3, Llama 2 and Mistral, Qwen, Gemma, DeepSeek, Kimi, Hunyuan.
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
-ENDS_OF_TEXT += ("<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>")
+ENDS_OF_TEXT = (
+    *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"),
+    *("<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>"),
+)
 # Files beside a tokenizer.json that state tokens, and settings that change them.
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 

@@ -21,6 +21,7 @@ VALUES = {
     "RUN": "r1",
     "DIR": "out",
     "URL": "s3://bucket/data",
+    "PROMPT": "Hi",
 }
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}

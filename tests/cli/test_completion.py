@@ -32,7 +32,7 @@ def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[n
 
 def test_verbs_options_and_sub_verbs_are_completed(complete) -> None:  # type: ignore[no-untyped-def]
     assert complete("s") == ["schema", "submit", "shell", "status"]
-    assert complete("checkpoint ") == ["list", "mirror", "verify", "export", "average", "prune"]
+    assert complete("checkpoint ") == ["list", "mirror", "verify", "export", "average", "sample", "prune"]
     assert {"--deadline", "--vary"} <= set(complete("plan x.yaml --"))
 
 

@@ -19,7 +19,7 @@ IN_GROUPS = {
     "data": ("prepare", "show", "stats", "upload"),
     "notify": ("test", "list", "send"),
     "nodes": ("list", "clear"),
-    "checkpoint": ("list", "mirror", "verify", "export", "average", "prune"),
+    "checkpoint": ("list", "mirror", "verify", "export", "average", "sample", "prune"),
     "evaluation": ("submit", "list", "show"),
 }
 COMMANDS = [[verb, word] for verb, words in IN_GROUPS.items() for word in words]

@@ -29,7 +29,7 @@ def test_a_stage_begins_at_a_step_or_after_a_share_of_the_run() -> None:
         (("data.source=null",), "data.source", "is required, or sources"),
         (("data.source=ftp://host/a.jsonl",), "data.source", "must be a local path, or begin with s3://, gs://, az://"),
         ((SOURCES,), "data.sources", "both name the data"),
-        ((*TWO, "training.objective=sft"), "data.sources", "requires training.objective: causal_lm"),
+        ((*TWO, "training.objective=sft"), "data.tokenizer.path", "is required with several sources of rows"),
         (("data.source=null", "data.sources=[{name: A, path: /w}]"), "data.sources.0.name", "must consist of a-z"),
         ((*TWO, "data.sources.1.name=web"), "data.sources.1.name", "is the name of an earlier source"),
         ((*TWO, "data.sources.1.epochs=2"), "data.sources.1.epochs", "and weight both set"),

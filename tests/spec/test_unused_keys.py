@@ -82,6 +82,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.fields.images": ("photos", SFT, LLAVA),
     "data.chat_template": ("chat.jinja", (), DPO),
     "data.chat_template_kwargs": ("{thinking: false}", (), SFT),
+    "data.validation_source": ("rows.jsonl", (), SFT),
     "data.chat_template_date": ("2025-01-01", (), SFT),
     "data.loss_on": ("all", DPO, SFT),
     "data.truncation": ("drop", (), DPO),

@@ -30,7 +30,7 @@ ANSWERS = [
     "2, twice as many.",
     "3 is odd.",
 ]
-THINKING = "qwen-3, thinking"
+THINKING, LORA = "qwen-3, thinking", "llama-3.1, lora"
 
 
 def model_folder(name: str, folder: Path) -> Path:
@@ -62,40 +62,53 @@ def model_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
+def rows_of(name: str, answers: list[str]) -> list[dict[str, Any]]:
     thoughts = [
         {"reasoning_content": f"They ask for {question}."} if name == THINKING else {} for question in QUESTIONS
     ]
     return [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **thought}]}
-        for question, answer, thought in zip(QUESTIONS, ANSWERS, thoughts, strict=True)
+        for question, answer, thought in zip(QUESTIONS, answers, thoughts, strict=True)
     ]
 
 
-@pytest.mark.long  # 30 CPU seconds each
+def train(run: str, model: str, rows: list[dict[str, Any]], *options: str) -> None:
+    """`init --from` and `train` with a learning rate and a length that are enough for random weights."""
+    Path(f"{run}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    here = ("--gpu=cpu", "--scheduler=local", "--gpus-per-node=1")
+    written = scaletrain("init", "--from", model, "--data", f"{run}.jsonl", *here, *options, f"{run}.yaml")
+    assert written.code == 0, written.err
+    changes = {
+        **{"training.steps": 400 if options else 200, "training.global_batch_size": 10},
+        **{"training.optimizer.lr": 1e-2 if options else 3e-3, "training.precision": "fp32", "model.seq_len": 256},
+        **{"training.schedule.warmup_steps": 10, "data.validation_split": 0.0, "evaluation.every": 0},
+    }
+    settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    trained = scaletrain("train", f"{run}.yaml", "--run-id", run, *settings)
+    assert trained.code == 0, trained.err
+
+
+def exported(run: str, folder: str, *options: str) -> str:
+    ended = scaletrain("checkpoint", "export", run, "-o", folder, *options)
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.mark.long  # 20 CPU seconds each
 @pytest.mark.parametrize(
-    "name", ["chatml", "llama-3.1", "llama-4", "glm-4.5", "gemma", "qwen-2.5", "qwen-3", THINKING, "mistral-v3"]
+    "name", ["chatml", "llama-3.1", "llama-4", "glm-4.5", "gemma", "qwen-2.5", "qwen-3", THINKING, "mistral-v3", LORA]
 )
 def test_ten_memorized_answers_are_generated_and_end(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
-    model_folder(name.partition(",")[0], tmp_path / "model")
-    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(name)))
-    here = ("--gpu=cpu", "--scheduler=local", "--gpus-per-node=1")
-    written = scaletrain("init", "--from", "model", "--data", "chats.jsonl", *here, "run.yaml")
-    assert written.code == 0, written.err
-    changes = {
-        **{"training.steps": 200, "training.global_batch_size": 10},
-        **{"training.optimizer.lr": 3e-3, "training.precision": "fp32", "model.seq_len": 256},
-        **{"training.schedule.warmup_steps": 10, "data.validation_split": 0.0, "evaluation.every": 0},
-    }
-    options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    trained = scaletrain("train", "run.yaml", "--run-id", "chats", *options)
-    assert trained.code == 0, trained.err
+    model = str(model_folder(name.partition(",")[0], tmp_path / "model"))
+    if name == LORA:  # which needs weights that know the words
+        train("base", model, rows_of(name, ANSWERS[::-1]))
+        model = exported("base", "tuned", "--dtype", "fp32")
+    train("chats", model, rows_of(name, ANSWERS), *["--lora"] * (name == LORA))
 
     sampled = scaletrain("checkpoint", "sample", "chats", *QUESTIONS, "--max-tokens", "64", "--json")
     assert sampled.code == 0, sampled.err
@@ -107,16 +120,30 @@ def test_ten_memorized_answers_are_generated_and_end(
     ]
     assert thoughts == [name == THINKING] * 10
 
-    assert scaletrain("checkpoint", "export", "chats", "-o", "out", "--dtype", "fp32").code == 0
-    tokenizer, model = AutoTokenizer.from_pretrained("out"), AutoModelForCausalLM.from_pretrained("out")
-    for question, answer in zip(QUESTIONS, found, strict=True):
+    told = [answer["text"] for answer in found]
+    folder = exported("chats", "out", "--dtype", "fp32")
+    assert generated(AutoModelForCausalLM.from_pretrained(folder), folder) == told
+    if name == LORA:
+        from peft import PeftModel
+
+        folder = exported("chats", "adapter", "--format", "peft")
+        assert generated(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder), folder) == told
+
+
+def generated(model: Any, folder: str) -> list[str]:
+    """Return what transformers generates for each question, without the token that ended it."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer, answers = AutoTokenizer.from_pretrained(folder), []
+    for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             whole = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0].tolist()
-        told = tokenizer.decode(whole[prompt["input_ids"].shape[1] : -1])
-        assert told == answer["text"]
         assert len(whole) < prompt["input_ids"].shape[1] + 64, "it stops"
+        answers.append(tokenizer.decode(whole[prompt["input_ids"].shape[1] : -1]))
+    return answers
 
 
 def test_a_sample_has_the_prompt_of_the_template_and_says_whether_it_ended(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_shown_rows_and_samples_have_their_images(folder: Path) -> None:
     (folder / "spec.json").write_text(given.model_dump_json(by_alias=True))
     (folder / "red.png").write_bytes(encoded("red", 50, 20))
     arguments = [str(folder / "spec.json"), str(folder)]
-    first, second = show.run_command([*arguments, "1", "2"])["rows"]
+    first, second = show.run_command([*arguments, "1", "2", ""])["rows"]
     red, blue = (
         {"place": f"{folder}/{c}.png", "width": w, "height": h} for c, w, h in (("red", 50, 20), ("blue", 40, 30))
     )

@@ -110,7 +110,7 @@ def test_an_outage_of_a_store_at_the_start_may_be_tried_again(
     def fail(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(splits, "find_run_datasets", fail)
+    monkeypatch.setattr(splits, "find_datasets", fail)
     with pytest.raises(ScaletrainError, match="s3://b/x does not exist") as raised:
         splits.open_data(*run, SimpleNamespace(rank=0, world_size=1), RankZero())  # type: ignore[arg-type]
     assert raised.value.exit_code == code
