@@ -224,7 +224,8 @@ def sample(
     """Print what a checkpoint answers to prompts, as transformers generates it on this machine.
 
     The checkpoint is verified and exported to a temporary folder (below TMPDIR), and loaded from there on one GPU, or
-    on the CPU. The settings of data.chat_template_kwargs apply. Prints the answers to stdout.
+    on the CPU. Prompts are written as in training, with data.chat_template_date and data.chat_template_kwargs. Prints
+    the answers to stdout.
     """
     from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.reasons import Reason
@@ -249,7 +250,7 @@ def sample(
             raise UsageError(Reason("engine.sample-without-tokenizer"))
         prompt = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        create_file(request, json.dumps({**prompt, **sampling}))
+        create_file(request, json.dumps({**prompt, "date": spec.data.chat_template_date, **sampling}))
         sampled = run_engine_command("sample", str(output), str(request), needs=(*_NEEDS, "transformers"))
     sampled |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:

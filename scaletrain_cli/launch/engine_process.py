@@ -56,7 +56,8 @@ def run_engine_command(
 ) -> dict[str, Any]:
     """Run ``engine/commands.py`` with these arguments and return the JSON object that it prints.
 
-    Its stderr is passed on, to ``on_line`` if that is given. ``needs`` are the packages that it imports. Raises MissingPackageError if one is not installed, and EngineProcessError.
+    Its stderr is passed on, to ``on_line`` if that is given. ``needs`` are the packages that it imports. Raises
+    MissingPackageError if one is not installed, and EngineProcessError.
     """
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:

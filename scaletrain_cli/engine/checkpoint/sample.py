@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.engine.data.chat_template import SpecialTokens, compile_template
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 
@@ -18,8 +19,8 @@ from scaletrain_cli.reasons import Reason
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     """Return an answer to each prompt, given FOLDER REQUEST: the exported folder, and a JSON file.
 
-    The file has ``prompts``, ``system``, ``raw``, ``variables`` of the chat template, ``max_tokens``, ``temperature``
-    and ``seed``. Each prompt is answered as if it were the only one. Raises UsageError.
+    The file has ``prompts``, ``system``, ``raw``, ``variables`` and ``date`` of the chat template, ``max_tokens``,
+    ``temperature`` and ``seed``. Each prompt is answered as if it were the only one. Raises UsageError.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -75,6 +76,8 @@ def _encoded(tokenizer: Any, prompt: str, request: dict[str, Any], stops: list[i
         return ids[:-1] if len(ids) > 1 and ids[-1] in stops else ids  # some tokenizers add the end of a text
     system = [] if request["system"] is None else [{"role": "system", "content": request["system"]}]
     messages = [*system, {"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **request["variables"])
+    tokens = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    template = compile_template(tokenizer.chat_template, SpecialTokens(tokens), request["date"], request["variables"])
+    text = template.render(messages, None, {}, prompt=True).text
     found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return found

@@ -203,12 +203,16 @@ def spans_in_the_loss(plain: Any, document: Encoded) -> tuple[list[str], str]:
 
 @pytest.fixture
 def fixed_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_date(monkeypatch, DATE)
+
+
+def fix_date(monkeypatch: pytest.MonkeyPatch, date: str) -> None:
     """Make transformers write the date that ours writes."""
 
     class Fixed(datetime.datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
-            return datetime.datetime.fromisoformat(DATE)
+            return datetime.datetime.fromisoformat(date)
 
     module = pytest.importorskip("transformers.utils.chat_template_utils")
     monkeypatch.setattr(module, "datetime", Fixed)
