@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from scaletrain_cli.launch.cancel import Cancellation
 from scaletrain_cli.launch.cancel import cancel as cancel_run
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.dataset_checks import require_same_data
+from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
@@ -110,6 +111,7 @@ __all__ = [
     "cancel",
     "explain",
     "find_run",
+    "in_steps",
     "list_runs",
     "load_spec",
     "logs",
@@ -234,6 +236,7 @@ class PreparedSubmission:
     run_id: str | None
     trust_owner: bool
     sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
+    epochs: Reason | None = None  # how training.epochs was counted in steps, which ``spec`` has in their place
 
     @property
     def size_plans(self) -> Mapping[int, RunPlan]:
@@ -283,7 +286,7 @@ class PreparedSubmission:
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
-            data.record(made.run)
+            replace(data, epochs=self.epochs).record(made.run)
         submission = self.earlier or submit_run(
             made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation
         )
@@ -414,21 +417,29 @@ def prepare_submission(
     trust_owner: bool = False,
     name: str | Path = "the run spec",
     dry_run: bool = False,
+    prepare: Choice = "auto",
+    on_preparation: Callable[[str], None] = lambda line: None,
 ) -> PreparedSubmission:
-    """Plan a run and check what the spec refers to on this machine. Writes nothing and contacts no scheduler.
+    """Plan a run and check what the spec refers to on this machine. Contacts no scheduler.
 
     ``run_id`` (default: a new one) makes the submission repeatable. ``trust_owner`` accepts a run directory of another
     user. ``name`` is what errors call the spec. ``dry_run``: check it as if it had not been submitted before.
+
+    Writes nothing, unless the spec has ``training.epochs`` and data that are not prepared: these are then prepared, to
+    be counted, with ``prepare`` and ``on_preparation`` as in PreparedSubmission.submit(). A dry run estimates their
+    size. Raises UsageError where they are not prepared on this machine.
     """
     backend = backend_for(spec.cluster.scheduler)
-    spec = backend.with_local_defaults(spec)
+    spec, epochs = in_steps(backend.with_local_defaults(spec), name, None if dry_run else prepare, on_preparation)
     planned, snapshot = plan_run(spec, name), take_snapshot(spec)
     spec, plan = planned.spec, planned.plan
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     earlier = None if run_id is None or dry_run else submitted_before(run_id)
     warnings = require_external(spec, snapshot) if earlier is None else ()
-    return PreparedSubmission(spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner, planned.sizes)
+    return PreparedSubmission(
+        spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner, planned.sizes, epochs
+    )
 
 
 def submit(spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False) -> Submitted:

@@ -256,6 +256,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "evaluated": _evaluated,
     "goodput": _goodput,
     "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
+    "epochs-counted": lambda event: str(event["text"]),
     "validation-held-back": _validation_held_back,
     "batch-norm-images": _batch_norm_images,
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",

@@ -333,14 +333,22 @@ def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]
 
 def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, RunDir | None]:
     """Return the spec of a file, or that of a run with the run. Raises SpecError and UsageError."""
-    from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.errors import SpecError, UsageError
+    from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.hub_files import DATA, fetched_spec
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.spec import load_spec
 
     if target == "-" or os.path.isfile(target) or target.endswith((".yaml", ".yml")):
-        return fetched_spec(load_spec(Path(target), overrides or ()), DATA, show_fetch()), None
+        given = load_spec(Path(target), overrides or ())
+        try:
+            given, _ = in_steps(given, target)
+        except SpecError:
+            raise
+        except UsageError:  # raised again by what needs the steps
+            pass
+        return fetched_spec(given, DATA, show_fetch()), None
     run = find_run(target)
     if overrides:
         raise UsageError(Reason("data.set-requires-spec", {"target": run.run_id}))

@@ -163,7 +163,7 @@ def command(
         from scaletrain_cli.plan.reliability.spot_trace import read_trace
 
         recorded = read_trace(trace)
-    run = _load(specs[0], overrides or [], sets[0], cluster, hardware)
+    run, epochs = _load(specs[0], overrides or [], sets[0], cluster, hardware)
     measurements = _measurements(run, uncalibrated=uncalibrated)
     run = _priced(run) if live_prices else run
     found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
@@ -175,7 +175,8 @@ def command(
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json(found.to_json() | {"data": None if data is None else data.to_json()})
+        in_data = {"data": None if data is None else data.to_json()}
+        print_json(found.to_json() | in_data | {"epochs": None if epochs is None else epochs.to_json()})
     else:
         from scaletrain_cli.ui.plan_answer import show_answer
         from scaletrain_cli.ui.plan_data import show_data
@@ -210,7 +211,10 @@ class Hardware:
     gpu: str | None
 
 
-def _load(name: str, overrides: list[str], varied: tuple[str, ...], cluster: str | None, on: Hardware) -> RunSpec:
+def _load(
+    name: str, overrides: list[str], varied: tuple[str, ...], cluster: str | None, on: Hardware
+) -> tuple[RunSpec, Reason | None]:
+    """Return the spec, and how its epochs were counted in steps, which is printed to stderr; None without epochs."""
     from scaletrain_cli.cli.options import load_varied
     from scaletrain_cli.spec.source import VARY_OPTION as VARY
 
@@ -218,8 +222,16 @@ def _load(name: str, overrides: list[str], varied: tuple[str, ...], cluster: str
         from scaletrain_cli.cli.hub_model import USUAL_GPU, USUAL_GPUS, spec_of_model
 
         gpus, gpu = on.gpus or USUAL_GPUS, on.gpu or USUAL_GPU
-        return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster)
-    return load_varied(Path(name), overrides, varied, VARY, cluster)
+        return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster), None
+    run = load_varied(Path(name), overrides, varied, VARY, cluster)
+    if run.training.epochs is None:
+        return run, None
+    from scaletrain_cli.launch.epochs import in_steps
+    from scaletrain_cli.ui.console import say
+
+    run, epochs = in_steps(run, name)
+    say(f"{', '.join(varied)}: {epochs}" if varied else str(epochs))
+    return run, epochs
 
 
 def _calibrate(name: str) -> None:
@@ -294,7 +306,7 @@ def _compare(
 ) -> None:
     from scaletrain_cli.plan.advice.answer import compare, name_runs, none_feasible
 
-    runs = [(Path(name), chosen, _load(name, overrides, chosen, cluster, on)) for name in specs for chosen in sets]
+    runs = [(Path(name), chosen, _load(name, overrides, chosen, cluster, on)[0]) for name in specs for chosen in sets]
     named = name_runs(runs)
     compared = compare([(name, run, _measurements(run, uncalibrated=uncalibrated)) for name, run in named])
     if as_json:

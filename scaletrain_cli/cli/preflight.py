@@ -31,6 +31,7 @@ def command(
     """
     from scaletrain_cli.cli.options import confirm, seconds_of
     from scaletrain_cli.launch.backends.registry import backend_for
+    from scaletrain_cli.launch.epochs import provisional
     from scaletrain_cli.launch.preflight import run_preflight
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.spec import load_spec
@@ -40,7 +41,7 @@ def command(
 
     seconds = seconds_of("--timeout", timeout)
     # Preflight runs the built-in engine, even for a spec with code.engine.
-    run_spec = load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster)
+    run_spec = provisional(load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster))
     try:
         plan, scheduler = plan_for_engine(run_spec, spec), backend_for(run_spec.cluster.scheduler)
     except InfeasibleError as error:

@@ -85,15 +85,19 @@ def rehearse(
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
+    from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.rehearse import fewest_nodes, rehearsal_spec, run_rehearsal
     from scaletrain_cli.launch.submit import plan_for_engine
-    from scaletrain_cli.ui.console import warn
+    from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.submission import show_start
 
     if given.code.own_program:
         key = "code.command" if given.code.command is not None else "code.engine"
         raise UsageError(f"{key}: rehearsals run the built-in engine only. Add --set code={{}} to rehearse with it.")
+    given, epochs = in_steps(given, file)
+    if epochs is not None:
+        say(str(epochs))
     small = rehearsal_spec(given, options, nodes or fewest_nodes(given))
     plan, scheduler = plan_for_engine(small, file), backend_for(small.cluster.scheduler)
     outlook = scheduler.preflight(small, plan)

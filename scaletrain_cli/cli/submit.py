@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.preparation import Choice
     from scaletrain_cli.launch.rehearse import RehearsalResult
     from scaletrain_cli.launch.sweep import Point
+    from scaletrain_cli.plan.data_size import DataSize
     from scaletrain_cli.spec import RunSpec
 
 
@@ -150,9 +152,19 @@ def command(
         raise UsageError("--rehearse submits a job and cannot be combined with --dry-run.")
 
     def prepared_submission() -> PreparedSubmission:
-        return prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec, dry_run=dry_run)
+        return prepare_submission(
+            run_spec,
+            run_id=run_id,
+            trust_owner=trust_owner,
+            name=spec,
+            dry_run=dry_run,
+            prepare=as_choice(prepare),
+            on_preparation=say_preparation,
+        )
 
     prepared = prepared_submission()
+    if prepared.epochs is not None:
+        say(str(prepared.epochs))
     if dry_run:
         _show_rendered(prepared, output, as_json)
         return
@@ -169,7 +181,7 @@ def command(
     if probe:
         from scaletrain_cli.ui.submission import show_probe
 
-        show_probe(prepared.backend.probe(run_spec, prepared.plan))
+        show_probe(prepared.backend.probe(prepared.spec, prepared.plan))
     passed: dict[str, object] = {}
     if rehearsed:
         passed = {"rehearsal": _rehearse(run_spec, spec, yes=yes, as_json=as_json).to_json()}
@@ -275,7 +287,7 @@ def submit_points(
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import say, warn
 
-    sweep, planned = _plan_points(spec, overrides, points, cluster, run_id)
+    sweep, planned = _plan_points(spec, overrides, points, cluster, run_id, None if dry_run else prepare)
     section = planned[0].spec.cluster
     if len({point.spec.cluster.scheduler for point in planned}) > 1:
         raise UsageError(
@@ -347,7 +359,7 @@ def submit_points(
         data = _data_of(point.spec)
         if data not in prepared:
             prepared[data] = prepare_data(point.spec, prepare, say_preparation)
-    of_points = [prepared[_data_of(point.spec)] for point in planned]
+    of_points = [replace(prepared[_data_of(point.spec)], epochs=point.epochs) for point in planned]
     if array:
         done = submit_as_array(sweep, planned, scheduler, cap, snapshots, of_points)
     else:
@@ -381,26 +393,38 @@ def _plan_points(
     variants: Sequence[tuple[str, ...]],
     cluster: str | None,
     run_id: str | None,
+    prepare: Choice | None,
 ) -> tuple[str, list[Point]]:
-    """Return the sweep's name and its planned points.
+    """Return the sweep's name and its planned points. ``prepare``: as for in_steps(), None for a dry run.
 
     Raises SpecError or InfeasibleError for the first invalid point; the message names its values.
     """
     import time
 
     from scaletrain_cli.cli.options import load_varied
+    from scaletrain_cli.launch.epochs import counted, size_to_count
     from scaletrain_cli.launch.node_sizes import plan_run
     from scaletrain_cli.launch.submit import new_run_id
     from scaletrain_cli.launch.sweep import Point, point_ids
+    from scaletrain_cli.ui.console import say
 
     found: list[PlannedRun] = []
+    sizes: dict[str, DataSize] = {}
+    epochs: list[Reason | None] = []
     for varied in variants:
         try:
-            one = load_varied(spec, overrides, varied, SWEEP_OPTION, cluster)
+            one, how = load_varied(spec, overrides, varied, SWEEP_OPTION, cluster), None
+            if one.training.epochs is not None:
+                data = _data_of(one)
+                if data not in sizes:
+                    sizes[data] = size_to_count(one, spec, prepare, say_preparation)
+                one, how = counted(one, sizes[data], spec)
+                say(f"{', '.join(varied)}: {how}")
+            epochs.append(how)
             found.append(plan_run(one, spec))
         except (SpecError, InfeasibleError) as error:
             error.message = f"{', '.join(varied)}: {error.message}"
             raise
     sweep = run_id if run_id is not None else new_run_id(found[0].spec.name, time.time())
-    named = zip(point_ids(sweep, variants), variants, found, strict=True)
-    return sweep, [Point(name, varied, one.spec, one.plan, one.size_plans) for name, varied, one in named]
+    named = zip(point_ids(sweep, variants), variants, found, epochs, strict=True)
+    return sweep, [Point(name, varied, one.spec, one.plan, one.size_plans, how) for name, varied, one, how in named]

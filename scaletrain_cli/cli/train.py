@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,6 +40,7 @@ def command(
     """
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code import take_snapshot
+    from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.preparation import prepare_data
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.submit import create_run, plan_for_engine
@@ -52,7 +54,8 @@ def command(
     from scaletrain_cli.ui.plan import show_plan_summary
     from scaletrain_cli.ui.status import measures_text
 
-    run_spec = load_spec(spec, [*(overrides or ()), f"cluster.scheduler={DEFAULT}"])
+    given = load_spec(spec, [*(overrides or ()), f"cluster.scheduler={DEFAULT}"])
+    run_spec, epochs = in_steps(given, spec, "auto", say_preparation)
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
     backend = backend_for(DEFAULT)
     require_external(run_spec, snapshot)  # everything is visible to a local run
@@ -62,7 +65,7 @@ def command(
     for warning in shared_root_notes(runs_root(), prepares=not run_spec.code.own_program):
         warn(sentences(warning))
     show_plan_summary(run_spec, plan)
-    data = prepare_data(run_spec, say=say_preparation)
+    data = replace(prepare_data(run_spec, say=say_preparation), epochs=epochs)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     data.record(made.run)
     say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode, Problem, UsageError, sentences
+from scaletrain_cli.errors import ExitCode, Problem, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -15,8 +21,8 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     Data, weights, tokenizers and other resources that submit would reject are errors, too; what is not visible on this
     machine is a warning.
 
-    With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons", "notes"}; the spec
-    includes every default and derived dimension.
+    With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons", "notes", "epochs"}; the
+    spec includes every default and derived dimension.
     """
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.adapters import check_adapter
@@ -28,7 +34,8 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     from scaletrain_cli.spec.problems import placed
 
     try:
-        run = load_spec(spec, overrides or (), cluster=cluster)
+        given = load_spec(spec, overrides or (), cluster=cluster)
+        run, epochs, uncounted = _in_steps(given, spec)
         try:
             find_accelerator(run.cluster)
             check_adapter(run)
@@ -42,7 +49,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
 
             print_json({"valid": False, "problems": [problem.to_json() for problem in error.problems], "spec": None})
         raise
-    found, notes = check_external(run), tuple(about_config_keys(run))
+    found, notes = check_external(run), (*about_config_keys(run), *uncounted)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -51,18 +58,35 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
             "not_checked": [sentences(warning) for warning in found.warnings],
             "not_checked_reasons": [warning.to_document() for warning in found.warnings],
             "notes": [note.to_json() for note in notes],
+            "epochs": None if epochs is None else epochs.to_json(),
         }
-        spec_document = run.model_dump(mode="json", by_alias=True)
+        spec_document = given.model_dump(mode="json", by_alias=True)
         print_json({"valid": not found.problems, "problems": [], "spec": spec_document} | details)
         _refuse(found.problems)
         return
     from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.spec import show_summary
 
-    show_summary(run, STDIN if str(spec) == "-" else str(spec), usable=not found.problems)
+    shown = given if uncounted else run
+    show_summary(shown, STDIN if str(spec) == "-" else str(spec), usable=not found.problems, epochs=epochs)
     for warning in (*notes, *found.warnings):
         warn(sentences(warning))
     _refuse(found.problems)
+
+
+def _in_steps(spec: RunSpec, file: Path) -> tuple[RunSpec, Reason | None, tuple[Reason, ...]]:
+    """Return the spec with steps in place of epochs, how they were counted, and why they cannot be counted here.
+
+    Raises SpecError where other settings do not fit the steps.
+    """
+    from scaletrain_cli.launch.epochs import in_steps, provisional
+
+    try:
+        return (*in_steps(spec, file), ())
+    except SpecError:
+        raise
+    except UsageError as error:  # a run may still prepare the data, and then count
+        return provisional(spec), None, tuple(one.reason for one in error.problems if one.reason is not None)
 
 
 def _refuse(problems: tuple[Problem, ...]) -> None:

@@ -314,6 +314,7 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
     settings = {
         "name": "drill",
         "training.tokens": "null",
+        "training.epochs": "null",
         "training.steps": steps,
         "training.schedule.warmup_steps": min(schedule.warmup_steps, every),
         "training.early_stopping": "{patience: 0}",

@@ -89,17 +89,20 @@ def fetched_spec(
     keys: str | Sequence[str],
     on_progress: Callable[[FetchProgress], None] = lambda progress: None,
     known: Mapping[str, str] | None = None,
+    *,
+    offline: bool = False,
 ) -> RunSpec:
     """Return the spec with local paths, after a fetch on this machine: for verbs that read files here.
 
-    ``keys``: a key or a section, or several such as DATA. ``known``: commits that a run has recorded.
+    ``keys``: a key or a section, or several such as DATA. ``known``: commits that a run has recorded. ``offline``: send
+    no request, and take what is in the cache.
     Raises HubError, FetchError and OSError.
     """
     sections = (keys,) if isinstance(keys, str) else keys
     uses = [use for use in hub_uses(spec) if any(f"{use.key}.".startswith(f"{section}.") for section in sections)]
     if not uses:
         return spec
-    environment = environment_here(spec, os.environ)
+    environment = environment_here(spec, os.environ) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     commits = resolve_commits(spec, environment, known)
     fetch(uses, commits, environment, on_progress=on_progress)
     wanted = {use.text: commits[use.text] for use in uses}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
@@ -26,6 +26,7 @@ from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.datasets import Entry, datasets_file, record_datasets
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
@@ -46,6 +47,7 @@ _MOST_LOOKED_AT = 1000  # files of a folder
 _SECONDS_PER_TASK, _MOST_TASKS = 1800.0, 64
 # A stand-in for the engine, whose data are its own.
 _OTHER_ENGINE = "SCALETRAIN_ENGINE"
+_COUNTED = "epochs-counted"
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,22 @@ class PreparationPlan:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """``tasks``: of a job that must prepare the data, 0 if they are prepared; ``datasets``: what a run records."""
+    """``tasks``: of a job that must prepare the data, 0 if they are prepared; ``datasets``: what a run records.
+
+    ``epochs``: how ``training.epochs`` was counted in steps; None if the spec has none.
+    """
 
     tasks: int = 0
     datasets: tuple[Entry, ...] = ()
+    epochs: Reason | None = None
 
     def record(self, run: RunDir) -> None:
-        """Record the datasets in a run, whose attempts then do not look at the sources again. Raises OSError."""
+        """Record the datasets in a run, whose attempts then do not look at the sources again, and how epochs were
+        counted. Raises OSError.
+        """
         record_datasets(datasets_file(run), self.datasets)
+        if self.epochs is not None and not any(event["event"] == _COUNTED for event in read_events(run)):
+            record_event(run, _COUNTED, text=str(self.epochs), **self.epochs.to_document())
 
 
 def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
@@ -115,9 +125,7 @@ def plan_preparation(
             return PreparationPlan("nothing", Reason("preparation.by-user"))
         unknown = backend.preparation_tasks(cluster) or 1
         return PreparationPlan("job", Reason("preparation.job-unseen", {"cause": unseen, "tasks": unknown}), unknown)
-    with _spec_file(spec) as file:
-        words = ("--check", *_run_words(run))
-        answer = run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder)
+    answer = _checked(spec, runs_root, folder, run)
     datasets = tuple(answer.get("datasets", ()))
     if answer["prepared"]:
         return PreparationPlan("nothing", Reason("preparation.is-prepared"), datasets=datasets)
@@ -139,6 +147,29 @@ def plan_preparation(
     if seconds <= _LONGEST_HERE_SECONDS:
         return PreparationPlan("here", Reason("preparation.here", params), datasets=datasets)
     return PreparationPlan("job", Reason("preparation.job", params), tasks, datasets)
+
+
+def find_prepared_data(spec: RunSpec, runs_root: Path) -> tuple[Entry, ...]:
+    """Return the datasets of a run as it would record them; none if they are not prepared, or not visible here.
+
+    Sends no request to the hub. Raises nothing.
+    """
+    if not spec.cluster.traits.shared_run_directory or _unseen(spec, Path.cwd()) is not None:
+        return ()
+    try:
+        answer = _checked(spec, runs_root, offline=True)
+    except (ScaletrainError, OSError):  # the checks before a run state what is wrong
+        return ()
+    return tuple(answer["datasets"]) if answer["prepared"] else ()
+
+
+def _checked(
+    spec: RunSpec, runs_root: Path, folder: Path | None = None, run: RunDir | None = None, *, offline: bool = False
+) -> dict[str, Any]:
+    """Return whether the data are prepared, their size and the datasets that are there, as the engine's command."""
+    with _spec_file(spec, offline=offline) as file:
+        words = ("--check", *_run_words(run))
+        return run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder)
 
 
 def prepare_data(
@@ -278,9 +309,9 @@ def _run_words(run: RunDir | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def _spec_file(spec: RunSpec, known: Mapping[str, str] | None = None) -> Iterator[Path]:
+def _spec_file(spec: RunSpec, known: Mapping[str, str] | None = None, *, offline: bool = False) -> Iterator[Path]:
     """Yield a file with the spec, in which files of the hub are local ones."""
-    resolved = fetched_spec(spec, DATA, known=known)
+    resolved = fetched_spec(spec, DATA, known=known, offline=offline)
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         path = Path(folder) / "spec.json"
         create_file(path, _document(resolved))

@@ -37,13 +37,17 @@ _LONGEST_ID = 100
 
 @dataclass(frozen=True)
 class Point:
-    """One run to submit: its id, its overrides, its spec and its plan; ``size_plans``: as in PlannedRun."""
+    """One run to submit: its id, its overrides, its spec and its plan; ``size_plans``: as in PlannedRun.
+
+    ``epochs``: how ``training.epochs`` was counted in steps; None if the spec has none.
+    """
 
     run_id: str
     overrides: tuple[str, ...]
     spec: RunSpec
     plan: RunPlan
     size_plans: Mapping[int, RunPlan] = field(default_factory=dict)
+    epochs: Reason | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ _FILES_READ = 8
 _BYTES_READ = 1 << 18  # of each of these files
 _FEWEST_ROWS = 8  # of an estimate
 _LARGEST_COUNT = 1 << 62
+ENOUGH_TO_VALIDATE = 16  # samples of one source of several, in every layout
 
 
 class DataSize(NamedTuple):
@@ -45,11 +47,13 @@ def data_size(spec: RunSpec) -> DataSize | None:
     That is so for text that is not prepared, embedded data, the hub, compressed or binary files of rows, rows of which
     the beginnings of the files show too few, and files that this machine has not or may have in other versions.
     """
+    if spec.counted_data is not None:
+        return DataSize(*spec.counted_data, exact=True)
     source = spec.data.source
     if source is None or spec.code.own_program or spec.unit != "tokens" or source in EMBEDDED or is_reference(source):
         return None
     try:
-        if not _is_seen(spec, source):
+        if not is_seen(spec, source):
             return None
         place = (spec.folder / expand_home(source)).absolute()
         found = os.stat(place)
@@ -63,13 +67,29 @@ def data_size(spec: RunSpec) -> DataSize | None:
     )
 
 
-def _is_seen(spec: RunSpec, source: str) -> bool:
+def is_seen(spec: RunSpec, source: str) -> bool:
     """Return whether the ranks are assumed to read the files that this machine has at the path."""
     traits = spec.cluster.traits
     if traits.runs_here:
         return True
     seen = parent_of_glob(source)
     return traits.shared_run_directory and not spec.cluster.section.unseen_place(spec.folder, seen)
+
+
+def validation_from_training(train: int, validation: int, global_batch_size: int, width: int | None) -> int:
+    """Return how many samples for training a new run validates on, because its validation split is too small.
+
+    0 if that is large enough, -1 if both are too small. ``train``, ``validation``: samples of the splits. ``width``: in
+    a micro-batch of all replicas, which a single source must fill; None for one of several sources, of which the number
+    is the same in every layout.
+    """
+    # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
+    count = global_batch_size
+    if train < 10 * global_batch_size:
+        count = min(global_batch_size, max(width or 1, train // 20))
+    if validation >= (min(count, ENOUGH_TO_VALIDATE) if width is None else width):
+        return 0
+    return -1 if count < (width or 1) or train < 2 * count else count
 
 
 @lru_cache(maxsize=32)
@@ -80,7 +100,7 @@ def _data_size(
         prepared = folder / expand_home(source) / "dataset.json"
         if prepared.is_file():
             with open_to_read(prepared) as file:
-                return _of_prepared(json.loads(file.read()), objective, seq_len)
+                return prepared_size(json.loads(file.read()), objective, seq_len)
         if objective == "causal_lm":
             return None
         files = find_files(source, folder, ROW_FORMATS).files
@@ -89,7 +109,13 @@ def _data_size(
         return None  # the checks of submit and validate state what is wrong
 
 
-def _of_prepared(info: dict[str, Any], objective: str, seq_len: int) -> DataSize:
+def prepared_size(info: Mapping[str, Any], objective: str, seq_len: int) -> DataSize:
+    """Return the size of prepared data of text, rows or images from their dataset.json. Raises KeyError and ValueError.
+
+    ``seq_len``: of the sequences of text.
+    """
+    if "train_samples" in info:  # images
+        return DataSize(_count(info["train_samples"]), _count(info["validation_samples"]), 0, True)
     tokens, other = _count(info["train_tokens"]), _count(info["validation_tokens"])
     if objective == "causal_lm":
         return DataSize(max(0, tokens - 1) // seq_len, max(0, other - 1) // seq_len, tokens, True)

@@ -63,6 +63,39 @@ TEXTS: dict[str, Text] = {
         "the preparation job {job} ended without preparing the data",
         ("Read its logs in {folder}, then run scaletrain resume {run}, which prepares the data again",),
     ),
+    "epochs-counted": Text("{epochs:of epoch} of {samples:whole} {unit} = {steps:of step} of {batch:whole}"),
+    "epochs-counted-less-validation": Text(
+        "{epochs:of epoch} of {samples:whole} {unit} = {steps:of step} of {batch:whole}; {held_back:whole} more are "
+        "held back for validation"
+    ),
+    "epochs-estimated": Text(
+        "{epochs:of epoch} of about {samples:whole} {unit} = about {steps:of step} of {batch:whole}; they are counted "
+        "when the data are prepared"
+    ),
+    "epochs-uncounted": Text("the epochs of the run cannot be counted in steps"),
+    "epochs-not-counted": Text(
+        "training.epochs = {epochs:number} is not counted in steps yet, which are needed here", ("Set training.steps",)
+    ),
+    "epochs-not-prepared": Text(
+        "epochs are counted in the prepared data, and these data are not prepared before the run is planned: {why}",
+        ("Run scaletrain data prepare {spec} first where the data can be read, or set training.steps",),
+    ),
+    "epochs-out-of-sight": Text(
+        "epochs are counted in the prepared data, which this machine cannot see with cluster.scheduler = {scheduler}",
+        ("Set training.steps",),
+    ),
+    "epochs-not-estimated": Text(
+        "epochs are counted in the prepared data; these are not prepared, and their size cannot be estimated on this "
+        "machine",
+        ("Run scaletrain data prepare {spec} first, or set training.steps",),
+    ),
+    "epochs-estimate-misfit": Text(
+        "epochs are about {steps:of step} by an estimate, which other settings do not fit: {cause}",
+        ("Run scaletrain data prepare {spec} to count them, or correct these settings",),
+    ),
+    "epochs-too-many": Text(
+        "these would be {steps:whole} steps, and a run has at most {most:whole}", ("Set fewer epochs",)
+    ),
     "waiting": Text(
         "the training job waits for the preparation job {job}", ("Read the progress of the preparation in {folder}",)
     ),

@@ -4,7 +4,7 @@ from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
 from scaletrain_cli.spec.data import DataSpec
 from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.json_schema import json_schema
-from scaletrain_cli.spec.loading import changed_keys, load_cluster, load_spec, override_spec, parse_spec
+from scaletrain_cli.spec.loading import changed_keys, load_cluster, load_spec, override_spec, parse_spec, set_steps
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import SCHEMA, RunSpec
@@ -32,6 +32,7 @@ __all__ = [
     "override_spec",
     "parse_spec",
     "presets",
+    "set_steps",
     "starting_spec",
     "to_hugging_face",
     "vision_presets",

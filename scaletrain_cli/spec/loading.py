@@ -169,6 +169,27 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     return new
 
 
+def set_steps(spec: RunSpec, steps: int, *, file: str) -> RunSpec:
+    """Return a loaded spec with ``training.steps`` in place of ``training.epochs``; ``file`` is the name in errors.
+
+    Raises SpecError where settings that refer to steps, such as a warm-up, do not fit.
+    """
+    new = count_in_steps(spec, steps)
+    source = Source(file)
+    source.places = dict(spec.places)
+    problems = (*contradictions(new.training, ("training",), source), *contradictions(new, (), source))
+    if problems:
+        epochs = f"training.epochs = {spec.training.epochs:g} gives {counted(steps, 'step')}"
+        raise SpecError(f"{file}: {epochs}, which other settings do not fit", problems, file=file)
+    return new
+
+
+def count_in_steps(spec: RunSpec, steps: int) -> RunSpec:
+    """Return a copy with ``training.steps`` in place of ``training.epochs``, without a check of other settings."""
+    training = spec.training.model_copy(update={"steps": steps, "epochs": None})
+    return spec.model_copy(update={"training": training})
+
+
 def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> list[Problem]:
     """Set each override in plain data; return the problems."""
     problems: list[Problem] = []

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema, model_validator
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.code import CodeSpec
 from scaletrain_cli.spec.data import NO_DATA, DataSpec
@@ -220,6 +221,7 @@ class RunSpec(Section):
     )
     _source: Source | None = PrivateAttr(default=None)
     _folder: Path = PrivateAttr(default=Path())
+    _counted_data: tuple[int, int, int] | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -257,6 +259,15 @@ class RunSpec(Section):
     def set_folder(self, folder: Path) -> None:
         """Store the folder to which the paths are relative: for a recorded run the one that it was submitted in."""
         self._folder = folder
+
+    @property
+    def counted_data(self) -> tuple[int, int, int] | None:
+        """Training samples, validation samples and training tokens, if they were counted for ``training.epochs``."""
+        return self._counted_data
+
+    def set_counted_data(self, train: int, validation: int, tokens: int) -> None:
+        """Store the size of the prepared data, which a plan of this spec then does not estimate."""
+        self._counted_data = (train, validation, tokens)
 
     def where(self, key: str) -> str:
         """Return ``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""
@@ -348,12 +359,16 @@ class RunSpec(Section):
 
     @property
     def total_steps(self) -> int:
-        """Return the number of optimizer steps: ``training.steps``, or ``tokens`` or ``samples`` rounded up."""
+        """Return the number of optimizer steps: ``training.steps``, or ``tokens`` or ``samples`` rounded up.
+
+        Raises UsageError while ``epochs`` are not counted in steps, see launch/epochs.py.
+        """
         if self.training.steps is not None:
             return self.training.steps
         if self.training.samples is not None:
             return math.ceil(self.training.samples / self.training.global_batch_size)
-        assert self.training.tokens is not None
+        if self.training.tokens is None:
+            raise UsageError(Reason("preparation.epochs-not-counted", {"epochs": self.training.epochs}))
         return math.ceil(self.training.tokens / (self.training.global_batch_size * self.units_per_sample))
 
     def of_sources(self) -> dict[str, "RunSpec"]:

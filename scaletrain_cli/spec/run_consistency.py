@@ -27,7 +27,10 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     yield from (
         _transformer_inconsistencies(spec) if isinstance(spec.model, ModelSpec) else _vision_inconsistencies(spec)
     )
-    yield from _group_inconsistencies(spec)
+    if spec.training.epochs is not None:
+        yield from _epochs_inconsistencies(spec)
+    else:  # of the steps, which are not known before
+        yield from _group_inconsistencies(spec)
     if spec.cluster.node_range is not None and spec.training.optimizer.name == "adamw_8bit":
         yield (
             "cluster.nodes",
@@ -53,6 +56,17 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
         )
     yield from notify_inconsistencies(spec.notify, spec.env, own_program=spec.code.own_program)
     yield from spec.cluster.section.run_inconsistencies(env=spec.env, secret_env=spec.secret_env)
+
+
+def _epochs_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+    if spec.code.own_program:
+        key = "code.command" if spec.code.command else "code.engine"
+        yield "training.epochs", f"counts data of the built-in engine. Set training.steps with {key}."
+    if spec.data.mixes:
+        yield (
+            "training.epochs",
+            "must be null with several data.sources, which have epochs of their own. Set training.steps.",
+        )
 
 
 def _group_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
@@ -198,10 +212,9 @@ def _vision_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
 
 def _mixture_inconsistencies(spec: "RunSpec", *parts: str) -> Iterator[tuple[str, str]]:
     """``parts``: of a sample of images that the run reads; none for text."""
-    found = [
-        *format_inconsistencies(spec.data.sources, parts),
-        *stage_order_problems(spec.data.stages, spec.total_steps),
-    ]
+    found = [*format_inconsistencies(spec.data.sources, parts)]
+    if spec.training.epochs is None:
+        found += stage_order_problems(spec.data.stages, spec.total_steps)
     yield from ((f"data.{key}", message) for key, message in found)
 
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.hub_files import DataPath
 from scaletrain_cli.spec.image_files import FOLDER, IMAGE_FORMATS, SHARDS
-from scaletrain_cli.spec.quantities import Bytes, Matching, Text, not_a_switch, or_word
+from scaletrain_cli.spec.quantities import Bytes, Epochs, Matching, Text, not_a_switch, or_word
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
@@ -18,7 +18,6 @@ SourceName = Annotated[
     Matching(r"[a-z0-9][a-z0-9_-]*", 64, "must consist of a-z, 0-9, - and _, begin with a letter or digit"),
 ]
 Weight = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1e9)]
-Epochs = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1e6)]
 SourceFormat = Literal[
     "auto",
     "txt",

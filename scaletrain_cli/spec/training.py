@@ -12,6 +12,7 @@ from scaletrain_cli.spec.losses import LOSSES_OF, LossSpec
 from scaletrain_cli.spec.quantities import (
     AutoWhole,
     Count,
+    Epochs,
     Fraction,
     NonNegative,
     Positive,
@@ -312,6 +313,9 @@ class TrainingSpec(Section):
     samples: Count | None = Field(
         default=None, description="images, pairs, or sequences of llava, of the whole run, in place of steps"
     )
+    epochs: Epochs | None = Field(
+        default=None, description="passes over the training data, such as 3 or 0.5, in place of steps"
+    )
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"] = "bf16"
     weight_dtype: Literal["auto", "fp8", "mxfp8", "mxfp4", "nvfp4"] = Field(
         default="auto", description="stored matrices of the blocks; auto: by precision; the engine has auto"
@@ -358,8 +362,8 @@ class TrainingSpec(Section):
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
-        if [self.steps, self.tokens, self.samples].count(None) != 2:
-            yield "steps", "exactly one of steps, tokens and samples must be set; null unsets one."
+        if [self.steps, self.tokens, self.samples, self.epochs].count(None) != 3:
+            yield "steps", "exactly one of steps, tokens, samples and epochs must be set; null unsets one."
         if self.objective in LOSSES_OF:
             yield from self._loss_inconsistencies()
         if self.micro_batch_size != "auto" and self.global_batch_size % self.micro_batch_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.preparation import PreparationStep
@@ -13,25 +14,29 @@ from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
 
 
-def show_summary(spec: RunSpec, file: str, *, usable: bool) -> None:
-    """Print ``OK``, unless the spec is not usable, and a summary of the spec to stdout."""
+def show_summary(spec: RunSpec, file: str, *, usable: bool, epochs: Reason | None = None) -> None:
+    """Print ``OK``, unless the spec is not usable, and a summary of the spec to stdout.
+
+    ``epochs``: how ``training.epochs`` was counted in the steps of the spec.
+    """
     console = stdout_console()
     verdict = ("OK ", "bold green") if usable else ("", "")
     console.print(Text.assemble(verdict, (plain(file), "bold")), soft_wrap=True)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=9)
     table.add_column(overflow="fold")
-    for name, text in _rows(spec):
+    for name, text in _rows(spec, epochs):
         table.add_row(f"  {name}", escaped_text(text))
     show(console, table)
 
 
-def _rows(spec: RunSpec) -> list[tuple[str, str]]:
+def _rows(spec: RunSpec, epochs: Reason | None) -> list[tuple[str, str]]:
     rows = [
         ("name", spec.name),
         ("model", model_text(spec)),
         ("data", data_text(spec)),
         *_mixture_rows(spec),
+        *(() if epochs is None else (("epochs", str(epochs)),)),
         ("training", training_text(spec)),
         ("layout", layout_text(spec)),
         ("cluster", cluster_text(spec)),
@@ -101,11 +106,14 @@ def _step_text(step: PreparationStep) -> str:
 
 def training_text(spec: RunSpec) -> str:
     training = spec.training
-    seen = spec.total_steps * training.global_batch_size * spec.units_per_sample
-    samples = spec.samples
+    batch = f"{whole_text(training.global_batch_size)} {spec.samples}"
+    if training.epochs is not None:
+        length = f"{training.epochs:g} {'epoch' if training.epochs == 1 else 'epochs'} in steps of {batch}"
+    else:
+        seen = spec.total_steps * training.global_batch_size * spec.units_per_sample
+        length = f"{whole_text(spec.total_steps)} steps of {batch}, {count_text(seen)} {spec.unit}"
     return (
-        f"{whole_text(spec.total_steps)} steps of {whole_text(training.global_batch_size)} {samples}, "
-        f"{count_text(seen)} {spec.unit}, {training.precision}, {training.optimizer.name} "
+        f"{length}, {training.precision}, {training.optimizer.name} "
         f"at {training.optimizer.lr:g} with weight decay {training.optimizer.weight_decay:g}, "
         f"{training.schedule.name} schedule"
     )

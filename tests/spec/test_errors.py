@@ -110,7 +110,7 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
         ("name=''", "name = : must not be empty."),
         ('name="a\\0b"', "name = a\\x00b: must not contain a NUL character."),
         ('name="\\ud800"', "name = \\ud800: must be text that can be written as UTF-8."),
-        ("training.tokens=10M", "exactly one of steps, tokens and samples must be set; null unsets one."),
+        ("training.tokens=10M", "exactly one of steps, tokens, samples and epochs must be set; null unsets one."),
     ],
 )
 def test_a_wrong_value_is_rejected_with_the_allowed_values(override: str, expected: str) -> None:

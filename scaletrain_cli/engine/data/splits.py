@@ -23,6 +23,7 @@ from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.plan.data_size import ENOUGH_TO_VALIDATE, validation_from_training
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.datasets import datasets_file, entries_of, read_entries, record_datasets, recorded_folders
@@ -34,8 +35,6 @@ from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 
 _HELD_BACK = "validation-held-back"
-# Sequences that are enough to validate one source of several on, in every layout.
-_ENOUGH_TO_VALIDATE = 16
 
 
 class Info(Protocol):
@@ -352,19 +351,17 @@ def held_back_of(
     ]
     if known:
         decided = known[-1]
-    else:
-        # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
-        whole = layout.global_batch_size
-        decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
-        if validation >= (width if fills_rounds else min(decided, _ENOUGH_TO_VALIDATE)):
-            return 0, False
-        changes = recorded_changes(events)
-        trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
-        if begun and (source is None or source in trained):
-            # Trained on all sequences: with fewer, each step would get another batch. What there is for validation
-            # fills a part of a round.
-            return (0 if validation and spec.training.objective != "dpo" else -1), False
-    return (-1 if decided < width or train < 2 * decided else decided), bool(known)
+        return (-1 if decided < width or train < 2 * decided else decided), True
+    decided = validation_from_training(train, validation, layout.global_batch_size, width if fills_rounds else None)
+    if not decided:
+        return 0, False
+    changes = recorded_changes(events)
+    trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
+    if begun and (source is None or source in trained):
+        # Trained on all sequences: with fewer, each step would get another batch. What there is for validation fills
+        # a part of a round.
+        return (0 if validation and spec.training.objective != "dpo" else -1), False
+    return decided, False
 
 
 def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:
@@ -390,6 +387,6 @@ def sequences_validated(record: RunRecord, there: int, share: float | None, *, w
     width = layout.micro_batch_size * layout.data_parallel
     wanted = record.spec.evaluation.batches * layout.global_batch_size
     if share is not None:
-        return min(max(min(_ENOUGH_TO_VALIDATE, layout.global_batch_size), round(wanted * share)), there)
+        return min(max(min(ENOUGH_TO_VALIDATE, layout.global_batch_size), round(wanted * share)), there)
     found = min(wanted, there)
     return found - found % width or found if whole_rounds else found

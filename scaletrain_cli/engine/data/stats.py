@@ -13,6 +13,7 @@ from scaletrain_cli.data.report import read_report
 from scaletrain_cli.data.stages import stages_of_run
 from scaletrain_cli.engine.data.row_dataset import find_datasets
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.data_size import prepared_size
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.documents import read_document
@@ -76,7 +77,9 @@ def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> di
 
 def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) -> dict[str, Any]:
     """Return how many training sequences of a run come from each source, in its stages and in all."""
-    sizes = {name: _sequences(spec, read_document(folder / "dataset.json") or {}) for name, folder in datasets.items()}
+    objective, length = spec.training.objective, spec.units_per_sample
+    documents = {name: read_document(folder / "dataset.json") or {} for name, folder in datasets.items()}
+    sizes = {name: prepared_size(document, objective, length).train for name, document in documents.items()}
     batch, total = spec.training.global_batch_size, spec.total_steps
     stages = stages_of_run(spec.data, sizes, total, batch, [] if run is None else read_events(run))
     order = [Stage(stage.first, tuple(stage.shares.get(name, 0.0) for name in sizes)) for stage in stages]
@@ -99,12 +102,3 @@ def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) ->
             for name, count in zip(sizes, counts, strict=True)
         ],
     }
-
-
-def _sequences(spec: RunSpec, dataset: Mapping[str, Any]) -> int:
-    """Return the number of training sequences, rows, pairs or images of a dataset."""
-    if "train_samples" in dataset:
-        return int(dataset["train_samples"])
-    if "train_rows" in dataset:
-        return int(dataset["train_rows"]) // (2 if dataset.get("objective") == "dpo" else 1)
-    return max(0, (int(dataset["train_tokens"]) - 1) // spec.language_model.seq_len)
