@@ -302,7 +302,7 @@ def _planned(
 ) -> str:
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.plan.data_size import data_size
-    from scaletrain_cli.spec import parse_spec, starting_spec
+    from scaletrain_cli.spec import parse_spec, set_steps, starting_spec
     from scaletrain_cli.spec.backend_traits import backend_traits
 
     count = nodes or 1
@@ -314,6 +314,8 @@ def _planned(
         if data is not None and not data.samples and (size := data_size(spec)) is not None and size.train:
             data = replace(data, samples=size.train)
             continue
+        if data is not None and spec.training.epochs is not None:
+            spec = set_steps(spec, data.steps_of(spec.world_size), file="the starting spec")
         try:
             make_plan(spec)
         except InfeasibleError:

@@ -69,7 +69,7 @@ $packing
 training:
 $objective  global_batch_size: $global_batch_size  # sequences per optimizer step, over the whole job
   micro_batch_size: $micro_batch_size  # sequences per device and pass
-  steps: $steps  # $length
+  $length
   precision: $precision  # fp32 | bf16
   optimizer: {name: adamw, lr: $lr, betas: [0.9, 0.95], weight_decay: 0.1}
   schedule: {name: cosine, warmup_steps: $warmup_steps, min_lr: $min_lr}
@@ -145,7 +145,7 @@ class GivenData:
         return usual if not self.samples else min(usual, ranks * max(1, self.samples // (_STEPS_PER_EPOCH * ranks)))
 
     def steps_of(self, ranks: int) -> int:
-        """Return the steps of some epochs."""
+        """Return about as many steps as the epochs of the spec are; some number if that is not known."""
         return math.ceil(_EPOCHS * self.samples / self.batch_of(ranks)) if self.samples else _STEPS
 
 
@@ -212,7 +212,9 @@ def starting_spec(
         tokenizer=f"{tokenizer}  # {explained}",
         global_batch_size=max(16, ranks * (8 if small else 16)) if data is None else data.batch_of(ranks),
         micro_batch_size=8 if small else "auto",
-        steps=steps,
+        length=f"steps: {steps}  # or  {'tokens: 300B' if data is None else f'epochs: {_EPOCHS}'}"
+        if data is None or not data.samples
+        else f"epochs: {_EPOCHS}  # passes over the data, about {steps} steps",
         precision="fp32" if on_cpu else "bf16",
         lr=_rate(rate),
         min_lr=_rate(rate / 10),
@@ -223,7 +225,6 @@ def starting_spec(
         if objective == "sft"
         else "",
         objective="" if objective == "causal_lm" else f"  objective: {objective}\n",
-        length="or  tokens: 300B" if data is None or not data.samples else f"about {_EPOCHS} epochs",
         evaluation_batches=4 if small else 20,
         zero_stage=2 if small else "auto",
         scheduler=scheduler,

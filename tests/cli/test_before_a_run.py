@@ -339,9 +339,13 @@ def test_init_writes_the_fine_tuning_of_a_folder(
     assert spec.data.tokenizer.path == "tiny-chat/tokenizer.json"
     assert (spec.transformer.adapter is not None) == lora
     assert spec.training.optimizer.lr == pytest.approx(rate * (10 if lora else 1))
+    size_is_known = objective != "causal_lm"  # that of text is not, before it is tokenized
+    assert (spec.training.epochs, spec.training.steps) == ((3, None) if size_is_known else (None, 1000))
     if objective == "dpo":
+        planned = scaletrain("plan", "run.yaml")
         steps = -(-3 * round(60 * 0.95) // spec.training.global_batch_size)
-        assert spec.training.steps == steps
+        assert f"3 epochs of about 57 pairs = about {steps} steps of 2;" in planned.err
+        assert f"for all {steps} steps" in planned.out
 
 
 def test_init_refuses_what_it_cannot_fine_tune() -> None:
