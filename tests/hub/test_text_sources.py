@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import HubError
+from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.hub_files import fetched_spec
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.spec import RunSpec, parse_spec
@@ -69,3 +71,21 @@ def test_the_train_split_alone_is_fetched_and_the_others_are_named(hub: Hub) -> 
     assert note == "data.sources.0.path = hf://datasets/org/split: these files are not read: 1 of the test split"
     fetched = fetched_spec(wanted, "data")
     assert names(fetched) == [["train-00000-of-00001.txt"], ["test-00000-of-00001.txt"]]
+
+
+def test_an_estimate_of_epochs_sends_no_request_and_counts_data_that_are_in_the_cache(hub: Hub) -> None:
+    tiny.publish(hub)
+    sets = ("training.steps=null", "training.epochs=2", "training.schedule.warmup_steps=0")
+    wanted = parse_spec(tiny.spec_text(), file="run.yaml", base_dir=Path(), overrides=sets)
+    asked = len(hub.log)
+    with pytest.raises(UsageError) as refused:
+        in_steps(wanted, "run.yaml")
+    assert "their size cannot be estimated on this machine" in str(refused.value.problems[0])
+    assert len(hub.log) == asked
+    counted, how = in_steps(wanted, "run.yaml", "now")
+    assert len(hub.log) > asked
+    asked = len(hub.log)
+    assert in_steps(wanted, "run.yaml") == (counted, how)
+    assert how is not None
+    assert how.code.startswith("preparation.epochs-counted")
+    assert len(hub.log) == asked
