@@ -249,8 +249,10 @@ class ChatTemplate:
                 self._missing.clear()
             try:
                 text = self.render(words.messages, words.tools, variables).text
-            except RowError:  # it depends on the texts
-                text = "".join(words.parts)
+            except RowError:  # it takes only some texts: those of this conversation are searched for
+                text = self.render(messages, tools, variables).text
+                forms = ((part, part.text.strip(), json.dumps(part.text)[1:-1]) for part in words.parts.values())
+                return tuple(part for part, plain, escaped in forms if plain not in text and escaped not in text)
             self._missing[structure] = tuple(word for word in words.parts if word not in text)
         return tuple(words.parts[word] for word in self._missing[structure])
 

@@ -161,19 +161,18 @@ def stop_ids(folders: Iterable[Path]) -> tuple[int, ...]:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the templates by name; chat_template.jinja is preferred to tokenizer_config.json, as in transformers."""
-    found = config.get("chat_template")
-    templates = {"default": found} if isinstance(found, str) else {}
-    if isinstance(found, list):
-        templates = {str(each["name"]): str(each["template"]) for each in found if isinstance(each, dict)}
+    """Return the templates by name; files replace those of tokenizer_config.json, as in transformers."""
     try:
-        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
-        if (folder / "chat_template.jinja").is_file():
-            templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        files = [(path.stem, path) for path in sorted(folder.glob("additional_chat_templates/*.jinja"))]
+        files += [("default", path) for path in folder.glob("chat_template.jinja")]
+        if files:
+            return {name: path.read_text(encoding="utf-8") for name, path in files}
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(Reason("data.template-unreadable", {"path": str(folder), "error": str(error)})) from error
-    return templates
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        return {str(each["name"]): str(each["template"]) for each in found if isinstance(each, dict)}
+    return {"default": found} if isinstance(found, str) else {}
 
 
 class ChatTokenizer:

@@ -80,7 +80,7 @@ def train(run: str, model: str, rows: list[dict[str, Any]], *options: str) -> No
     written = scaletrain("init", "--from", model, "--data", f"{run}.jsonl", *here, *options, f"{run}.yaml")
     assert written.code == 0, written.err
     changes = {
-        **{"training.steps": 200, "training.global_batch_size": 10},
+        **{"training.steps": 200, "training.epochs": "null", "training.global_batch_size": 10},
         **{"training.optimizer.lr": 3e-3, "training.precision": "fp32", "model.seq_len": 256},
         **{"training.schedule.warmup_steps": 10, "data.validation_split": 0.0, "evaluation.every": 0},
     }

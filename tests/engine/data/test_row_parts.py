@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrain_cli.engine.data.chat_template import CHATML
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, TemplateFiles
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, TemplateFiles, template_files
 from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_formats import RowError, parse_row
 from tests.engine.data.test_chat_masks import DATE, FAMILIES, source, special_tokens, tokenizer
+from tests.spec.samples import SPEC, load
+from tests.tokenizer_kinds import write_tokenizer
 
 TEMPLATES = {"chatml": CHATML, "glm-4.5": source("glm-4.5"), "llama-4": source("llama-4")} | {
     name: source(name) for name in FAMILIES
@@ -313,6 +316,21 @@ def test_a_thought_in_an_earlier_answer_is_counted() -> None:
     assert shown("qwen-3", row, loss_on="last_assistant") == (["<think>\nhm\n</think>\n\nb<|im_end|>\n"], ["reasoning"])
 
 
+def test_a_part_is_missed_by_a_template_that_takes_only_some_texts() -> None:
+    template = (
+        "{% for m in messages %}{% if m.content not in ['yes', 'no', 'Sure?'] %}{{ raise_exception('yes or no') }}"
+        "{% endif %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' or loop.first %}{{ m.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    files = TemplateFiles({"eos_token": "<|im_end|>"}, {"default": template})
+    chat = ChatTokenizer(tokenizer("chatml"), files, DataSpec(source="x"))
+    turns = [{"role": role, "content": text} for role, text in (("user", "Sure?"), ("assistant", "yes"))]
+    for rows, refused in ((turns, False), ([*turns, {"role": "user", "content": "no"}, turns[1]], True)):
+        (found,) = chat.encode([(parse_row({"messages": rows}, "messages", FieldsSpec()).example, 1.0)])
+        assert isinstance(found, RowError) is refused
+        assert not refused or found.reason.code == "data.template-lacks-content"  # type: ignore[union-attr]
+
+
 def test_the_blocks_of_a_turn_are_told_by_what_they_hold() -> None:
     """A block for the last thought, and one for each answer: there are more blocks than turns."""
     thoughts = [assistant(f"a{number}", reasoning_content=f"r{number}") for number in (1, 2, 3)]
@@ -335,3 +353,17 @@ def test_a_row_with_hundreds_of_tools_is_compared_once() -> None:
     chat.encode([(row.example, 1.0) for row in rows])
     (template,) = chat._templates.values()
     assert len(template._missing) == 1
+
+
+def test_template_files_replace_the_templates_of_the_config_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    listed = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old tools"}]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": listed}
+    path = write_tokenizer(tmp_path, tokenizer("chatml").to_str(), settings)
+    given = load(
+        SPEC, "training.objective=sft", "data.source=python-docstrings", f"data.tokenizer={{kind: file, path: {path}}}"
+    )
+    assert template_files(given).templates == AutoTokenizer.from_pretrained(tmp_path).chat_template
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert template_files(given).templates == {"default": AutoTokenizer.from_pretrained(tmp_path).chat_template}
