@@ -35,7 +35,6 @@ from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.local_sgd import LocalSGD
-from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.stages import StageSwitch
@@ -46,6 +45,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec.schedules import learning_rate
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.telemetry import resident_bytes
 

@@ -18,7 +18,6 @@ from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
 from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.schedules import should_stop
 from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.step import ModelStepper, Stepper
 from scaletrain_cli.engine.step_sync import StepSync
@@ -29,6 +28,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
+from scaletrain_cli.spec.schedules import should_stop
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 if TYPE_CHECKING:  # which need Pillow
@@ -72,8 +72,7 @@ class Validation:
 
     def is_due(self, step: int) -> bool:
         """Return True if the run is evaluated after ``step`` steps."""
-        every = self.record.spec.evaluation.every
-        return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
+        return self.record.spec.evaluates_after(step)
 
     @torch.no_grad()
     def measure(self, step: int, ahead: ReadAhead, metrics: MetricsLog) -> dict[str, float] | None:

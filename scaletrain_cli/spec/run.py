@@ -379,6 +379,11 @@ class RunSpec(Section):
             found[section.name] = self.model_copy(update={"data": self.data.model_copy(update=alone)})
         return found
 
+    def evaluates_after(self, step: int) -> bool:
+        """Return whether the validation loss is measured after ``step`` steps."""
+        every = self.evaluation.every
+        return every > 0 and step > 0 and (step % every == 0 or step == self.total_steps)
+
     def data_paths(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, path) of each source that is prepared: of training, then of validation rows alone.
 

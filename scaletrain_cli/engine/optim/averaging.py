@@ -15,11 +15,8 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights, use_master_weights
+from scaletrain_cli.spec.schedules import averaged_from
 from scaletrain_cli.spec.training import AveragingSpec
-
-# An equal mean of all weights would include those of the beginning, so it covers the last quarter of the run, as in
-# stochastic weight averaging (arXiv:1803.05407).
-_LAST_SHARE = 0.25
 
 
 class WeightAverage:
@@ -34,7 +31,7 @@ class WeightAverage:
         self._engine, self._every, self.buffers = engine, spec.every, list(buffers)
         self.taken = 0
         exponential = spec.name == "ema"
-        self._first = 1 if exponential else 1 + total_steps - max(1, int(_LAST_SHARE * total_steps))
+        self._first = 1 if exponential else averaged_from(total_steps)
         self._add = (
             get_ema_multi_avg_fn(spec.decay)  # type: ignore[no-untyped-call]
             if exponential

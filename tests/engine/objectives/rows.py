@@ -16,7 +16,6 @@ from scaletrain_cli.engine.data.batches import BatchReader, padded_to
 from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.objectives.reference import ReferencePass
-from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.stages import trained_at
@@ -24,6 +23,7 @@ from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec.schedules import learning_rate
 
 VOCAB, LENGTH, STEPS = 64, 24, 20
 SPEC = f"""

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from scaletrain_cli.engine.optim.schedules import should_stop
 from scaletrain_cli.engine.validation import check_metrics
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec.schedules import should_stop
 from scaletrain_cli.spec.training import EarlyStoppingSpec
 from tests.spec.samples import SPEC, load
 

@@ -23,8 +23,8 @@ from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_k
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.engine.model.moe import update_correction_biases
-from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.schedules import learning_rate
 from tests.engine.ranks import on_ranks
 
 _CPU = torch.device("cpu")

@@ -1,17 +1,17 @@
-"""The learning rate of a step, and when to stop early: pure functions."""
+"""The learning rate of a step, and when to stop early: pure functions of the spec, for engine and launcher."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from scaletrain_cli.spec import TrainingSpec
-from scaletrain_cli.spec.training import EarlyStoppingSpec
+from scaletrain_cli.spec.training import EarlyStoppingSpec, TrainingSpec
 
 # torch's OneCycleLR: the rate starts at 1/25 of the peak and by default rises for 30 % of the run.
 _ONE_CYCLE_DIVISOR = 25.0
 _ONE_CYCLE_RISE = 0.3
 _COOLDOWN_DIVISOR = 10  # wsd without cooldown_steps
+_LAST_SHARE = 0.25  # of the steps, whose weights are averaged
 
 
 def learning_rate(step: int, total_steps: int, training: TrainingSpec) -> float:
@@ -39,6 +39,15 @@ def learning_rate(step: int, total_steps: int, training: TrainingSpec) -> float:
         return _between(schedule.min_lr, peak, 1 - math.sqrt(cooled))  # the best form of arXiv:2405.18392
     share = 1 - done / after if schedule.name == "linear" else _cosine(done / after)
     return _between(schedule.min_lr, peak, share)
+
+
+def averaged_from(total_steps: int) -> int:
+    """Return the first step (1-based) whose weights the mean of ``averaging: checkpoints`` includes.
+
+    A mean of all weights would include those of the beginning, so it covers the last quarter of the run, as in
+    stochastic weight averaging (arXiv:1803.05407).
+    """
+    return 1 + total_steps - max(1, int(_LAST_SHARE * total_steps))
 
 
 def _cosine(progress: float) -> float:
