@@ -99,7 +99,7 @@ def assemble(
         preflight.check_together(run, record, ranks, attempt, long_consensus, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     data = open_data(run, record, ranks, long_consensus)
-    resume_point = find_resume_point(run, checkpoints, attempt, ranks, long_consensus)
+    resume_point = find_resume_point(run, checkpoints, attempt, spec, ranks, long_consensus)
     _check_disk_space(record, checkpoints, ranks, long_consensus)
     rollbacks = long_consensus.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])

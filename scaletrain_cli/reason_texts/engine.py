@@ -235,6 +235,10 @@ TEXTS: dict[str, Text] = {
         "{folder} has {free_files:whole} free inodes and checkpoints of {ranks:of rank} will need {files:whole}",
         ("Delete files, or set checkpoint.dir to another disk.",),
     ),
+    "beyond-last-step": Text(
+        "the latest checkpoint is of step {step}, and the run has {steps} steps",
+        ("Set more: `scaletrain resume RUN --set training.steps=...`",),
+    ),
     "no-valid-checkpoint": Text(
         "no valid checkpoint in {folder}: {problems}", ("`scaletrain resume --from-scratch` starts over.",)
     ),

@@ -16,6 +16,7 @@ from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_fold
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.validations import PREFIX
+from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
 
 T = TypeVar("T")
@@ -36,8 +37,9 @@ class OtherNodeUnfitError(ScaletrainError):
 class ResumePoint:
     """The state that an attempt starts from.
 
-    ``step``: steps trained. ``evaluated``: the validation loss after them is logged. ``validations``: all up to there,
-    in order, each with its measures by name. ``passed_over``: a line for each newer checkpoint that is not valid.
+    ``step``: steps trained. ``evaluated``: the validation loss after them is logged. ``validations``: those of the spec
+    up to there, in order, each with its measures by name; one at the end of a run that was continued with more steps is
+    left out. ``passed_over``: a line for each newer checkpoint that is not valid.
     """
 
     checkpoint: Checkpoint | None
@@ -57,18 +59,23 @@ class Search(NamedTuple):
     unreadable: bool
 
 
-def find_resume_point(run: RunDir, folder: Path, attempt: int, ranks: Ranks, consensus: RankConsensus) -> ResumePoint:
+def find_resume_point(
+    run: RunDir, folder: Path, attempt: int, spec: RunSpec, ranks: Ranks, consensus: RankConsensus
+) -> ResumePoint:
     """Verify the checkpoints in ``folder``, move corrupt ones aside, and return where to resume. Collective.
 
-    Raises UsageError if there should be a checkpoint and none is valid, UnreadableCheckpointsError if no node can read
-    one, and WrongNodesError on a node that cannot read what others can.
+    Raises UsageError if there should be a checkpoint and none is valid, or if the latest one has more steps than
+    ``spec``; UnreadableCheckpointsError if no node can read one, and WrongNodesError on a node that cannot read what
+    others can.
     """
     search = find_latest_valid(folder, ranks, consensus)
-    found = _resume_point(run, folder, attempt, search) if ranks.rank == 0 else None
+    found = _resume_point(run, folder, attempt, spec, search) if ranks.rank == 0 else None
     begin = consensus.follow_rank_zero(found)
     assert begin is not None
     if begin.problem:
         raise UnreadableCheckpointsError(begin.problem) if search.unreadable else UsageError(begin.problem)
+    if begin.step > spec.total_steps:  # the launcher sees no checkpoints on a volume of the nodes
+        raise UsageError(Reason("engine.beyond-last-step", {"step": begin.step, "steps": spec.total_steps}))
     return begin
 
 
@@ -164,7 +171,7 @@ def _raise_for_nodes(path: Path, failing: Mapping[str, str], nodes: int) -> None
     )
 
 
-def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> ResumePoint:
+def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search: Search) -> ResumePoint:
     checkpoint, passed_over = search.checkpoint, search.passed_over
     step = checkpoint.step if checkpoint is not None else 0
     problem: Reason | None = None
@@ -183,7 +190,9 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
         checkpoint=checkpoint,
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
-        validations=[_measures(line) for line in lines if "validation_loss" in line],
+        validations=[
+            _measures(line) for line in lines if "validation_loss" in line and spec.evaluates_after(line["step"])
+        ],
         lost_steps=max(0, max(logged, default=0) - step),
         passed_over=passed_over,
         problem=problem,

@@ -83,7 +83,7 @@ class RunMixture:
 
     stages: list[MixtureStage]
     planned: list[MixtureStage]
-    samples: int  # of the whole run
+    samples: int  # of the whole run, as it was first planned
 
     def validation_shares(self, names: Iterable[str]) -> dict[str, float]:
         """Return the share of each source in the validation loss: in the whole run as it was first planned.
@@ -109,7 +109,8 @@ def mixture_of_run(run: RunDir, record: RunRecord, sequences: Mapping[str, int],
     spec = record.spec
     batch_size = spec.training.global_batch_size
     planned = planned_stages(spec.data, sequences, spec.total_steps, batch_size)
-    changes = recorded_changes(read_events(run))
+    events, samples = read_events(run), spec.total_steps * batch_size
+    changes = recorded_changes(events)
     recorded_from = changes[0][0] if changes else (first_batch - 1) * batch_size
     if recorded_from > 0:  # before the first event there was one source
         changes.insert(0, (0, [MixtureStage(0, {next(iter(sequences)): 1.0})]))
@@ -117,11 +118,12 @@ def mixture_of_run(run: RunDir, record: RunRecord, sequences: Mapping[str, int],
         first = (first_batch - 1) * batch_size if changes else 0
         if changes or len(sequences) > 1:
             places = {"batch": 1 + first // batch_size, "first_sample": first, "revision": record.revision}
-            report_event(run, 0, MIXTURE_EVENT, **places, stages=as_recorded(planned))
+            report_event(run, 0, MIXTURE_EVENT, **places, samples=samples, stages=as_recorded(planned))
         changes.append((first, planned))
     # A resume before the first step may have planned other sources.
     first_planned = [stages for first, stages in changes if first == 0][-1]
-    return RunMixture(recorded_stages(changes), first_planned, spec.total_steps * batch_size)
+    of_start = [event for event in events if event["event"] == MIXTURE_EVENT and event["first_sample"] == 0]
+    return RunMixture(recorded_stages(changes), first_planned, (of_start or [{}])[-1].get("samples", samples))
 
 
 def sample_order(seed: int, sizes: Mapping[str, int], stages: Sequence[MixtureStage]) -> SampleOrder:

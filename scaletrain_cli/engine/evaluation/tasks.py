@@ -207,5 +207,6 @@ def _lm_eval(task: LmEvalTask, evaluation: Evaluation, loaded: _ModelOnDemand, o
 
 def _mirror_if_finished(run: RunDir, record: RunRecord, attempt: int) -> None:
     """Pass the metrics on to the trackers of the run if its training has finished; otherwise rank 0 does it."""
-    if any(event.get("event") == "finished" for event in read_events(run)):
+    places = [event["event"] for event in read_events(run) if event["event"] in ("started", "resumed", "finished")]
+    if places[-1:] == ["finished"]:  # a finished run may be resumed with more steps
         start_trackers(run, record, attempt).finish("finished")

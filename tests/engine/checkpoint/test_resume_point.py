@@ -25,6 +25,9 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.failures import failure_reason_of
+from tests.launch.conftest import make_spec
+
+SPEC = make_spec("training.steps=30", "evaluation.every=10")
 
 
 class Alone:
@@ -38,7 +41,7 @@ class Alone:
 
 
 def beginning(run: RunDir) -> ResumePoint:
-    return find_resume_point(run, run.checkpoints, 1, Ranks(0, 1, 0), Alone())  # type: ignore[arg-type]
+    return find_resume_point(run, run.checkpoints, 1, SPEC, Ranks(0, 1, 0), Alone())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -77,6 +80,19 @@ def test_the_latest_valid_checkpoint_is_used_and_the_corrupt_one_is_reported(run
     begin = beginning(run)
     assert (begin.step, begin.evaluated, begin.lost_steps) == (10, True, 13)
     assert "step-00000020/shard.pt" in begin.passed_over[0]
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(run: RunDir) -> None:
+    commit(run, 31)
+    with pytest.raises(UsageError, match="of step 31, and the run has 30 steps"):
+        beginning(run)
+
+
+def test_the_evaluation_at_the_former_end_of_a_longer_run_does_not_count_for_early_stopping(run: RunDir) -> None:
+    commit(run, 20)
+    for step, loss in ((10, 3.0), (15, 2.5), (20, 2.0)):  # with 15 steps first
+        append_line(run.metrics, {"step": step, "validation_loss": loss})
+    assert beginning(run).validations == [{"validation_loss": 3.0}, {"validation_loss": 2.0}]
 
 
 def test_steps_are_lost_once_even_if_the_next_attempt_logs_none(run: RunDir) -> None:
@@ -160,7 +176,7 @@ class Job:
         self._here.node, self._here.rank = f"node {rank // 2}", rank
         try:
             ranks = Ranks(rank, 4, rank % 2)
-            return find_resume_point(self.run, self.run.checkpoints, 1, ranks, self)  # type: ignore[arg-type]
+            return find_resume_point(self.run, self.run.checkpoints, 1, SPEC, ranks, self)  # type: ignore[arg-type]
         except ScaletrainError as error:
             return error
 

@@ -206,6 +206,23 @@ def test_the_validation_loss_keeps_the_shares_that_the_run_was_first_planned_wit
     assert found.validation_shares(SIZES) == {"web": 0.5, "code": 0.5, "books": 0.0}
 
 
+def test_the_validation_loss_keeps_its_shares_when_the_run_becomes_longer(run: tuple[RunDir, RunRecord]) -> None:
+    folder, record = run
+    begun = {"start": 51, "weights": {"code": 1}}
+    shares = []
+    for steps, batch in ((100, 1), (200, 101)):
+        spec = spec_of(web=1, code=0)
+        spec = spec.model_copy(
+            update={
+                "data": data(sources=[each.model_dump() for each in spec.data.sources], stages=[begun]),
+                "training": spec.training.model_copy(update={"steps": steps}),
+            }
+        )
+        found = mixture_of_run(folder, RunRecord(**{**vars(record), "spec": spec}), SIZES, batch)
+        shares.append(found.validation_shares(SIZES))
+    assert shares[0] == shares[1] == {"web": 0.5, "code": 0.5, "books": 0.0}
+
+
 def test_a_mixture_that_is_replaced_before_the_first_step_leaves_no_trace(run: tuple[RunDir, RunRecord]) -> None:
     folder, record = run
     stages_of(run, 1, web=1, code=1)
