@@ -35,6 +35,7 @@ from scaletrain_cli.errors import (
 from scaletrain_cli.launch import preparation as data_preparation
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.branch import Branch, find_branch
 from scaletrain_cli.launch.cancel import Cancellation
 from scaletrain_cli.launch.cancel import cancel as cancel_run
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
@@ -49,7 +50,7 @@ from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
-from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse
+from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse, refuse_branch
 from scaletrain_cli.launch.resume import resume as resume_run
 from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_move
 from scaletrain_cli.launch.resume_elsewhere import move_here as move_run_here
@@ -59,6 +60,7 @@ from scaletrain_cli.launch.submit import (
     Submission,
     create_run,
     make_record,
+    require_run_id,
     submit_run,
     submitted_before,
 )
@@ -66,6 +68,7 @@ from scaletrain_cli.mirror.restore import FoundRun
 from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import committed_folders
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.paths import find_run as find_directory
 from scaletrain_cli.rundir.paths import list_runs as list_directories
@@ -73,6 +76,7 @@ from scaletrain_cli.rundir.record import (
     RunRecord,
     checkpoint_folder,
     read_record,
+    read_size_plans,
     require_changeable,
     require_own_checkpoints,
     require_own_run,
@@ -116,6 +120,7 @@ __all__ = [
     "load_spec",
     "logs",
     "make_plan",
+    "prepare_branch",
     "prepare_resume",
     "prepare_submission",
     "resume",
@@ -225,6 +230,7 @@ class PreparedSubmission:
     """A spec that was planned and checked on this machine; nothing has been written or queued.
 
     ``warnings`` are those of the checks; ``earlier`` is the submission of the same run where it was submitted before.
+    ``branch``: the checkpoint of another run that it continues, and ``resize``, what differs from that run.
     """
 
     spec: RunSpec
@@ -237,29 +243,45 @@ class PreparedSubmission:
     trust_owner: bool
     sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
     epochs: Reason | None = None  # how training.epochs was counted in steps, which ``spec`` has in their place
+    branch: Branch | None = None
+    resize: Resize | None = None
+
+    @property
+    def root(self) -> Path:
+        """The folder of the run directory: the runs root, or that of the run from which it branches."""
+        return runs_root() if self.branch is None else self.branch.run.path.parent
 
     @property
     def size_plans(self) -> Mapping[int, RunPlan]:
         """The plans of the sizes on which an attempt may start, by number of nodes."""
+        if self.branch is not None and self.resize is not None:
+            planned = self.resize.size_plans
+            return read_size_plans(self.branch.run, self.branch.parent) if planned is None else planned
         return PlannedRun(self.spec, self.plan, self.sizes).size_plans
 
     def render(self) -> RenderedJob:
         """Return the job that submit() would hand to the scheduler. Contacts no server and writes nothing."""
-        record = make_record(self.spec, self.plan, self.run_id, self.snapshot, size_plans=self.size_plans)
-        return _rendered(self.backend, RunDir(runs_root() / record.run_id), record)
+        record = make_record(
+            self.spec, self.plan, self.run_id, self.snapshot, size_plans=self.size_plans, branch=self.branch
+        )
+        return _rendered(self.backend, RunDir(self.root / record.run_id), record)
 
     def check(self) -> SubmissionSummary:
         """Query the scheduler; return the cost, the start and all warnings. Raises SchedulerError if it cannot run.
 
         Leaves nothing behind.
         """
-        require_writable(runs_root(), "no run can be submitted")
-        found = self.backend.preflight(self.spec, self.plan)
-        shared = shared_root_notes(runs_root(), prepares=not self.spec.code.own_program)
-        space = disk_space_notes(self.spec, self.plan, runs_root())
+        require_writable(self.root, "no run can be submitted")
+        code, step = None if self.snapshot is None else self.snapshot.record, 0
+        if self.branch is None:
+            found = self.backend.preflight(self.spec, self.plan)
+        else:
+            code, step = code or self.branch.parent.code, self.branch.checkpoint.step
+            found = self.backend.preflight(self.spec, self.plan, self.branch.run, code)
+        shared = shared_root_notes(self.root, prepares=not self.spec.code.own_program)
+        space = disk_space_notes(self.spec, self.plan, self.root)
         warnings = (*self.warnings, *found.warnings, *shared, *space)
-        code = None if self.snapshot is None else self.snapshot.record
-        return SubmissionSummary(self.spec, self.plan, found.start, warnings=warnings, code=code, sizes=self.sizes)
+        return SubmissionSummary(self.spec, self.plan, found.start, step, warnings, code, self.sizes)
 
     def submit(
         self,
@@ -275,14 +297,24 @@ class PreparedSubmission:
         called before the request to the scheduler, whose answer may be lost (SchedulerSilentError), ``on_fetch`` each
         second while files of the hub are fetched to a cache that the nodes share.
         """
-        data = PreparedData() if self.earlier is not None else prepare_data(self.spec, prepare, on_preparation)
+        data, stored = PreparedData(), None
+        if self.earlier is None and self.branch is None:
+            data = prepare_data(self.spec, prepare, on_preparation)
+        elif self.earlier is None and self.branch is not None:  # with the datasets of the other run
+            run, folder = self.branch.run, self.branch.parent.working_folder
+            data = prepare_data(self.spec, prepare, on_preparation, folder, self.root, run)
+            require_same_data(self.spec, self.branch.checkpoint, data.datasets, Path(folder))
+            stored = read_document(run.secrets)
         made = create_run(
             self.spec,
             self.plan,
             self.run_id,
+            root=self.root,
             snapshot=self.snapshot,
             trust_owner=self.trust_owner,
+            stored_secrets=stored,
             size_plans=self.size_plans,
+            branch=self.branch,
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
@@ -435,7 +467,7 @@ def prepare_submission(
     spec, plan = planned.spec, planned.plan
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
-    earlier = None if run_id is None or dry_run else submitted_before(run_id)
+    earlier = None if run_id is None or dry_run else submitted_before(RunDir(runs_root() / run_id))
     warnings = require_external(spec, snapshot) if earlier is None else ()
     return PreparedSubmission(
         spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner, planned.sizes, epochs
@@ -473,6 +505,53 @@ def prepare_resume(
     resize = replan(found.directory, [*overrides], new_code=new_code) if overrides or new_code else None
     report = inspect_resume(found.directory, take_over=take_over)
     return PreparedResume(found, report, resize, from_scratch, trust_owner, take_over)
+
+
+def prepare_branch(
+    run: str | Path | Run,
+    run_id: str,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    new_code: bool = False,
+    trust_owner: bool = False,
+    dry_run: bool = False,
+) -> PreparedSubmission:
+    """Plan a new run that continues a checkpoint of ``run``, which may be active; write and queue nothing.
+
+    It has the weights, the optimizer state, the random state and the position in the data of the checkpoint of
+    ``step``, by default the latest valid one, and the spec and code of ``run`` with ``overrides``: of what a resume may
+    change, and of ``name``. Raises UsageError, with the steps that are there, where there is no such
+    checkpoint.
+    """
+    found = find_run(run)
+    directory = found.directory
+    require_run_id(run_id)
+    require_own_run(directory, trust_owner=trust_owner, remedy="Copy the run to a folder of your own")
+    parent = read_record(directory)
+    require_own_checkpoints(directory, parent.spec, trust_owner=trust_owner)
+    branch = find_branch(directory, parent, step)
+    at = branch.checkpoint.step
+    resize = replan(directory, [*overrides], new_code=new_code, branch_at=at)
+    refuse_branch(branch, resize)
+    target = RunDir(directory.path.parent / run_id)
+    if os.path.lexists(target.path):
+        require_own_run(target, trust_owner=trust_owner, remedy="Use another id")
+    earlier = None if dry_run else submitted_before(target)
+    record = resize.after
+    warnings = require_external_to_resume(directory, record, resize.snapshot) if earlier is None else ()
+    return PreparedSubmission(
+        record.spec,
+        record.plan,
+        backend_for(record.spec.cluster.scheduler),
+        resize.snapshot,
+        warnings,
+        earlier,
+        run_id,
+        trust_owner,
+        branch=branch,
+        resize=resize,
+    )
 
 
 def find_mirrored(run_id: str, mirror: str, *, take_over: bool = False) -> FoundRun:
@@ -520,7 +599,7 @@ def resume(
 ) -> Submitted:
     """Check and resume a run from its latest valid checkpoint, with fresh restart budgets.
 
-    ``overrides`` change its size or layout, as ``cluster.nodes=4``; what is trained cannot change.
+    ``overrides`` change its size or layout, as ``cluster.nodes=4``, or its length; what was trained cannot change.
     """
     prepared = prepare_resume(run, overrides, from_scratch=from_scratch, new_code=new_code, trust_owner=trust_owner)
     prepared.require_possible()

@@ -233,6 +233,14 @@ def _moved(event: Event) -> str:
     return f"from {event['from_run_dir']} on {event['from_host']} by the mirror {event['to']}, at step {event['step']}"
 
 
+def _schedule_changed(event: Event) -> str:
+    changes = (f"{key} was {_value(each['was'])}, now {_value(each['now'])}" for key, each in event["changes"].items())
+    step, rate = event["step"], event["learning_rate"]
+    begins = "" if step is None else f"from step {step + 1} on: "
+    then = "" if rate is None else f"; the learning rate of step {step + 1} is {rate['now']:.4g}"
+    return f"{begins}{', '.join(changes)}{then}"
+
+
 _SENTENCES: dict[str, Callable[[Event], str]] = {
     "submitted": _submitted,
     "started": lambda event: "training starts at step 0",
@@ -283,6 +291,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "mirror-recovered": lambda event: f"{event['to']}, after {seconds_text(event['seconds'])}",
     "mirror-superseded": lambda event: str(event["message"]),
     "moved": _moved,
+    "schedule-changed": _schedule_changed,
+    "branched": lambda event: f"from step {event['step']} of {event['from_run']} in {event['from_run_dir']}",
     "resized": lambda event: f"from {event['before']} to {counted(event['nodes'], 'node')}: {event['why']}",
     "cancelled": lambda event: "canceled by the user",
     "stopped": lambda event: f"not requeued: {event['why']} (exit code {event['exit_code']})",

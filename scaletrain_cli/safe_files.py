@@ -26,6 +26,7 @@ _MOST_LINKS = 40  # the kernel's limit
 _PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
 _QUIET = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a planted FIFO must not block
 _LOCK_POLL_SECONDS = 0.05
+_COPIED_BYTES = 1 << 20
 
 
 def create_file(path: Path, data: bytes | str, *, private: bool = False, public: bool = False) -> None:
@@ -117,6 +118,33 @@ def open_to_read(path: Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+
+
+def link_or_copy(source: Path, target: Path) -> bool:
+    """Give a file a second name, or copy it where that is not possible; return whether it is a second name.
+
+    Raises FileExistsError if ``target`` exists, FileNotFoundError if ``source`` does not, and OSError.
+    """
+    with _folder(target.parent) as folder:
+        try:
+            if not source.is_symlink():  # the link would get the second name
+                os.link(source, target.name, dst_dir_fd=folder)
+                return True
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError:  # another file system, one without hard links, or a file of another user
+            pass
+    copy_file(source, target)
+    return False
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file to a new one, durably (fsync). Raises FileExistsError if ``target`` exists, and OSError."""
+    with open_to_read(source) as read, open_new(target, replace=False) as written:
+        while block := read.read(_COPIED_BYTES):
+            written.write(block)
+        written.flush()
+        os.fsync(written.fileno())
 
 
 def touch(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, Prepare, RunName, TrustOwner, Yes, as_choice, say_preparation
-from scaletrain_cli.errors import ExitCode, sentences
+from scaletrain_cli.errors import ExitCode, UsageError, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
@@ -57,6 +57,20 @@ def command(
     new_code: Annotated[
         bool, typer.Option("--new-code", help="Use the current code of code.path instead of the submitted snapshot.")
     ] = False,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            "--branch",
+            metavar="NEW_ID",
+            help="Continue a checkpoint of RUN as a new run with this id; RUN, which may be active, stays as it is.",
+        ),
+    ] = None,
+    at: Annotated[
+        int | None,
+        typer.Option(
+            "--at", metavar="STEP", min=1, help="With --branch: the step of the checkpoint; default: the latest one."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the rendered job without changing or submitting anything.")
     ] = False,
@@ -72,11 +86,25 @@ def command(
     Prints the run id to stdout.
 
     With --nodes, --gpus-per-node or --set the run is planned again before it is submitted: the same samples and the
-    same global batch at every step, in a layout that fits. Keys that change what is trained are rejected.
+    same global batch at every step, in a layout that fits. Keys that change what was trained are rejected. A finished
+    run continues with --set training.steps=N.
+
+    With --branch a new run begins with the weights, optimizer states and data position of a checkpoint, e.g. to cool
+    down while RUN goes on.
 
     With --from-mirror the run moves here from its mirror, with its id, history and data order, and its former place
     stops; with --cluster it continues on another cluster, with a new plan.
     """
+    sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
+    given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
+    if at is not None and branch is None:
+        raise UsageError("--at requires --branch NEW_ID. A resume continues from the latest valid checkpoint.")
+    if branch is not None:
+        others = {"--from-mirror": from_mirror, "--take-over": take_over, "--from-scratch": from_scratch}
+        if wrong := [option for option, value in others.items() if value]:
+            raise UsageError(f"--branch cannot be combined with {', '.join(wrong)}. Remove one of them.")
+        _branch(run, branch, at, cluster, given, new_code, trust_owner, dry_run, prepare, yes=yes, as_json=as_json)
+        return
     from scaletrain_cli.api import find_run, prepare_resume
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.cli.submit import useful_commands
@@ -84,8 +112,6 @@ def command(
     from scaletrain_cli.ui.resume import resume_json, show_resize, show_resume
     from scaletrain_cli.ui.submission import show_before_resuming, show_changes
 
-    sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
-    given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
     if from_mirror is not None:
         moved = _move(run, from_mirror, cluster, given, take_over, dry_run=dry_run, yes=yes, as_json=as_json)
         if moved is None:
@@ -108,7 +134,7 @@ def command(
     )
     report, resize = prepared.report, prepared.resize
     if not as_json:
-        show_resume(found.run_id, report)
+        show_resume(found.run_id, report, resize)
         if resize is not None:
             show_resize(resize)
     not_checked = prepared.require_possible()
@@ -135,6 +161,65 @@ def command(
     say(f"resumed: job {done.job_id} in {found.path}")
     suggest(useful_commands(found.run_id, found.path))
     typer.echo(visible(found.run_id))
+
+
+def _branch(
+    run: str,
+    run_id: str,
+    step: int | None,
+    cluster: str | None,
+    overrides: list[str],
+    new_code: bool,
+    trust_owner: bool,
+    dry_run: bool,
+    prepare: str,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Submit a new run that continues a checkpoint of another one, after the confirmation."""
+    from scaletrain_cli.api import find_run, prepare_branch
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.cli.submit import print_submitted
+    from scaletrain_cli.ui.console import document, say, warn
+    from scaletrain_cli.ui.resume import branch_json, show_resize
+    from scaletrain_cli.ui.submission import show_before_submission
+
+    found = find_run(run)
+    if cluster is not None:
+        from scaletrain_cli.launch.resume_elsewhere import cluster_overrides
+
+        overrides = [*cluster_overrides(found.directory, cluster), *overrides]
+    prepared = prepare_branch(
+        found, run_id, overrides, step=step, new_code=new_code, trust_owner=trust_owner, dry_run=dry_run
+    )
+    assert prepared.branch is not None
+    assert prepared.resize is not None
+    point = prepared.branch.point
+    for problem in prepared.branch.passed_over:
+        warn(f"passed over a checkpoint: {problem}")
+    if not as_json:
+        say(f"{run_id} continues {point.run_id} after step {point.step:,}, from {prepared.branch.checkpoint.path}")
+        show_resize(prepared.resize)
+    details = branch_json(prepared.branch, prepared.resize)
+    if dry_run:
+        job = prepared.render()
+        if as_json:
+            _print({"run_id": job.run_id, "run_dir": str(job.run_dir)} | details | {"would_send": job.whole_text})
+        else:
+            typer.echo(document(job.whole_text), nl=False)
+        return
+    if prepared.earlier is not None:
+        print_submitted(prepared.submit(), details, as_json, before=True)
+        return
+    summary = prepared.check()
+    for note in summary.notes:
+        warn(note)
+    if not as_json:
+        show_before_submission(summary, run_id)
+    confirm(f"Submit to {prepared.backend.name}?", yes)
+    done = prepared.submit(prepare=as_choice(prepare), on_preparation=say_preparation)
+    print_submitted(done, details | summary.to_json(), as_json)
 
 
 def _move(

@@ -169,7 +169,7 @@ def command(
         _show_rendered(prepared, output, as_json)
         return
     if prepared.earlier is not None:
-        _print_submitted(prepared.submit(), {}, as_json, before=True)
+        print_submitted(prepared.submit(), {}, as_json, before=True)
         return
     summary = prepared.check()
     for note in summary.notes:
@@ -192,7 +192,7 @@ def command(
         say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
     done = prepared.submit(print_id, show_fetch(), as_choice(prepare), say_preparation)
-    _print_submitted(done, summary.to_json() | passed, as_json)
+    print_submitted(done, summary.to_json() | passed, as_json)
 
 
 def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> RehearsalResult:
@@ -231,7 +231,7 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
         typer.echo(document(text), nl=False)
 
 
-def _print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
+def print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
     """Print the run and its job. ``before``: the scheduler had accepted the job before this command."""
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json

@@ -1,4 +1,4 @@
-"""Plan a run again for other nodes, another layout or newer code, without a change of what is trained.
+"""Plan a run again for other nodes, another layout, more steps or newer code, without a change of what was trained.
 
 All checks are made here, before anything is queued. Reads the record and writes nothing.
 """
@@ -18,6 +18,7 @@ from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.node_sizes import plan_run
+from scaletrain_cli.launch.reschedule import SCHEDULE_KEYS, NewSchedule, length_objections, new_schedule
 from scaletrain_cli.launch.submit import plan_for_engine, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
@@ -30,12 +31,13 @@ from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import DuplicatesSpec
 from scaletrain_cli.spec.sources import SourceSpec
 
-# Keys or sections that may change between attempts. A change of any other key (data, model, steps) would make it
+# Keys or sections that may change between attempts. A change of any other key (data, model, seed) would make it
 # another run. Of the sources of a mixture, the shares may change, and sources may be added. While a run has trained
 # nothing, all of ``data`` may change.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "notify", "telemetry", "code"),
     *("env", "training.micro_batch_size", "data.loader", "data.cache", "data.stages", "data.skip"),
+    *SCHEDULE_KEYS,
 )
 # Paths that may change in a run that was moved to another cluster, beside those of ``data.sources``.
 _PATHS = ("data.source", "data.tokenizer.path", "model.weights", "data.cache.path", "evaluation.zero_shot.source")
@@ -54,12 +56,16 @@ _SHARDING = (
 
 @dataclass(frozen=True)
 class Resize:
-    """The current record (``before``), the spec and plan with the overrides, and the new code snapshot, if any."""
+    """The current record (``before``), the spec and plan with the overrides, and the new code snapshot, if any.
+
+    ``step``: that of the newest checkpoint, which the run continues from; None if it is not visible here.
+    """
 
     before: RunRecord
     spec: RunSpec
     plan: RunPlan
     overrides: tuple[str, ...]
+    step: int | None = 0
     snapshot: Snapshot | None = None
     size_plans: Mapping[int, RunPlan] | None = None  # None: those of the record
 
@@ -71,6 +77,13 @@ class Resize:
         if new is not None and (old is None or old.sha256 != new.sha256):
             found["code"] = (json.dumps(None if old is None else old.shown), json.dumps(new.shown))
         return found
+
+    @property
+    def schedule(self) -> NewSchedule | None:
+        """Return what another length or learning-rate schedule means; None if both stay."""
+        if self.changes.keys().isdisjoint(SCHEDULE_KEYS):
+            return None
+        return new_schedule(self.before.spec, self.spec, self.step)
 
     @property
     def after(self) -> RunRecord:
@@ -87,35 +100,49 @@ class Resize:
         return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
 
 
-def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False, moving: bool = False) -> Resize:
+def replan(
+    run: RunDir,
+    overrides: Sequence[str],
+    *,
+    new_code: bool = False,
+    moving: bool = False,
+    branch_at: int | None = None,
+) -> Resize:
     """Plan the run again with ``overrides`` (``cluster.nodes=2``), with the same global batch size.
 
     ``new_code`` takes a new snapshot of the user's code, as does an override of ``code``. ``moving``: the run is about
-    to be moved to another cluster, as runs with the event ``moved`` were: its files have other paths there. Raises
-    UsageError for an override that would change what is trained, InfeasibleError for a run that does not fit.
+    to be moved to another cluster, as runs with the event ``moved`` were: its files have other paths there.
+    ``branch_at``: the step from which a new run is to continue, which may have another name. Raises UsageError for an
+    override that would change what was trained, InfeasibleError for a run that does not fit.
     """
     before = read_record(run)
+    newest = newest_checkpoint_step(run, before.spec) if branch_at is None else branch_at
     file = str(revision_path(run, before.revision) if before.revision else run.record)
     spec = override_spec(before.spec, overrides, file=file)
     spec = backend_for(spec.cluster.scheduler).with_local_defaults(spec)
     changes = changed_keys(before.spec, spec)
-    trained = any(_is_of_data(key) for key in changes) and _has_trained(run, before.spec)
+    trained = bool(changes) and _has_trained(run, before.spec)
+    step = newest or 0
     moved = moving or any(event["event"] == "moved" for event in read_events(run))
     judged = {key: values for key, values in changes.items() if trained or not _is_of_data(key)}
     if moved:  # the ranks compare the data and the weights with those of the checkpoint
         judged = {key: values for key, values in judged.items() if not _is_path(key)}
+    if branch_at is not None:
+        judged.pop("name", None)
     problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
+    if trained:
+        problems += length_objections(before.spec, spec, newest)
     if any(_is_of_sources(key) for key in judged):
         problems += _source_objections(
             before.spec.data,
             spec.data,
             before.working_folder,
-            _trained_sources(run, before),
+            _trained_sources(run, before, step),
             reads_words=spec.training.objective not in LOSSES_OF,
             moved=moved,
         )
-    if "data.skip" in judged and not _keeps_batches(run, before.spec, spec):
-        reason = Reason("data.skips-trained-batches", {"batch": _trained_batch(run, before.spec)})
+    if "data.skip" in judged and not _keeps_batches(run, before.spec, spec, step):
+        reason = Reason("data.skips-trained-batches", {"batch": _trained_batch(run, before.spec, step)})
         problems.append(Problem.because("--set", "data.skip", reason, json.dumps(spec.data.skip)))
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
@@ -125,13 +152,15 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False, mov
     if snapshot is None and new_code:
         raise UsageError(Reason("launch.resume-no-code", {"run": run.run_id}))
     if not changes:
-        return Resize(before, before.spec, before.plan, tuple(overrides), snapshot)
+        return Resize(before, before.spec, before.plan, tuple(overrides), newest if trained else 0, snapshot)
     try:
         planned = plan_run(spec, run.run_id)
     except InfeasibleError as error:
         error.problems = (*map(_for_a_resume, error.problems), *_pins_to_release(spec))
         raise
-    return Resize(before, planned.spec, planned.plan, tuple(overrides), snapshot, planned.size_plans)
+    return Resize(
+        before, planned.spec, planned.plan, tuple(overrides), newest if trained else 0, snapshot, planned.size_plans
+    )
 
 
 def _objection(key: str, was: str, given: str) -> Problem | None:
@@ -145,17 +174,16 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
     return _fixed(key, was, given)
 
 
-def _keeps_batches(run: RunDir, before: RunSpec, after: RunSpec) -> bool:
-    """Return whether the steps before the latest checkpoint keep their batches; if it is not here the ranks check."""
+def _keeps_batches(run: RunDir, before: RunSpec, after: RunSpec, step: int) -> bool:
+    """Return whether the first ``step`` steps keep their batches; if the checkpoint is not here the ranks check."""
     rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
-    step = newest_checkpoint_step(run, before) or 0
     return keeps_batches(step, [*before.data.skip, *rollbacks], [*after.data.skip, *rollbacks])
 
 
-def _trained_batch(run: RunDir, spec: RunSpec) -> int:
-    """Return the number of the last batch before the latest checkpoint."""
+def _trained_batch(run: RunDir, spec: RunSpec, step: int) -> int:
+    """Return the number of the last batch of the first ``step`` steps."""
     rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
-    return batch_number(newest_checkpoint_step(run, spec) or 0, merged_skip_ranges([*spec.data.skip, *rollbacks]))
+    return batch_number(step, merged_skip_ranges([*spec.data.skip, *rollbacks]))
 
 
 def _is_path(key: str) -> bool:
@@ -184,12 +212,11 @@ def _fixed(key: str, was: str, given: str) -> Problem:
     return Problem.because("--set", key, Reason("launch.resume-fixed-key", params), given)
 
 
-def _trained_sources(run: RunDir, record: RunRecord) -> set[str]:
-    """Return the names of the sources that have given samples before the latest checkpoint, or may have."""
+def _trained_sources(run: RunDir, record: RunRecord, steps: int) -> set[str]:
+    """Return the names of the sources that have given samples in the first ``steps`` steps, or may have."""
     sources = record.spec.data.all_sources
     if not record.spec.cluster.traits.shared_run_directory:  # checkpoints are on a volume that is not visible here
         return {source.name for source in sources}
-    steps = newest_checkpoint_step(run, record.spec) or 0
     return sources_before(read_events(run), steps * record.spec.training.global_batch_size, sources[0].name)
 
 

@@ -8,24 +8,28 @@ all of it. A crash in between leaves a revision without a job, which the next re
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import remove_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits
 from scaletrain_cli.launch.replan import Resize
+from scaletrain_cli.launch.reschedule import SCHEDULE_EVENT, SCHEDULE_KEYS, continues_after_early_stop
 from scaletrain_cli.launch.restart import forget_secrets
-from scaletrain_cli.launch.status import why_ended
+from scaletrain_cli.launch.status import has_finished, why_ended
 from scaletrain_cli.launch.submit import Submission, keep_secrets, read_submission, submit_lock, submit_prepared
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events, record_event, withdraw_event
 from scaletrain_cli.rundir.mirror_state import read_restored, read_superseded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import (
@@ -43,7 +47,8 @@ from scaletrain_cli.spec import RunSpec
 class ResumeReport:
     """The effect of a resume. ``steps_lost``: number of logged steps that would be trained again.
 
-    ``unseen``: attempts and checkpoints are on a volume of the nodes that is not visible here.
+    ``unseen``: attempts and checkpoints are on a volume of the nodes that is not visible here. ``stopped_early``: the
+    last attempt ended because the validation did not improve.
     """
 
     last_attempt: AttemptRecord | None
@@ -57,6 +62,15 @@ class ResumeReport:
     job: Job
     had_checkpoint: bool  # one was committed at some time, even if it no longer exists
     unseen: bool = False
+    stopped_early: bool = False
+
+    def finished_for(self, resize: Resize | None) -> bool:
+        """Return whether the run has finished and trains no further step after the resume with ``resize``."""
+        if not self.finished or resize is None or resize.schedule is None:
+            return self.finished
+        trained = resize.before.spec.total_steps if self.checkpoint is None else self.checkpoint.step
+        stays = self.stopped_early and not continues_after_early_stop(resize.before.spec, resize.spec)
+        return resize.spec.total_steps <= trained or stays
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,9 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
     if elsewhere and read_restored(run)[0]:  # what was received from the mirror is older than what the pods have
         last, checkpoint, passed_over, logged = None, None, [], None
     reported = last is None and job.exit_code is not None  # the attempts are not visible here
+    stopped_early = _stopped_early(run)
+    newest = [event["event"] for event in read_events(run) if event["event"] in ("submitted", SCHEDULE_EVENT)][-1:]
+    is_extended = newest == [SCHEDULE_EVENT]  # by a resume that was interrupted before its submission
     return ResumeReport(
         last_attempt=last,
         why_ended=job.why if reported else why_ended(run, record, last, job),
@@ -92,12 +109,19 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
         passed_over=passed_over,
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
-        finished=job.exit_code == 0 if last is None else last.reason == "done",
+        finished=job.exit_code == 0 if last is None else has_finished(run, last) and not is_extended,
         active=job.is_active if take_over else job.may_be_active and not job.resumable,
         job=job,
         had_checkpoint=bool(checkpoint or passed_over or (has_committed(run) and not elsewhere)),
         unseen=elsewhere and checkpoint is None and not job.resumable,
+        stopped_early=stopped_early,
     )
+
+
+def _stopped_early(run: RunDir) -> bool:
+    """Return whether early stopping has ended the training since it last began or resumed."""
+    names = (event["event"] for event in reversed(read_events(run)))
+    return next((name for name in names if name in ("started", "resumed", "stopped-early")), "") == "stopped-early"
 
 
 def _job_to_take_over(scheduler: Backend, run: RunDir, record: RunRecord) -> Job:
@@ -136,8 +160,9 @@ def resume(
         scheduler = scheduler or backend_for(spec.cluster.scheduler)
         with (
             _secrets_stored(run, spec),
+            _recorded(run, SCHEDULE_EVENT, None if resize is None else _schedule_details(resize)),
             _revised(run, record, resize) as revised,
-            _start_from_scratch_recorded(run, from_scratch),
+            _recorded(run, "from-scratch", {} if from_scratch else None),
             _stop_files_moved_aside(run),
         ):
             fetch_to_shared_cache(revised.spec, revised.hub, os.environ)
@@ -156,8 +181,9 @@ def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: R
     if (owner := read_superseded(run)) is not None:
         place = {"run_dir": owner.get("run_dir", "another folder"), "host": owner.get("host", "another host")}
         return Reason("mirror.continues-elsewhere", name | place | {"place": owner.get("to", "MIRROR")})
-    if report.finished:
-        return Reason("launch.resume-finished", name)
+    if report.finished_for(resize):
+        early = report.stopped_early and resize is not None and resize.schedule is not None
+        return Reason("launch.resume-stopped-early" if early else "launch.resume-finished", name)
     if report.active:
         known = report.job.state != "unknown"
         detail = report.job.why if report.job.detail else recorded(report.job.state)
@@ -175,10 +201,27 @@ def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: R
             return Reason("launch.resume-checkpoints-invalid", name | params)
         gone = "checkpoints-gone" if report.had_checkpoint else "no-checkpoint"
         return Reason(f"launch.resume-{gone}", name | {"step": step})
-    optimizer = "" if resize is None else resize.spec.training.optimizer.name
-    if report.checkpoint is not None and resize is not None and resize.reshards_states and optimizer == "adamw_8bit":
-        return Reason("launch.resume-layout-fixed", name | {"optimizer": optimizer})
+    return None if report.checkpoint is None or resize is None else _unshardable(run, resize)
+
+
+def _unshardable(run: RunDir, resize: Resize) -> Reason | None:
+    """Return why the states of the optimizer cannot be sharded as the new layout wants; None if they can."""
+    optimizer = resize.spec.training.optimizer.name
+    if resize.reshards_states and optimizer == "adamw_8bit":
+        return Reason("launch.resume-layout-fixed", {"run": run.run_id, "optimizer": optimizer})
     return None
+
+
+def refuse_branch(branch: Branch, resize: Resize) -> None:
+    """Raise UsageError if a new run from the checkpoint would have nothing to train, or could not load it."""
+    step, name = branch.checkpoint.step, {"run": branch.run.run_id}
+    if (refusal := _unshardable(branch.run, resize)) is not None:
+        raise UsageError(refusal)
+    if resize.spec.total_steps <= step:
+        raise UsageError(Reason("launch.branch-complete", name | {"step": step, "steps": resize.spec.total_steps}))
+    stopped = any(event["event"] == "stopped-early" and event["step"] == step for event in read_events(branch.run))
+    if stopped and not continues_after_early_stop(resize.before.spec, resize.spec):
+        raise UsageError(Reason("launch.resume-stopped-early", name))
 
 
 @contextlib.contextmanager
@@ -197,19 +240,31 @@ def _secrets_stored(run: RunDir, spec: RunSpec) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _start_from_scratch_recorded(run: RunDir, from_scratch: bool) -> Iterator[None]:
-    """Record the event that lets ranks start without a checkpoint; remove it if the scheduler refuses."""
-    if not from_scratch:
+def _recorded(run: RunDir, event: str, details: Mapping[str, Any] | None) -> Iterator[None]:
+    """Record an event about the next attempt, unless ``details`` is None; remove it if the scheduler refuses."""
+    if details is None:
         yield
         return
-    record_event(run, "from-scratch")
+    record_event(run, event, **details)
     try:
         yield
     except SchedulerSilentError:
         raise
     except ScaletrainError:
-        withdraw_event(run, "from-scratch")
+        withdraw_event(run, event)
         raise
+
+
+def _schedule_details(resize: Resize) -> dict[str, Any] | None:
+    """Return the event about another length or schedule; None if both stay. Other keys are in the revision."""
+    if (schedule := resize.schedule) is None:
+        return None
+    changes = {
+        key: {"was": json.loads(was), "now": json.loads(now)}
+        for key, (was, now) in resize.changes.items()
+        if key in SCHEDULE_KEYS
+    }
+    return {"revision": resize.after.revision, "changes": changes, **schedule.to_json()}
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import why_not_prepared
-from scaletrain_cli.rundir.record import RunRecord, is_elsewhere, read_record
+from scaletrain_cli.rundir.record import BranchPoint, RunRecord, is_elsewhere, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 from scaletrain_cli.rundir.times_and_costs import newest_steps, remaining_seconds, typical_seconds, without_first_steps
 from scaletrain_cli.rundir.validations import measures_in
@@ -137,6 +137,7 @@ class RunStatus:
     sizes: tuple[int, ...] = ()  # numbers of nodes on which an attempt may start, if there are several
     step_seen: bool = True  # False: nothing that was read has a step, and ``step`` is 0
     files_seen: bool = True  # False: the run directory is on a volume that this machine does not see
+    branch_of: BranchPoint | None = None  # the checkpoint of another run that it began with
 
     @property
     def why(self) -> str:
@@ -154,6 +155,7 @@ class RunStatus:
         plain["job"] = {"state": self.job.state, "detail": self.job.detail, **self.job.why.to_document()}
         goodput = None if self.goodput is None else self.goodput.to_json()
         sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
+        plain["branch_of"] = None if self.branch_of is None else dataclasses.asdict(self.branch_of)
         plain["mirror"] = None if self.mirror is None else self.mirror.to_json()
         return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
@@ -210,6 +212,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         sizes=record.sizes,
         step_seen=files_seen or "step" in measured,
         files_seen=files_seen,
+        branch_of=record.branch_of,
     )
 
 
@@ -248,7 +251,15 @@ def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | Usag
 
 def _is_done(run: RunDir) -> bool:
     attempts = read_attempts(run)
-    return bool(attempts) and attempts[-1].reason == "done"
+    return has_finished(run, attempts[-1] if attempts else None)
+
+
+def has_finished(run: RunDir, last: AttemptRecord | None) -> bool:
+    """Return whether the last attempt has finished the run, and no job was submitted since to train more steps."""
+    if last is None or last.reason != "done":
+        return False
+    submitted = (open_request(run), read_submission(run))
+    return not any(each is not None and each.first_attempt > last.number for each in submitted)
 
 
 def is_over(run: RunDir, status: RunStatus) -> bool:
@@ -293,7 +304,7 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
         if silent <= SENT_JOB_SECONDS:
             return job
         return Job.because(job.id, "unknown", Reason("launch.sent-job-old", {"seconds": round(silent)}), job.nodes)
-    if last is not None and last.reason == "done":  # final: saves a request to the scheduler
+    if has_finished(run, last):  # final: saves a request to the scheduler
         return Job("", "ended", "finished")
     try:
         with failures_of_plugin(record.spec.cluster.scheduler):
@@ -315,7 +326,7 @@ def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
 
 def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:
     """Return the state. An attempt without a recorded end has failed only if its job is over."""
-    if last is not None and last.reason == "done":
+    if has_finished(run, last):
         return "finished"
     if job.state == "suspended" or job.state == "ending":
         return job.state

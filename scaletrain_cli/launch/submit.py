@@ -26,6 +26,7 @@ from scaletrain_cli.errors import InfeasibleError, ScaletrainError, SchedulerSil
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits
@@ -126,8 +127,10 @@ def make_record(
     snapshot: Snapshot | None = None,
     hub: Mapping[str, str] | None = None,
     size_plans: Mapping[int, RunPlan] | None = None,
+    branch: Branch | None = None,
 ) -> RunRecord:
     """Return the record that create_run would write. Raises UsageError for an invalid run id."""
+    parent = None if branch is None else branch.parent
     now = time.time()
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
     require_run_id(run_id)
@@ -140,10 +143,11 @@ def make_record(
         versions=_versions(),
         code_hash=code_hash(),
         wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
-        working_folder=str(Path.cwd()),
-        code=None if snapshot is None else snapshot.record,
-        hub=resolve_commits(spec, os.environ, hub),
+        working_folder=str(Path.cwd()) if parent is None else parent.working_folder,
+        code=snapshot.record if snapshot is not None else None if parent is None else parent.code,
+        hub=resolve_commits(spec, os.environ, hub if parent is None else parent.hub),
         sizes=tuple(size_plans or ()),
+        branch_of=None if branch is None else branch.point,
     )
 
 
@@ -158,16 +162,18 @@ def create_run(
     stored_secrets: Mapping[str, str] | None = None,
     hub: Mapping[str, str] | None = None,
     size_plans: Mapping[int, RunPlan] | None = None,
+    branch: Branch | None = None,
 ) -> CreatedRun:
     """Create the run directory, or return the one with the same spec and code under this id.
 
     Takes a snapshot of the user's code unless ``snapshot`` is given. Raises UsageError, also for a directory
     of another user unless ``trust_owner``. ``stored_secrets``: values of ``secret_env`` that are not set here.
     ``hub``: commits of references that an earlier run has resolved. ``size_plans``: as in PlannedRun; without them the
-    run has one size.
+    run has one size. ``branch``: the checkpoint of another run that it continues, with the code of that run unless
+    ``snapshot`` is given.
     """
-    snapshot = snapshot or take_snapshot(spec)
-    record = make_record(spec, plan, run_id, snapshot, hub, size_plans)
+    snapshot = snapshot or (take_snapshot(spec) if branch is None else None)
+    record = make_record(spec, plan, run_id, snapshot, hub, size_plans, branch)
     run = RunDir((root or runs_root()) / record.run_id)
     if os.path.lexists(run.path):
         require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
@@ -187,6 +193,8 @@ def create_run(
             write_snapshot(draft, snapshot)
         write_spec_lines(draft, spec)
         write_size_plans(draft, 0, size_plans or {})
+        if branch is not None:
+            branch.fill(draft, run, record)
         write_record(draft, record)
         # rename() replaces only an empty folder, so one of two concurrent submitters fails here.
         draft.path.rename(run.path)
@@ -196,6 +204,9 @@ def create_run(
             require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
             return _existing(run, record)
         raise UsageError(Reason("runs.not-created", {"folder": str(run.path), "said": str(error)})) from error
+    except BaseException:
+        shutil.rmtree(draft.path)
+        raise
     return CreatedRun(run, record, created=True)
 
 
@@ -357,9 +368,8 @@ def read_submission(run: RunDir) -> Submission | None:
     return None if data is None else _submission(run, data)
 
 
-def submitted_before(run_id: str) -> Submission | None:
-    """Return the submission of an existing run with this id; None if there is none that was answered."""
-    run = RunDir(runs_root() / run_id)
+def submitted_before(run: RunDir) -> Submission | None:
+    """Return the submission of a run directory; None if it does not exist, or was not submitted with an answer."""
     # os.path, unlike Path, returns False for a name that no file can have.
     if not os.path.isfile(run.record) or open_request(run) is not None:
         return None
@@ -390,6 +400,8 @@ def submit_lock(run: RunDir) -> Iterator[None]:
 
 def _existing(run: RunDir, given: RunRecord) -> CreatedRun:
     first = read_first_record(run)  # as first submitted: a resize since then does not make it another run
+    if first.branch_of != given.branch_of:
+        raise UsageError(Reason("runs.other-beginning", {"run": run.run_id}))
     if first.spec != given.spec:
         differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, given.spec).items()]
         shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")

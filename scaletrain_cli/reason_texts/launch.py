@@ -386,7 +386,38 @@ TEXTS: dict[str, Text] = {
     # ---- cancel ----------------------------------------------------------------------------------------------------
     "no-force": Text("--force has no effect on {scheduler}, where {run} is", ("Remove the option",)),
     # ---- resume ----------------------------------------------------------------------------------------------------
-    "resume-finished": Text("{run} has finished; there is nothing to resume"),
+    "resume-finished": Text(
+        "{run} has finished; there is nothing to resume",
+        ("Give it more steps: `scaletrain resume {run} --set training.steps=...`",),
+    ),
+    "resume-stopped-early": Text(
+        "{run} has stopped early, and would stop again at once",
+        ("Add --set training.early_stopping.patience=0, or a greater one than before",),
+    ),
+    "resume-too-few-steps": Text(
+        "gives {steps:of step}, and the run has trained {step}",
+        (
+            "Set more than {step}; `scaletrain resume RUN --branch NEW_ID --at STEP` continues an earlier checkpoint "
+            "as a new run",
+        ),
+    ),
+    "resume-stage-moves": Text(
+        "is a share of the steps of the run, and with {steps} of them the stage would begin at step {now} instead of "
+        "{was}",
+        ("Give the step: --set data.stages.{stage}.start={was}, or another one",),
+    ),
+    "resume-epochs-move": Text(
+        "sets the share of the source by the length of the run, which would be {now} steps instead of {was}",
+        (
+            "Give the share: --set data.sources.{source}.epochs=null --set data.sources.{source}.weight=..., as the "
+            "event `mixture` of the run shows it",
+        ),
+    ),
+    "resume-mean-has-begun": Text(
+        "would move the last quarter of the run, and the mean of its weights (training.averaging.name: checkpoints) "
+        "begins at step {first}",
+        ("Branch from a checkpoint before step {first}: `scaletrain resume RUN --branch NEW_ID --at STEP`",),
+    ),
     "resume-unknown": Text("whether {run} is still running is not known: {detail}", ("Resume it once that is known",)),
     "resume-active": Text("{run} is still active: {detail}", ("Wait for it, or run `scaletrain cancel {run}` first",)),
     "resized": Text("job {job} got nodes for {nodes} of the sizes {sizes:list}; the attempt before had {before}"),
@@ -427,6 +458,29 @@ TEXTS: dict[str, Text] = {
         "{run} cannot continue in another layout: {optimizer} keeps its states quantized in blocks that follow the "
         "layout, and cutting them again would change them",
         ("Resume it on as many GPUs and in the same layout",),
+    ),
+    # ---- branches --------------------------------------------------------------------------------------------------
+    "branch-no-checkpoint": Text("{run} has no valid checkpoint in {folder} to branch from"),
+    "branch-other-steps": Text(
+        "{run} has no checkpoint of step {step}; there are those of steps {steps:list}", ("Set --at to one of them",)
+    ),
+    "branch-checkpoint-invalid": Text(
+        "the checkpoint of step {step} is not valid: {problems}", ("Set --at to another step",)
+    ),
+    "branch-checkpoint-gone": Text(
+        "{run} has deleted its checkpoint of step {step} meanwhile: {path}",
+        ("Set --at to another step; checkpoint.keep and checkpoint.keep_every decide which ones remain",),
+    ),
+    "branch-complete": Text(
+        "the checkpoint of step {step} of {run} is the last of {steps:of step}", ("Add --set training.steps=...",)
+    ),
+    "branch-folder-used": Text(
+        "{folder} of the new run has checkpoints already", ("Use another id, or delete that folder",)
+    ),
+    "branch-unseen": Text(
+        "the pods of {run} write its checkpoints to a volume that is not visible here, so that no run can begin from "
+        "one",
+        ("Bring it here first: `scaletrain resume {run} --from-mirror URL` on a cluster with a shared run directory",),
     ),
     "resume-another-run": Text("{run} would no longer be the same run"),
     "resume-no-code": Text("{run} has no code of yours to take again", ("Name it: --set code.path=FOLDER",)),

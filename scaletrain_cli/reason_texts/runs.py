@@ -14,6 +14,7 @@ TEXTS: dict[str, Text] = {
         "run id {id!r} is invalid: use at most 128 letters, digits, '.', '_' and '-', with no leading dot"
     ),
     "other-spec": Text("run {run} exists with another spec: {differences}", _OTHER_ID),
+    "other-beginning": Text("run {run} exists and began in another way, or from another checkpoint", _OTHER_ID),
     "other-code": Text(
         "run {run} exists with other code: it has {before}, not {given}",
         ("Use another run id, or give the run the new code with `scaletrain resume {run} --new-code`",),

@@ -216,10 +216,10 @@ def _is_before(place: int, record: dict[str, Any], event: dict[str, Any]) -> boo
 
 
 def has_committed(run: RunDir) -> bool:
-    """Return True if a checkpoint was committed since the run last started from scratch."""
+    """Return True if a checkpoint was committed since the run last started from scratch, or the run began with one."""
     names = [event.get("event") for event in read_events(run)]
     restarts = [index for index, name in enumerate(names) if name == "from-scratch"]
-    return "checkpoint" in names[max(restarts, default=0) :]
+    return not {"checkpoint", BRANCH_EVENT}.isdisjoint(names[max(restarts, default=0) :])
 
 
 def last_logged_step(run: RunDir) -> int | None:
@@ -227,6 +227,7 @@ def last_logged_step(run: RunDir) -> int | None:
     return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
 
 
+BRANCH_EVENT = "branched"
 ROLLBACK_EVENT = "rolled-back"
 
 

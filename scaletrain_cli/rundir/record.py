@@ -52,6 +52,15 @@ _REVISION = re.compile(r"(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
+class BranchPoint:
+    """The checkpoint from which a run began: that of ``step`` of another run, whose directory was ``run_dir``."""
+
+    run_id: str
+    run_dir: str
+    step: int
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """The requested spec, the plan, and the versions that made them; ``revision`` 0 is run.json itself."""
 
@@ -67,6 +76,7 @@ class RunRecord:
     code: CodeRecord | None = None  # the user's code, if any
     hub: Mapping[str, str] = dataclasses.field(default_factory=dict)  # commits of the spec's hf:// references
     sizes: tuple[int, ...] = ()  # numbers of nodes on which an attempt may start, fewest first; empty: only the spec's
+    branch_of: BranchPoint | None = None
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
@@ -270,6 +280,7 @@ def _whole(record: RunRecord) -> dict[str, Any]:
         "code_hash": record.code_hash,
         "wandb_run_id": record.wandb_run_id,
         "working_folder": record.working_folder,
+        **({"branch_of": dataclasses.asdict(record.branch_of)} if record.branch_of is not None else {}),
     }
 
 
@@ -323,6 +334,7 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
             code=None if decided.get("code") is None else CodeRecord(**decided["code"]),
             hub={str(text): str(commit) for text, commit in decided.get("hub", {}).items()},
             sizes=tuple(int(nodes) for nodes in decided.get("sizes", ())),
+            branch_of=None if data.get("branch_of") is None else BranchPoint(**data["branch_of"]),
         )
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error

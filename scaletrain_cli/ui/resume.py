@@ -1,4 +1,4 @@
-"""The screen of `resume`: why the run ended, the checkpoint, the steps lost, and the new layout."""
+"""The screen of `resume`: why the run ended, the checkpoint, the steps lost, the new layout and schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.replan import Resize
+from scaletrain_cli.launch.reschedule import NewSchedule
 from scaletrain_cli.launch.resume import ResumeReport
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -16,14 +18,14 @@ from scaletrain_cli.text import bytes_text, counted, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console
 
 
-def show_resume(run_id: str, report: ResumeReport) -> None:
-    """Print the report to stderr."""
+def show_resume(run_id: str, report: ResumeReport, resize: Resize | None) -> None:
+    """Print the report of a resume with ``resize`` to stderr."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("run", escaped_text(run_id, "bold"))
     table.add_row("state" if report.active else "ended", escaped_text(str(report.why_ended)))
-    if report.finished or report.active:  # not resumed: no checkpoint to show
+    if report.finished_for(resize) or report.active:  # not resumed: no checkpoint to show
         show(stderr_console(), table)
         return
     table.add_row("resumes", escaped_text(_from(report)))
@@ -52,6 +54,28 @@ def show_resize(resize: Resize) -> None:
     for key, (was, now) in resize.changes.items():
         if not key.startswith(("cluster.nodes", "cluster.gpus_per_node")):
             show(stderr_console(), escaped_text(f"{key} was {was}, now {now}"))
+    for line in schedule_lines(resize.schedule):
+        show(stderr_console(), escaped_text(line))
+
+
+def schedule_lines(schedule: NewSchedule | None) -> list[str]:
+    """Return what another length or learning-rate schedule means, as lines of text."""
+    if schedule is None or schedule.learning_rate is None or schedule.step is None:
+        return []
+    step, rate = schedule.step, schedule.learning_rate
+    lines = [f"learning rate of step {step + 1:,} was {_rate_text(rate.was)}, now {_rate_text(rate.now)}"]
+    if step and schedule.same_past:
+        lines.append(f"the learning rates up to step {step:,} are those of a run with the new schedule from the start")
+    elif step:
+        lines.append(
+            f"the learning rates up to step {step:,} differ from those of a run with the new schedule from the start, "
+            "so the result differs from its result"
+        )
+    return lines
+
+
+def _rate_text(rate: float | None) -> str:
+    return "none, after the last step" if rate is None else f"{rate:.4g}"
 
 
 def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dict[str, Any]:
@@ -68,6 +92,12 @@ def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dic
         "passed_over": report.passed_over,
         "resize": None if resize is None else _resize_json(resize),
     }
+
+
+def branch_json(branch: Branch, resize: Resize) -> dict[str, Any]:
+    """Return where a new run begins, and what differs from the other run, as a JSON object."""
+    changed = _resize_json(resize) if resize.changes else None
+    return {"branch_of": asdict(branch.point), "passed_over": list(branch.passed_over), "resize": changed}
 
 
 _ALWAYS_SHOWN = {"GPUs", "data parallel", "micro-batch", "accumulation", "global batch", "step", "memory per GPU"}
@@ -97,8 +127,12 @@ def _rows(record: RunRecord) -> dict[str, str]:
 
 def _resize_json(resize: Resize) -> dict[str, Any]:
     records = {"before": resize.before, "after": resize.after}
+    schedule = resize.schedule
     return {
-        "changes": {key: {"was": json.loads(was), "now": json.loads(now)} for key, (was, now) in resize.changes.items()}
+        "schedule": None if schedule is None else schedule.to_json(),
+        "changes": {
+            key: {"was": json.loads(was), "now": json.loads(now)} for key, (was, now) in resize.changes.items()
+        },
     } | {
         name: {
             "revision": record.revision,

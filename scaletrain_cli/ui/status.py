@@ -129,6 +129,8 @@ def show_status(
     is_shown = status.reason != status.job.why if waits_again else status.state == "running"
     says = f": {status.job.detail}" if is_shown and status.job.detail else ""
     table.add_row("  job", escaped_text(where + nodes + says))
+    if status.branch_of is not None:
+        table.add_row("  branch", escaped_text(f"of {status.branch_of.run_id}, from step {status.branch_of.step:,}"))
     if status.sizes and status.planned_nodes is not None:
         others = f"{counted(status.planned_nodes, 'node')}; the job may start on {either(status.sizes)}"
         table.add_row("  size", escaped_text(others))

@@ -181,6 +181,39 @@ def test_a_cancelled_run_keeps_its_state_and_can_be_resumed() -> None:
 
 
 @FORKED
+def test_a_finished_run_continues_with_more_steps_and_a_branch_of_it_is_a_run_of_its_own() -> None:
+    submit("submit", "r1", *PRICE, "--set", "training.schedule={name: constant}", steps=4, checkpoint_every=2)
+    assert ended().data["state"] == "finished"
+    wrong = scaletrain("resume", "r1", "--at", "2")
+    assert (wrong.code, "--at requires --branch NEW_ID." in wrong.err) == (ExitCode.USAGE, True)
+    wrong = scaletrain("resume", "r1", "--branch", "r2", "--from-scratch", "--take-over")
+    assert "--branch cannot be combined with --take-over, --from-scratch." in wrong.err
+    branch = ("resume", "r1", "--branch", "r2", "--at")
+    missing = scaletrain(*branch, 3)
+    assert "r1 has no checkpoint of step 3; there are those of steps 2, 4." in " ".join(missing.err.split())
+    tried = scaletrain(*branch, 2, "--dry-run")
+    assert tried.out.endswith(f"{runs_root() / 'r2'} --engine {ENGINE}\n"), tried.err
+    assert not (runs_root() / "r2").exists()
+    begun = scaletrain(*branch, 2, "--set", "training.steps=50")
+    assert (begun.code, begun.out) == (0, "r2\n"), begun.err
+    rows = rows_of(begun)
+    assert any(row.startswith("r2 continues r1 after step 2, from ") for row in rows), rows
+    assert {"training.steps was 100, now 50", "learning rate of step 3 was 0.002, now 0.002"} <= {*rows}
+    assert ended("r2").data["branch_of"]["run_id"] == "r1"
+    assert "branch of r1, from step 2" in " ".join(scaletrain("status", "r2").out.split())
+    again = scaletrain(*branch, 2, "--set", "training.steps=50", "--json")
+    assert (again.code, again.data["created"]) == (0, False), again.err
+    resumed = scaletrain("resume", "r1", "--set", "training.steps=200", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.data["checkpoint_step"] == 4
+    schedule = resumed.data["resize"]["schedule"]
+    assert (schedule["total_steps"], schedule["same_past"]) == ({"was": 100, "now": 200}, True)
+    assert ended().data["total_steps"] == 200
+    shown = scaletrain("events", "r1").out
+    assert "from step 5 on: training.steps was 100, now 200; the learning rate of step 5 is 0.002" in shown
+
+
+@FORKED
 def test_resume_skips_a_damaged_checkpoint_and_counts_the_lost_steps(crashed: RunDir) -> None:
     (crashed.checkpoints / "step-00000006" / "shard-0").write_text("rotten")
     resumed = scaletrain("resume", "r1", "--json")
