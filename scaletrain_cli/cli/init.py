@@ -107,7 +107,7 @@ def command(
     With --scheduler kubernetes: add your queue and image to the spec.
     Never overwrites an existing file.
     """
-    from scaletrain_cli.spec.backend_traits import installed_backends
+    from scaletrain_cli.spec.backend_traits import DEFAULT, installed_backends
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
 
@@ -157,7 +157,16 @@ def command(
     for traits in installed_backends():
         if traits.section.starting_note and f"scheduler: {traits.name}" in contents[target]:
             say(traits.section.starting_note)
-    suggest({"plan it": f"scaletrain plan {target}", "submit it": f"scaletrain submit {target}"})
+    here = f"scheduler: {DEFAULT}" in contents[target]
+    has_rows = any(f"objective: {each}" in contents[target] for each in ("sft", "dpo"))
+    suggest(
+        {
+            **({"look at its rows": f"scaletrain data show {target}"} if has_rows else {}),
+            "plan it": f"scaletrain plan {target}",
+            **({"run it here": f"scaletrain train {target}"} if here else {}),
+            "submit it": f"scaletrain submit {target}",
+        }
+    )
 
 
 def _model_and_file(names: list[str]) -> tuple[str | None, Path | None]:
