@@ -340,3 +340,16 @@ def test_a_trained_tokenizer_has_the_image_token_at_one_id(tmp_path: Path) -> No
     (told,) = found(32000)
     assert told.startswith("model.image_token_index: must be 3")
     assert "data.tokenizer.path" in told
+
+
+def test_rows_for_validation_are_checked_as_those_for_training(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": ANSWERED}) + "\n")
+    (tmp_path / "other.jsonl").write_text('{"question": "a"}\n')
+    source = f"{{name: a, path: {tmp_path}/rows.jsonl, validation_path: {tmp_path}/other.jsonl}}"
+    for settings, key in (
+        (("data.validation_source=gone.jsonl",), "data.validation_source"),
+        (("data.source=null", f"data.sources=[{source}]"), "data.sources.0.validation_path"),
+    ):
+        (problem,) = row_problems(view(tmp_path, *settings))
+        assert problem.key == key
+        assert ("no such file" in problem.message) != ("fit no format" in problem.message), problem
