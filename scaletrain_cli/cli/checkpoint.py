@@ -227,7 +227,7 @@ def sample(
     on the CPU. Prompts are written as in training, with data.chat_template_date and data.chat_template_kwargs. Prints
     the answers to stdout.
     """
-    from scaletrain_cli.launch.engine_process import run_engine_command
+    from scaletrain_cli.launch.engine_process import require_installed, run_engine_command
     from scaletrain_cli.reasons import Reason
     from scaletrain_cli.rundir.record import checkpoint_folder
     from scaletrain_cli.safe_files import create_file
@@ -241,6 +241,7 @@ def sample(
     raw = raw or spec.training.objective == "causal_lm"
     if raw and system is not None:
         raise UsageError("--system: a text that is continued has no system message. Put it into the prompt.")
+    require_installed(needs := (*_NEEDS, "transformers"))  # before an export that may take minutes
     checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, spec), step)
     dtype = "fp32" if spec.training.precision in ("fp32", "tf32") else "bf16"
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
@@ -251,7 +252,7 @@ def sample(
         prompt = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         create_file(request, json.dumps({**prompt, "date": spec.data.chat_template_date, **sampling}))
-        sampled = run_engine_command("sample", str(output), str(request), needs=(*_NEEDS, "transformers"))
+        sampled = run_engine_command("sample", str(output), str(request), needs=needs)
     sampled |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:
         _print(sampled)

@@ -48,6 +48,16 @@ def _end(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}" if -exit_code in _SIGNALS else "was killed"
 
 
+def require_installed(names: Sequence[str]) -> None:
+    """Raise MissingPackageError, with the extra to install, if one of these packages is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        extra = extra_of(missing[0]) or "train"
+        raise MissingPackageError(
+            f"{', '.join(missing)} not installed: this command requires the extra {extra}.", install_command(extra)
+        )
+
+
 def run_engine_command(
     *words: str,
     needs: Sequence[str],
@@ -59,12 +69,7 @@ def run_engine_command(
     Its stderr is passed on, to ``on_line`` if that is given. ``needs`` are the packages that it imports. Raises
     MissingPackageError if one is not installed, and EngineProcessError.
     """
-    missing = [name for name in needs if importlib.util.find_spec(name) is None]
-    if missing:
-        extra = extra_of(missing[0]) or "train"
-        raise MissingPackageError(
-            f"{', '.join(missing)} not installed: this command requires the extra {extra}.", install_command(extra)
-        )
+    require_installed(needs)
     command = python_command("scaletrain_cli.engine.commands", *words)
     environment = absolute_paths(os.environ) | SAFE_CHILDREN
     with subprocess.Popen(
