@@ -237,7 +237,7 @@ def sample(
     found, record = _own_run(run, trust_owner)
     spec = record.spec
     if not isinstance(spec.model, ModelSpec):
-        raise UsageError(f"checkpoint sample: {found.run_id} trains model.family = {spec.model.family}, without text.")
+        raise UsageError(f"{found.run_id} has model.family = {spec.model.family}. Only language models can be sampled.")
     raw = raw or spec.training.objective == "causal_lm"
     if raw and system is not None:
         raise UsageError("--system: a text that is continued has no system message. Put it into the prompt.")
