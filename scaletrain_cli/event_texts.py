@@ -285,7 +285,6 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "nodes-excluded": _nodes_excluded,
     "tracker-off": lambda event: str(event["message"]),
     "tracker-on": lambda event: str(event["message"]),
-    "wandb-off": lambda event: f"Weights & Biases is off, the run continues without it: {event['message']}",
     "mirrored": _mirrored,
     "mirror-failed": lambda event: f"{event['to']}: {event['message']}; training continues",
     "mirror-recovered": lambda event: f"{event['to']}, after {seconds_text(event['seconds'])}",

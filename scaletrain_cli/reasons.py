@@ -90,7 +90,7 @@ class Reason:
 
 
 def reason_from(document: object) -> Reason:
-    """Return the reason that ``to_json`` wrote; a document without a code is a sentence of an earlier version.
+    """Return the reason that ``to_json`` wrote; a document without a code is a sentence of another program.
 
     Any other value, as in a damaged record, becomes a reason too: showing it must not fail.
     """
@@ -117,7 +117,7 @@ def _is_document(value: object) -> bool:
 
 
 def recorded(text: str) -> Reason:
-    """Return a sentence that was written down without a code, by an earlier version or another program, as a reason."""
+    """Return a sentence that was written down without a code, as by another program, as a reason."""
     return Reason("recorded.text", {"text": text})
 
 

@@ -104,11 +104,9 @@ def measures_text(measures: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def number_text(value: float | str | None) -> str:
+def number_text(value: float | None) -> str:
     """Return a number with four significant figures; None, as NaN and infinity are recorded, as ``NaN or infinite``."""
-    if value is None:
-        return "NaN or infinite"
-    return f"{value:.4g}" if isinstance(value, int | float) else value  # text, by an earlier version
+    return "NaN or infinite" if value is None else f"{value:.4g}"
 
 
 def ratio_text(ratio: float) -> str:

@@ -49,7 +49,7 @@ def read_dataset_report(folder: Path) -> dict[str, Any]:
 
 
 def _source(name: str, folder: Path) -> dict[str, Any]:
-    """Return what is known of a dataset of any version; ``steps`` is empty without a report of its preparation."""
+    """Return what is known of a dataset; ``steps`` is empty without a report of its preparation."""
     dataset = read_document(folder / "dataset.json")
     if dataset is None:
         params = {"folder": str(folder), "error": "there is no dataset.json"}
@@ -81,7 +81,7 @@ _MEASURED = ("bytes_read", "files", "languages", "tokens_per_byte", "unknown_tok
 
 
 def _bytes(dataset: Mapping[str, Any]) -> int | None:
-    """Return the bytes of the text; None where they are not known: tokenized sources, and datasets before v4."""
+    """Return the bytes of the text; None where they are not known, as for tokenized sources."""
     size = dataset.get("bytes")
     has_tokens = any(dataset[f"{split}_tokens"] for split in _SPLITS)
     return None if size is None or (has_tokens and not size) else int(size)

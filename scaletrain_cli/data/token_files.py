@@ -269,7 +269,7 @@ def open_source(
         found = None if document is None else document.get("schema")
         params = {"folder": str(dataset), "schema": str(found), "expected": SCHEMA}
         raise UsageError(Reason("engine.dataset-schema-unknown", params))
-    if document.get("seal", seal_of(document)) != seal_of(document):
+    if document.get("seal") != seal_of(document):
         raise CorruptDataError(dataset / "dataset.json", "it has changed since it was written")
     try:
         dtype, shards = str(document["tokenizer"]["dtype"]), list(document["shards"])

@@ -329,8 +329,7 @@ def _require_same_data(
                 raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
             data.require_same(checkpoint.path.name, saved, trained)
             require_same_tokenizer(record.spec, checkpoint.path.name, saved)
-            before = saved.get("skipped")  # one of an earlier version does not state it
-            if before is not None and not keeps_batches(checkpoint.step, map(tuple, before), skipped):
+            if not keeps_batches(checkpoint.step, map(tuple, saved["skipped"]), skipped):
                 raise UsageError(Reason("data.skips-trained-batches", {"batch": first_batch - 1}))
         except UsageError as error:
             problem = error.reason
@@ -414,8 +413,7 @@ def _sample_answers(
     tokenizer = tokenizer_path(spec, run.path.parent, run)
     assert isinstance(reader, BatchReader)
     assert tokenizer is not None
-    compiled = layout.compile or spec.training.compile is True
-    return SampleAnswers(spec.model, reader, tokenizer, device, compiled)
+    return SampleAnswers(spec.model, reader, tokenizer, device, layout.compile)
 
 
 def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> None:

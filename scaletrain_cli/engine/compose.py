@@ -180,9 +180,7 @@ def compose(
     that of the files in ``model.weights`` only those are read that no checkpoint has. ``trained``: the parameters that
     train; None for all. ``source``: of the weights, instead of those of the spec.
     """
-    # Earlier versions do not write compile into the plan.
-    compiled = layout.compile or spec.training.compile is True
-    prepare_compiler(compiled)
+    prepare_compiler(layout.compile)
     prepare_deepspeed(device)
     if spec.training.precision == "fp16" and device.type == "cpu":
         allow_fp16_on_cpu()
@@ -208,7 +206,7 @@ def compose(
         model,
         spec.layout,
         layout.activation_checkpointing,
-        compiled=compiled,
+        compiled=layout.compile,
         pin_memory=device.type == "cuda",
     )
     objective = build_objective(spec, mesh)

@@ -327,7 +327,7 @@ class Trainer:
             name = "resumed"
             restored = self.checkpointer.restore(begin.checkpoint)
             self.guard.load_state_dict(restored["guard"])
-            before = restored.get("batch_norm_images")  # earlier versions do not write it
+            before = restored.get("batch_norm_images")  # absent without batch normalization
         kernel = {}
         if self.composed.model.language is not None:
             kernel["attention"] = attention_kernel_of(self.record.spec, self.record.plan.layout, self.device)

@@ -30,7 +30,7 @@ from scaletrain_cli.worker.failures import read_failures
 class Decision:
     """The restart decision: whether another attempt follows, or else ``exit_code`` as that of the run.
 
-    ``code`` and ``params`` are those of the Reason whose text is ``why``, empty in records of older versions.
+    ``code`` and ``params`` are those of the Reason whose text is ``why``.
     ``left_to_scheduler``: the scheduler was ending the job, and it alone decides whether it starts the job again.
     """
 
@@ -56,8 +56,7 @@ class Decision:
 class AttemptRecord:
     """One attempt. Without ``ended`` it is still running, or the process that watched it is gone.
 
-    ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason whose text is ``message``, empty in
-    records of older versions.
+    ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason whose text is ``message``.
     """
 
     number: int

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from scaletrain_cli.reasons import Reason, reason_from, recorded
+from scaletrain_cli.reasons import Reason, reason_from
 
 SCHEMA = "scaletrain.plan/v1"
 
@@ -19,7 +19,7 @@ class ModelSize:
     """Parameters (all, and those that one token uses), and training FLOPs per token, without recomputation.
 
     ``parameters`` and ``active_parameters`` are without adapters. ``trainable_parameters``: those that train, adapters
-    included, in the stage of the run that trains most; 0 in plans of earlier versions.
+    included, in the stage of the run that trains most.
     """
 
     parameters: int
@@ -378,7 +378,7 @@ class RunPlan:
     ``considered``: the number of layouts that the spec allows. ``alternatives``: the best of those that were sized.
     ``rejected``: counts by reason of the layouts that were not chosen, and of excluded degrees. ``training_stages``:
     empty if all steps train the same parameters; otherwise memory is that of the fullest, time the mean over the steps.
-    ``calibration``: None if times are the planner's own. ``ranges``: None in plans of earlier versions.
+    ``calibration``: None if times are the planner's own.
     """
 
     model: ModelSize
@@ -388,6 +388,7 @@ class RunPlan:
     network: Network
     durability: Durability
     cost: Cost
+    ranges: Ranges
     alternatives: tuple[Alternative, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     considered: int = 1
@@ -396,13 +397,12 @@ class RunPlan:
     sanity: tuple[Sanity, ...] = ()
     training_stages: tuple[TrainingStage, ...] = ()
     calibration: Calibration | None = None
-    ranges: Ranges | None = None
     schema: str = SCHEMA
 
     @property
     def p90_ratio(self) -> float:
         """Return the 90th percentile of the seconds per step as a multiple of the planned ones; 1 if not calibrated."""
-        step = None if self.ranges is None else self.ranges.step_seconds
+        step = self.ranges.step_seconds
         return 1.0 if step is None else step.p90 / self.time.step
 
     def to_json(self) -> dict[str, Any]:
@@ -446,35 +446,25 @@ def _priced(row: Market | Cost) -> dict[str, Any]:
 
 
 def _read_price(row: dict[str, Any]) -> dict[str, Any]:
-    known = row.get("price_source_reason")
-    source = recorded(row["price_source"]) if known is None else reason_from(known)
-    return {key: value for key, value in row.items() if key != "price_source_reason"} | {"price_source": source}
+    fields = dict(row)
+    return fields | {"price_source": reason_from(fields.pop("price_source_reason"))}
 
 
 def with_reasons(plan: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON object of a plan with its texts converted back to reasons, for validation as a RunPlan.
 
-    Plans of earlier versions have only texts. Alternatives are left out, because they are not used again.
+    Alternatives are left out, because they are not used again.
     """
     changed: dict[str, Any] = {"alternatives": []}
     changed["rejected"] = [
-        {"reason": _read(row, "reason"), "count": row["count"], "example": row["example"]}
-        for row in plan.get("rejected", ())
+        {"reason": reason_from(row), "count": row["count"], "example": row["example"]} for row in plan["rejected"]
     ]
     changed["sanity"] = [
-        {key: row[key] for key in ("topic", "value", "verdict")} | {"message": _read(row, "message")}
-        for row in plan.get("sanity", ())
+        {key: row[key] for key in ("topic", "value", "verdict")} | {"message": reason_from(row)}
+        for row in plan["sanity"]
     ]
     for name in ("warnings", "assumptions"):
-        known = plan.get(f"{name.removesuffix('s')}_reasons")
-        texts = [recorded(text.removesuffix(".")) for text in plan.get(name, ())]
-        changed[name] = texts if known is None else [reason_from(reason) for reason in known]
-    if "cost" in plan:
-        cost = _read_price(plan["cost"])
-        markets = {name: cost[name] and _read_price(cost[name]) for name in ("on_demand", "spot") if name in cost}
-        changed["cost"] = cost | markets
+        changed[name] = [reason_from(reason) for reason in plan[f"{name.removesuffix('s')}_reasons"]]
+    cost = _read_price(plan["cost"])
+    changed["cost"] = cost | {name: cost[name] and _read_price(cost[name]) for name in ("on_demand", "spot")}
     return {key: value for key, value in plan.items() if not key.endswith("_reasons")} | changed
-
-
-def _read(row: dict[str, Any], key: str) -> Reason:
-    return reason_from(row) if "code" in row else recorded(row[key].rstrip("."))

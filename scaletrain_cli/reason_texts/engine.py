@@ -56,8 +56,8 @@ TEXTS: dict[str, Text] = {
     ),
     # Preference pairs.
     "reference-missing": Text(
-        "{path}: the reference log-probabilities are missing or damaged, or an earlier version computed them and "
-        "counted padding, and after {step:of step} the weights are no longer those of the reference",
+        "{path}: the reference log-probabilities are missing or damaged, and after {step:of step} the weights are no "
+        "longer those of the reference",
         ("Restore the file from a copy of the run directory, or submit a new run.",),
     ),
     "reference-differs": Text(

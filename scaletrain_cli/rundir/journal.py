@@ -168,7 +168,7 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     """Return the metrics by step since the run last started from scratch, without rolled-back steps.
 
     A step has more than one line when it was evaluated, and when a later attempt trained it again. Later lines
-    override earlier ones, key by key.
+    override earlier ones, key by key. Lines and events are compared by position: clocks are set back, and differ.
     """
     events = read_events(run)
     scratch = [event for event in events if event["event"] == "from-scratch"][-1:]
@@ -176,9 +176,9 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     by_step: dict[int, dict[str, Any]] = {}
     for place, record in _placed_lines(run.metrics):
         step = record.get("step")
-        if not isinstance(step, int) or any(_is_before(place, record, event) for event in scratch):
+        if not isinstance(step, int) or any(place < event[_METRICS_BYTES] for event in scratch):
             continue
-        if any(step > event["to_step"] and _is_before(place, record, event) for event in back):
+        if any(step > event["to_step"] and place < event[_METRICS_BYTES] for event in back):
             continue
         by_step[step] = {**by_step.get(step, {}), **record}
     return [by_step[step] for step in sorted(by_step)]
@@ -188,7 +188,7 @@ def steps_logged_since_begun(run: RunDir) -> list[int]:
     """Return the steps logged since an attempt last began to train or was rolled back, in file order."""
     begun = [event for event in read_events(run) if event["event"] in _PLACED and event["event"] != "from-scratch"][-1:]
     lines = [line for line in _placed_lines(run.metrics) if isinstance(line[1].get("step"), int)]
-    return [line["step"] for place, line in lines if not any(_is_before(place, line, event) for event in begun)]
+    return [line["step"] for place, line in lines if not any(place < event[_METRICS_BYTES] for event in begun)]
 
 
 def _placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -202,17 +202,6 @@ def _placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for record in _objects([line]):
             yield place, record
         place += len(line) + 1
-
-
-def _is_before(place: int, record: dict[str, Any], event: dict[str, Any]) -> bool:
-    """Return True if a line of metrics.jsonl was written before the event, by its position: clocks are set back, and
-    differ.
-
-    Events of earlier versions have no position; for these the time is compared.
-    """
-    if _METRICS_BYTES in event:
-        return place < int(event[_METRICS_BYTES])
-    return bool(record.get("time", event["time"]) < event["time"])
 
 
 def has_committed(run: RunDir) -> bool:

@@ -95,7 +95,7 @@ def planned_step_seconds(plan: RunPlan, step: int) -> float:
 
 def planned_step_range(plan: RunPlan, step: int) -> Range | None:
     """Return the 10th and 90th percentile of the planned seconds of a step; None if the plan has none."""
-    found = None if plan.ranges is None else plan.ranges.step_seconds
+    found = plan.ranges.step_seconds
     if found is None or plan.time.step <= 0:
         return None
     scale = planned_step_seconds(plan, step) / plan.time.step

@@ -235,11 +235,11 @@ class RunSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _objective_by_family(cls, value: Any) -> Any:
-        """Set the objective of a model of images where it is left out; causal_lm stood there in earlier versions."""
+        """Set the objective of a model of images where it is left out."""
         model = value.get("model") if isinstance(value, dict) else None
         default = OBJECTIVES_OF.get(model_kind(model), ("",))[0]
         training = value.get("training") if default else None
-        if isinstance(training, dict) and training.get("objective") in (None, "causal_lm"):
+        if isinstance(training, dict) and training.get("objective") is None:
             return {**value, "training": {**training, "objective": default}}
         return value
 

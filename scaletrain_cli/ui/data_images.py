@@ -88,9 +88,7 @@ def _facts(source: Mapping[str, Any], image_size: int | None) -> Iterator[str]:
     if (found := source["bytes_per_image"]) is not None:
         yield f"bytes per image: median {bytes_text(found['median'])}, {_range(found, bytes_text)}"
     sides = source["short_side"]
-    if sides is None:
-        yield "sizes are not known: the index is of an earlier version"
-    elif sides["quantiles"] is not None:
+    if sides["quantiles"] is not None:
         found = sides["quantiles"]
         yield f"shorter side in pixels: median {whole_text(found['median'])}, {_range(found, whole_text)}"
         if image_size is not None and sides["smaller"]:

@@ -59,8 +59,6 @@ def _show_source(console: Console, source: Mapping[str, Any]) -> None:
             line(console, f"  {images_text(images)}")
             for place in images["bad"]:
                 line(console, f"    {plain(place)}")
-    elif not source["steps"]:
-        line(console, "  no report: the data were prepared by an earlier version")
     for text in _facts(source):
         line(console, f"  {text}")
     if source["steps"]:
@@ -160,8 +158,8 @@ def characters_text(step: Mapping[str, Any]) -> str:
 
 
 def tokens_text(step: Mapping[str, Any]) -> str:
-    """Return about how many tokens are left after a step; nothing where reports of earlier versions lack the figure."""
-    tokens = step.get("estimated_tokens_left")
+    """Return about how many tokens are left after a step; nothing for a source without a character."""
+    tokens = step["estimated_tokens_left"]
     return "" if tokens is None else f"~{count_text(tokens)}"
 
 

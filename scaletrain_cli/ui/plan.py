@@ -192,8 +192,7 @@ def cost_view(plan: RunPlan) -> RenderableType:
     if not known:
         return escaped_text(cost_text(plan))
     table = Table.grid(padding=(0, 2, 0, 0))
-    ranges = plan.ranges
-    spans = {"on demand": ranges.on_demand_usd, "spot": ranges.spot_usd} if ranges else {}
+    spans = {"on demand": plan.ranges.on_demand_usd, "spot": plan.ranges.spot_usd}
     for justify in ("left", "right", *(("left",) if any(spans.values()) else ()), "left", "left"):
         table.add_column(justify=justify, no_wrap=True)
     for name, market in known.items():
@@ -210,7 +209,7 @@ def cost_text(plan: RunPlan) -> str:
     price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU and hour ({cost.price_source})"
     if cost.expected_usd is None:
         return f"never finishes: interruptions arrive faster than a restart takes; {price}"
-    span = plan.ranges and plan.ranges.expected_usd
+    span = plan.ranges.expected_usd
     likely = f" ({span_text(span.p10, span.p90, dollars_text)})" if span else ""
     return f"{dollars_text(cost.expected_usd)}{likely} expected with interruptions; {price}"
 
@@ -287,10 +286,7 @@ def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
 
 
 def range_lines(plan: RunPlan) -> list[Text]:
-    """Return the range of the step and of the whole run with its source; that it is not calibrated if it has none.
-
-    Nothing for plans of earlier versions, which have no ranges.
-    """
+    """Return the range of the step and of the whole run with its source; that it is not calibrated if it has none."""
     found = plan.calibration
     if found is not None:
         low, high = (seconds_text(plan.time.step * each / found.factor) for each in (found.low, found.high))
@@ -299,8 +295,6 @@ def range_lines(plan: RunPlan) -> list[Text]:
         measured = f"measured: {low} to {high} (p10 to p90), {counted(found.runs, 'run')} of {of}, newest {day}"
         return [escaped_text(f"  {measured}; the planner's own times x {found.factor:.3g}", "dim")]
     ranges = plan.ranges
-    if ranges is None:
-        return []
     if ranges.step_seconds is None or ranges.to_train_seconds is None:
         return [escaped_text(f"  {_not_calibrated(ranges.time)}", "dim")]
     step, whole = (
@@ -312,8 +306,6 @@ def range_lines(plan: RunPlan) -> list[Text]:
 def memory_range_lines(plan: RunPlan) -> list[Text]:
     """Return the range of the peak memory with its source; that it is not calibrated if it has none."""
     ranges = plan.ranges
-    if ranges is None:
-        return []
     if ranges.peak_bytes is None:
         return [escaped_text(f"  {_not_calibrated(ranges.memory)}", "dim")]
     span = span_text(ranges.peak_bytes.p10, ranges.peak_bytes.p90, bytes_text)

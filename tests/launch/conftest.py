@@ -93,6 +93,7 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
         network=result.Network(result.PerStepBytes(0, 0, 0, 0, 0)),
         durability=result.Durability(1, 1.0, 1, 1.0, 1.0, True),
         cost=result.Cost(None, recorded("none"), None, None, None),
+        ranges=result.Ranges(*[result.MeasuredError(False, "none", "none", "none")] * 2),
     )
 
 

@@ -155,16 +155,6 @@ def test_a_clock_that_is_set_back_neither_hides_metrics_nor_restores_rolled_back
         assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 4.0)]
 
 
-def test_an_event_of_an_earlier_version_divides_the_metrics_by_its_time(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    for step, logged in ((1, 10.0), (2, 11.0), (2, 14.0)):
-        append_line(run.metrics, {"step": step, "loss": logged, "time": logged})
-    append_line(run.events, {"event": "rolled-back", "time": 12.0, "to_step": 1})
-    assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 10.0), (2, 14.0)]
-    append_line(run.events, {"event": "from-scratch", "time": 13.0})
-    assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(2, 14.0)]
-
-
 def test_only_the_latest_event_of_a_name_can_be_withdrawn(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for event in ("submitted", "from-scratch"):

@@ -244,7 +244,7 @@ def caption_tokenizer_digest(spec: RunSpec, folder: Path = Path()) -> str | None
 def require_same_tokenizer(spec: RunSpec, checkpoint: str, saved: Mapping[str, Any], folder: Path = Path()) -> None:
     """Raise UsageError if the captions of a checkpoint had another tokenizer.json than the spec names now.
 
-    ``saved``: what the checkpoint states of its data; one of an earlier version does not state the tokenizer.
+    ``saved``: what the checkpoint states of its data; the tokenizer only for a run with captions.
     """
     trained = saved.get("caption_tokenizer")
     if isinstance(trained, str) and (found := caption_tokenizer_digest(spec, folder)) not in (None, trained):

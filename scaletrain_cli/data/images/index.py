@@ -272,13 +272,11 @@ def _join(
     return samples, largest
 
 
-def _short_sides(infos: Sequence[Mapping[str, Any]], split: str) -> dict[str, int] | None:
-    """Return the images of a split by bucket, in ascending order; None if an earlier version has read some of them."""
+def _short_sides(infos: Sequence[Mapping[str, Any]], split: str) -> dict[str, int]:
+    """Return the images of a split by bucket, in ascending order."""
     found: dict[int, int] = {}
     for info in infos:
-        if (counts := info.get(f"{split}_short_sides")) is None:
-            return None
-        for side, count in counts.items():
+        for side, count in info[f"{split}_short_sides"].items():
             found[int(side)] = found.get(int(side), 0) + count
     return {str(side): found[side] for side in sorted(found)}
 

@@ -108,17 +108,14 @@ def _quantiles(values: npt.NDArray[Any]) -> dict[str, float] | None:
     return {name: value.item() for name, value in zip(_SHARES, found, strict=True)}
 
 
-def _short_sides(document: Mapping[str, Any], image_size: int | None) -> dict[str, Any] | None:
-    """Return quantiles of the shorter sides in pixels, and their histogram; None if the index does not state them.
+def _short_sides(document: Mapping[str, Any], image_size: int | None) -> dict[str, Any]:
+    """Return quantiles of the shorter sides in pixels, and their histogram.
 
     ``smaller``: share of the images that are enlarged, because the side is less than ``image_size``.
     """
     counts: dict[int, int] = {}
     for split in SPLITS:
-        found = document.get(f"{split}_short_sides")
-        if found is None:
-            return None
-        for side, count in found.items():
+        for side, count in document[f"{split}_short_sides"].items():
             counts[int(side)] = counts.get(int(side), 0) + count
     sides, images = np.array(sorted(counts)), np.array([counts[side] for side in sorted(counts)])
     smaller = None if image_size is None else float(images[sides < image_size].sum() / images.sum())

@@ -103,7 +103,7 @@ class RankMeasures:
         noise = NoiseScale.of(layout, composed.objective, device) if settings.noise_scale else None
         self._noise_steps = NoiseSteps(noise, consensus) if noise is not None else None
         stepper.noise_scale = noise
-        compiled = layout.compile or spec.training.compile is True
+        compiled = layout.compile
         self._layers = LayerMeasures(spec, composed, mesh, consensus, device, compiled=compiled, first_step=first_step)
         self._file = LayersFile(layers_file(run, attempt)) if rank == 0 else None
 

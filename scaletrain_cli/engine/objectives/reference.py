@@ -24,7 +24,6 @@ from torch import Tensor
 
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
 from scaletrain_cli.engine.data.rows import RowSequences
-from scaletrain_cli.engine.model.rope import depends_on_longest
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.step import Stepper
@@ -61,16 +60,7 @@ def reference_key(spec: RunSpec, dataset: Sequence[str]) -> dict[str, Any]:
         "precision": spec.training.precision,
         "model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest(),
         "weights": _weights_key(spec),
-        **_padding_key(spec),
     }
-
-
-def _padding_key(spec: RunSpec) -> dict[str, Any]:
-    """Return a mark for models whose rows once depended on the padding of their micro-batch, and no longer do."""
-    model = spec.transformer
-    if model.capacity_factor or depends_on_longest(model):
-        return {"padding": "not counted"}
-    return {}
 
 
 def _weights_key(spec: RunSpec) -> str:
@@ -104,17 +94,14 @@ class ReferenceFile:
 
     @classmethod
     def read(cls, path: Path) -> ReferenceFile | None:
-        """Return the file; None if there is none, if header or values lack their hash, or if there are too many values.
-
-        The headers of earlier versions have no hash.
-        """
+        """Return the file; None if there is none, if header or values lack their hash, or with too many values."""
         try:
             line, _, data = path.read_bytes().partition(b"\n")
             header = json.loads(line)
             seal = header.pop("seal", None)
             if header["schema"] != SCHEMA or header["sha256"] != hashlib.sha256(data).hexdigest():
                 return None
-            if seal is not None and seal != _seal_of(header):
+            if seal != _seal_of(header):
                 return None
             key, pairs = header["key"], header["pairs"]
             values = np.frombuffer(data, "<f4").astype(np.float32).reshape(-1, 2)
@@ -149,8 +136,8 @@ class ReferencePass:
     def with_reference(self, reader: BatchReader, split: str, step: int) -> BatchReader | None:
         """Return the reader with the log-probabilities of its pairs; None after a preemption signal.
 
-        Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing, or counted padding
-        in an earlier version: the weights are no longer the reference.
+        Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing: the weights are no
+        longer the reference.
         """
         assert isinstance(reader.sequences, RowSequences)
         pairs, path = len(reader.sequences), self.run.reference / split
@@ -191,8 +178,7 @@ class ReferencePass:
         file = ReferenceFile.read(path)
         if file is None or file.pairs != pairs:
             return None
-        expected = {"dataset": list(self.dataset), **_padding_key(self.spec)}
-        same = file.key == key if step == 0 else expected.items() <= file.key.items()
+        same = file.key == key if step == 0 else file.key["dataset"] == list(self.dataset)
         return file.values if same else None
 
     def _shared(self, values: Values | None) -> Values:

@@ -125,9 +125,9 @@ def record_mark(record: RunRecord) -> str:
 
 
 def belongs_to(item: Mapping[str, Any], record: RunRecord) -> bool:
-    """Return whether an object belongs to this run; an object of an earlier version has only the run id."""
+    """Return whether an object belongs to this run, and not to another one with the same id."""
     marks = item["metadata"].get("annotations") or {}
-    return marks.get(RUN_ID_ANNOTATION) == record.run_id and marks.get(RECORD_ANNOTATION) in (None, record_mark(record))
+    return marks.get(RUN_ID_ANNOTATION) == record.run_id and marks.get(RECORD_ANNOTATION) == record_mark(record)
 
 
 def submission_number(name: str) -> int:

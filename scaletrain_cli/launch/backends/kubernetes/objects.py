@@ -25,7 +25,6 @@ from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missin
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
     QUEUE_LABEL,
-    RECORD_ANNOTATION,
     REVISION_ANNOTATION,
     RUN_ID_ANNOTATION,
     Workload,
@@ -202,7 +201,7 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
     documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
     theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
     ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
-    if not belongs_to(found, record) or (RECORD_ANNOTATION not in marks and theirs not in (None, ours)):
+    if not belongs_to(found, record):
         since = metadata.get("creationTimestamp")
         params = {"where": cluster.where, "object": name, "since": since, "run": workload.run_id}
         raise SchedulerError(reason("object-of-same-id", **params))
