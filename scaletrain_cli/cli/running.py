@@ -82,7 +82,7 @@ def run(words: Sequence[str]) -> int:
     try:
         if error is not None and not isinstance(error, EndedError | DeclinedError):
             _show(error)  # text on stderr, even with --json
-        if as_json and (error is not None or not _shows_help(words)):
+        if as_json and (error is not None or not bool({"--help", "-h", "--version"} & set(words))):
             code = _write_envelope(words, error)
         sys.stdout.flush()
     except BrokenPipeError:  # stdout was closed, as by `| head`
@@ -99,11 +99,6 @@ def requests_json(words: Sequence[str]) -> bool:
     """Return True if ``--json`` is among the options, even if the rest of the command line is invalid."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options
-
-
-def _shows_help(words: Sequence[str]) -> bool:
-    """Return True if the command line prints help or the version, which are always text."""
-    return bool({"--help", "-h", "--version"} & set(words))
 
 
 def schema_of(words: Sequence[str]) -> str:

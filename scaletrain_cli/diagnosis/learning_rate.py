@@ -160,7 +160,9 @@ def _rise(case: Case) -> _Rise | None:
     limit = curve.start + max(_RISE_SHARE * abs(curve.start), _RISE_NOISES * curve.noise)
     above = [value > limit for value in curve.smooth]
     begins = next((at for at in range(len(above)) if all(above[at : at + _RISE_STEPS]) and len(above) - at > 5), None)
-    if begins is None or curve.steps[begins] > _early(case):
+    if begins is None or curve.steps[begins] > max(
+        3 * case.spec.training.schedule.warmup_steps, case.spec.total_steps // 5, 100
+    ):
         return None
     ends = next((at for at in range(begins, len(above)) if not above[at]), len(above))
     rates = dict(zip(case.history.steps, case.history.column("learning_rate"), strict=True))
@@ -174,11 +176,6 @@ def _is_of_warm_up(case: Case, rise: _Rise) -> bool:
     """Return whether the rise began at the peak rate, after a short warm-up, and was undone."""
     short = case.spec.training.schedule.warmup_steps < _usual_warm_up(case)
     return short and rise.recovered and rise.rate >= _AT_PEAK * case.peak_rate
-
-
-def _early(case: Case) -> int:
-    """Return the last step at which a rise is due to the beginning of the schedule."""
-    return max(3 * case.spec.training.schedule.warmup_steps, case.spec.total_steps // 5, 100)
 
 
 def _usual_warm_up(case: Case) -> int:

@@ -334,7 +334,7 @@ def download(
     make_folder(target.parent, mode=FOLDER_MODE)
     if _is_good(target, file):  # fetched by another program
         return 0
-    with _lock_of(blob):  # two files may have the same content
+    with _blob_locks.setdefault(blob, threading.Lock()):  # two files may have the same content
         received = 0 if _is_good(blob, file) else _fill(blob, listing, file, settings, on_bytes)
     _link(blob, target)
     return received
@@ -366,11 +366,6 @@ def _fill(blob: Path, listing: Listing, file: HubFile, settings: HubSettings, on
 
 
 _blob_locks: dict[Path, threading.Lock] = {}
-
-
-def _lock_of(blob: Path) -> threading.Lock:
-    """Return the lock of a blob among the threads of this process."""
-    return _blob_locks.setdefault(blob, threading.Lock())
 
 
 def _is_good(path: Path, file: HubFile) -> bool:

@@ -146,14 +146,9 @@ def with_outcome(
         decision=decision,
         last_checkpoint_step=newest_checkpoint_step(run, spec),
         last_step=last_logged_step(run),
-        free_of_charge=outcome.lost and _brings_back_after_lost_nodes(began),
+        free_of_charge=outcome.lost and backend_for(began.scheduler).restarts_lost_nodes_free(began),
         **outcome.why.to_document(),
     )
-
-
-def _brings_back_after_lost_nodes(attempt: AttemptRecord) -> bool:
-    """Return whether the scheduler restarts a job that lost a node for free; Volcano charges each restart."""
-    return backend_for(attempt.scheduler).restarts_lost_nodes_free(attempt)
 
 
 def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:

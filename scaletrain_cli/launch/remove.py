@@ -117,7 +117,7 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
     with submit_lock(run):  # prevents a resume meanwhile
         record = read_record(run)
         _require_over(run, record)
-        objects = _remove_objects(run, record)
+        objects = backend_for(record.spec.cluster.scheduler).remove_ended(run, record)
         if found.checkpoints is not None and with_checkpoints:
             _remove_checkpoints(found.checkpoints)
         doomed = run.path.with_name(f"{_LEFT}{run.run_id}-{secrets.token_hex(4)}")
@@ -202,10 +202,6 @@ def _remove_checkpoints(folder: Path) -> None:
         raise ScaletrainError(Reason("runs.checkpoints-left", {"names": left, "folder": str(folder)}))
     with contextlib.suppress(OSError):  # it contains something that is not a checkpoint
         folder.rmdir()
-
-
-def _remove_objects(run: RunDir, record: RunRecord) -> list[str]:
-    return backend_for(record.spec.cluster.scheduler).remove_ended(run, record)
 
 
 def _empty(folder: Path, run_id: str) -> None:

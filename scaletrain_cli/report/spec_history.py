@@ -58,14 +58,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dic
     ]
 
 
-def _flat_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a spec by dotted key; a list is one leaf, and values of ``env`` are hidden."""
-    return dict(_leaves("", spec))
-
-
 def _flat_document(document: Mapping[str, Any]) -> dict[str, Any]:
     spec, plan = document.get("spec"), document.get("plan")
-    found = _flat_spec(spec) if isinstance(spec, dict) else {}
+    found = dict(_leaves("", spec)) if isinstance(spec, dict) else {}
     layout = plan.get("layout") if isinstance(plan, dict) else None
     return found | ({f"{_LAYOUT}{key}": value for key, value in layout.items()} if isinstance(layout, dict) else {})
 

@@ -265,12 +265,10 @@ class ClusterSpec(OpenSection):
 
     @classmethod
     def plugin_model(cls, name: str) -> type[BackendSection] | None:
-        """Return the model of the section of a back end of another package; None for an unknown name."""
         return backend_traits(name).section if name in backend_names() else None
 
     @classmethod
     def plugin_names(cls) -> list[str]:
-        """Return the names of the back ends of other packages."""
         return backend_names()[len(BUILT_IN) :]
 
     @property
@@ -294,7 +292,6 @@ class ClusterSpec(OpenSection):
         return f"on {self.traits.display_name}{self.section.summary}"
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         most = self.traits.max_nodes
         if most is not None and self.nodes > most:
             where = f", which runs on {self.traits.display_name} only" if most == 1 else ""

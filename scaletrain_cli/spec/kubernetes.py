@@ -280,7 +280,6 @@ class KubernetesSpec(BackendSection):
     host_network: bool = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if self.priority is not None and self.queue is None and self.backend != "volcano":
             yield "priority", "requires queue, a Kueue queue. Without Kueue, use pod_priority."
         if self.gpu_product is not None and self.kueue:
@@ -317,18 +316,15 @@ class KubernetesSpec(BackendSection):
 
     @property
     def summary(self) -> str:
-        """The namespace, and the queue and the context if given."""
         given = {"namespace": self.namespace, "queue": self.queue, "context": self.context}
         return "".join(f", {what} {value}" for what, value in given.items() if value is not None)
 
     @property
     def host_memory_per_node(self) -> float | None:
-        """Return ``memory_per_node``; None if it is auto."""
         return None if self.memory_per_node == "auto" else self.memory_per_node
 
     @property
     def cores_per_node(self) -> int | None:
-        """Return ``cpus_per_node``; None if it is auto."""
         return None if self.cpus_per_node == "auto" else self.cpus_per_node
 
     def run_inconsistencies(self, *, env: Collection[str], secret_env: Collection[str]) -> Iterator[tuple[str, str]]:

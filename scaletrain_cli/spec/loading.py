@@ -223,7 +223,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, tuple[str,
         return
     for name, (was, given) in inner.items():
         dotted = f"{key}.{name}" if key else name
-        if isinstance(old, list) and not _are_of_one_kind(was, given):
+        if isinstance(old, list) and not (was is not None and given is not None and was.keys() == given.keys()):
             yield dotted, (json.dumps(was), json.dumps(given))
         else:
             yield from _differences(was, given, dotted)
@@ -231,11 +231,6 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, tuple[str,
 
 def _is_list_of_sections(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _are_of_one_kind(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:
-    """Return True if two items of a list have the same keys, as two sources or two steps of one kind."""
-    return old is not None and new is not None and old.keys() == new.keys()
 
 
 def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list[Problem]:

@@ -79,7 +79,6 @@ class LanguageSpec(PreparationStep):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         for language in self.keep:
             if language not in LANGUAGES:
                 guess = did_you_mean(language, LANGUAGES)
@@ -112,7 +111,6 @@ class GopherQualitySpec(_QualitySpec):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
@@ -190,7 +188,6 @@ class C4Spec(_QualitySpec):
     min_paragraph_length: Whole = Field(default=200, description="characters; has an effect with min_paragraphs")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if self.min_paragraphs is None:
             yield from self._ineffective("min_paragraphs: null", "min_paragraph_length")
 
@@ -221,7 +218,6 @@ class ScoreSpec(PreparationStep):
     max: Number | None = Field(default=None, description="documents with a larger number are removed")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if self.min is None and self.max is None:
             yield "min", "is required unless max is given."
         elif self.min is not None and self.max is not None and self.min > self.max:
@@ -249,7 +245,6 @@ class ContaminationSpec(PreparationStep):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if self.action == "drop":
             yield from self._ineffective("action: drop", "margin", "min_piece", "max_pieces")
         else:
@@ -279,7 +274,6 @@ class DuplicatesSpec(PreparationStep):
     across_sources: bool = Field(default=True, description="false: duplicates are removed within each source alone")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if not self.exact and not self.near:
             yield "exact", "must be true unless near is, or the step removes nothing."
         if not self.near:

@@ -155,13 +155,11 @@ class SlurmSpec(BackendSection):
 
     @property
     def summary(self) -> str:
-        """Return the partition, account, QOS, reservation and time limit, if given."""
         given = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
         limit = f", requeued after {seconds_text(self.time)}" if self.time is not None else ""
         return "".join(f", {what} {value}" for what, value in given.items() if value is not None) + limit
 
     def unseen_place(self, folder: Path, path: str) -> str:
-        """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
         place = PurePosixPath(folder / expand_home(path))
         if self.container is not None:
             seen = [mount.split(":")[:2] for mount in self.container.mounts]
@@ -174,7 +172,6 @@ class SlurmSpec(BackendSection):
 
     @property
     def host_memory_per_node(self) -> float | None:
-        """Return ``memory_per_node``."""
         return self.memory_per_node
 
     def cluster_inconsistencies(self, *, grace_seconds: float) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,6 @@ class TrackingSpec(OpenSection):
 
     @classmethod
     def plugin_model(cls, name: str) -> type[BaseModel] | None:
-        """Return the model of a tracker's options; None for an unknown name."""
         from scaletrain_cli.tracking.registry import options_model
 
         try:
@@ -30,7 +29,6 @@ class TrackingSpec(OpenSection):
 
     @classmethod
     def plugin_names(cls) -> list[str]:
-        """Return the names of all available trackers."""
         from scaletrain_cli.tracking.registry import tracker_names
 
         return tracker_names()

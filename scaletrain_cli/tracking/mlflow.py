@@ -72,15 +72,12 @@ class MlflowTracker(Tracker[MlflowOptions]):
         self._client.log_batch(self._id, metrics=metrics)
 
     def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
-        """Set the tag of the event."""
         self._client.set_tag(self._id, f"event.{name}", ", ".join(f"{k}={v}" for k, v in details.items())[:5000])
 
     def artifact(self, path: Path) -> None:
-        """Store the file with the run."""
         self._client.log_artifact(self._id, str(path))
 
     def finish(self, outcome: Outcome) -> None:
-        """Set the status of the run."""
         if outcome == "preempted":
             self._client.update_run(self._id, status=_STATUS[outcome])
         else:

@@ -225,14 +225,12 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
         """Nothing: later values replace those of the undone steps."""
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Keep the values as the newest."""
         if self._error is not None:
             raise self._error
         with self._lock:
             self._values |= {**values, "step": step, "time": seconds}
 
     def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
-        """Count the event."""
         with self._lock:
             self._events[name] = self._events.get(name, 0) + 1
 

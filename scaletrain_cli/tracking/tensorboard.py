@@ -66,7 +66,6 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         self._write(time.time(), step=step + 1, session_log=start)
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Write one scalar per value."""
         self._step = step
         value = self._summaries.Summary.Value
         scalars = [value(tag=name, simple_value=number) for name, number in values.items()]
@@ -86,7 +85,6 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         self._write(seconds, step=self._step, summary=self._summaries.Summary(value=[value]))
 
     def finish(self, outcome: Outcome) -> None:
-        """Close the file."""
         self._close()
 
     def _write(self, seconds: float, **fields: Any) -> None:

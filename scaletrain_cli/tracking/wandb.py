@@ -22,7 +22,6 @@ class WandbOptions(TrackerOptions):
 
     @property
     def enabled(self) -> bool:
-        """Return whether the tracker is started at all."""
         return self.mode != "disabled"
 
 
@@ -60,11 +59,9 @@ class WandbTracker(Tracker[WandbOptions]):
         self._run.log({"train/step": step, "train/time": seconds, **{f"train/{k}": v for k, v in values.items()}})
 
     def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
-        """Mark the event at the current step."""
         self._run.log({"train/step": self._step, f"events/{name}": 1})
 
     def artifact(self, path: Path) -> None:
-        """Upload the file with the run."""
         self._run.save(str(path), base_path=str(self._folder), policy="now")
 
     def finish(self, outcome: Outcome) -> None:

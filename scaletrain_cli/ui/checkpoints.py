@@ -39,7 +39,7 @@ def show_entries(entries: Sequence[Entry], mirrored: Collection[int] | None = No
         note = (
             escaped_text("latest", "bold")
             if valid and entry is valid[-1]
-            else escaped_text(_problem_text(entry), "red")
+            else escaped_text(entry.problem and f"invalid: {entry.problem}", "red")
         )
         if mirrored is not None:
             stated.append("yes" if checkpoint is not None and entry.step in mirrored else "no")
@@ -126,7 +126,3 @@ class ReceivingLine:
         """Show the bytes that were received, of all of them."""
         self.total = total
         self._line.show(done, total)
-
-
-def _problem_text(entry: Entry) -> str:
-    return entry.problem and f"invalid: {entry.problem}"

@@ -55,7 +55,7 @@ def _quotas(quotas: tuple[QuotaRow, ...]) -> Table:
             escaped_text(row.owner, "bold"),
             Text("" if free is None else f"{free:g}", style),
             "" if row.used is None else f"{row.used:g}",
-            _amount(row),
+            seconds_text(row.allowed) if row.resource.startswith("time") else f"{row.allowed:g}",
             escaped_text(f"{_resource(row)} ({row.limit})"),
         )
     return table
@@ -92,10 +92,6 @@ def _resource(row: QuotaRow) -> str:
         if row.resource.startswith("time")
         else f"{row.resource}{'' if row.used is not None else ' per job'}"
     )
-
-
-def _amount(row: QuotaRow) -> str:
-    return seconds_text(row.allowed) if row.resource.startswith("time") else f"{row.allowed:g}"
 
 
 def _table(*titles: str, left: tuple[str, ...] = ("GPUs",)) -> Table:

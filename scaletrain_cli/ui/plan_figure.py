@@ -309,7 +309,7 @@ def check_plot_file(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
     try:
-        probe = _temporary_path(path)
+        probe = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         create_file(probe, b"")
         probe.unlink()
     except OSError as error:
@@ -330,8 +330,3 @@ def write_plot(path: Path, found: Answer, pipeline: Timeline | None, scaling: Se
     if kind == "html":
         data = page(found, scaling, data.decode()).encode()
     replace_file(path, data, public=True)
-
-
-def _temporary_path(path: Path) -> Path:
-    """Return an unpredictable file name in the same folder."""
-    return path.with_name(f".{path.name}.{os.urandom(8).hex()}")

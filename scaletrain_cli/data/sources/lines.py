@@ -118,7 +118,6 @@ class JsonLines(TextReader):
     """One JSON object per line."""
 
     def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
-        """Yield the documents of a part of a decompressed file."""
         for place, content in _lines(file, part):
             if not content:
                 yield BadRecord(place, Reason("sources.too-long", {"bytes": MAX_DOCUMENT_BYTES}))
@@ -166,7 +165,6 @@ class Prose(TextReader):
     """
 
     def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
-        """Yield the documents of a part of a decompressed file."""
         lines = _lines(file, part, beyond=True)
         if part.start:
             border = next((line for line in lines if line.place >= part.stop or not line.content.strip()), None)
@@ -194,7 +192,6 @@ class Code(TextReader):
         yield 0, _NO_END
 
     def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
-        """Yield the documents of a part of a decompressed file."""
         held: list[_Line] = []
         size = 0
         for line in _lines(file, part):

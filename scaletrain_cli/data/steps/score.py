@@ -41,7 +41,7 @@ class Score:
             raise DocumentError(document.place, Reason("document_steps.column-missing", params))
         value = document.columns[column]
         if not _is_number(value):
-            params = {"column": column, "kind": _kind(value)}
+            params = {"column": column, "kind": "null" if value is None else f"a value of type {type(value).__name__}"}
             raise DocumentError(document.place, Reason("document_steps.column-not-number", params))
         return float(value)
 
@@ -73,8 +73,3 @@ def _is_number(value: Any) -> bool:
         return not math.isnan(float(value))
     except OverflowError:  # an integer of more than 300 digits
         return False
-
-
-def _kind(value: Any) -> str:
-    """Return what the value is, without its text, which may be of the document."""
-    return "null" if value is None else f"a value of type {type(value).__name__}"

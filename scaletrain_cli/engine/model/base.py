@@ -90,5 +90,4 @@ class VisionModel(TrainedModel):
         """Return the distribution of the first values of a parameter or stored buffer, by its Hugging Face name."""
 
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
-        """Return the random weights that training begins with; ``device`` draws them."""
         return DrawnWeights(seed, device, self.initial)

@@ -48,7 +48,6 @@ class CausalLM(TrainedModel):
             self.tie()
 
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
-        """Return the random weights that training begins with; ``device`` draws them."""
         spec = self.spec
         norm_weight = 0.0 if spec.zero_centered_norm else 1.0
         return ScaledInitialization(
@@ -57,7 +56,6 @@ class CausalLM(TrainedModel):
 
     @property
     def language(self) -> CausalLM:
-        """The model itself."""
         return self
 
     @property

@@ -115,7 +115,7 @@ class PeftFolder:
             config = json.loads((folder / CONFIG).read_bytes())
             if not isinstance(config, dict):
                 raise ValueError(f"{CONFIG} holds no JSON object")
-            self._file = _opened(folder / WEIGHTS)
+            self._file = safe_open(folder / WEIGHTS, framework="pt")
             self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in list(self._file.keys())}
         except (OSError, SafetensorError, ValueError) as error:
             failure = {"path": str(folder), "error": str(error) or type(error).__name__}
@@ -156,10 +156,6 @@ class PeftFolder:
         if module.interleaved:
             return of_expert[module.halves.index(matrix) :: len(module.halves)]
         return of_expert.chunk(len(module.halves))[module.halves.index(matrix)]
-
-
-def _opened(path: Path) -> Any:
-    return safe_open(path, framework="pt")
 
 
 def merged(adapter: AdapterSpec, module: Adapted, name: str, weight: Tensor, read: Read) -> Tensor:

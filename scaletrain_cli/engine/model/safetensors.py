@@ -29,7 +29,6 @@ from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
 from scaletrain_cli.spec.weight_files import (
-    ExpertPlace,
     Header,
     WeightDifferences,
     block_of,
@@ -82,7 +81,7 @@ class HuggingFaceFolder:
         """Return this rank's shard of a parameter, as stored."""
         stored = self._stored(name)
         if stored is None and (place := stacked_place(name, whole_shape, self._experts, self._file_of)) is not None:
-            return read_expert(place, whole_shape, spec, self._named_slice, packed=self._is_packed(place))
+            return read_expert(place, whole_shape, spec, self._named_slice, packed=self._stored(place.stack) is None)
         if stored is None:
             raise UsageError(self._reason("engine.weights-missing", folder=str(self._folder), name=name))
         values = self._values(stored)
@@ -119,9 +118,6 @@ class HuggingFaceFolder:
     def _stored(self, name: str) -> str | None:
         """Return the name of a parameter in the files; None if they do not have it."""
         return stored_name(name, self._file_of)
-
-    def _is_packed(self, place: ExpertPlace) -> bool:
-        return self._stored(place.stack) is None
 
     def _named_slice(self, name: str) -> Any:
         stored = self._stored(name)

@@ -43,7 +43,6 @@ class ImageText(NextToken):
 
     @classmethod
     def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
-        """Return the objective of a run."""
         return cls(spec, mesh)
 
     def prepared(self, batch: MicroBatch) -> PreparedRows:

@@ -88,7 +88,6 @@ class ImageObjective(Objective):
 
     @classmethod
     def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
-        """Return the objective of a run."""
         return cls(spec, mesh)
 
     def prepared(self, batch: ImageMicroBatch) -> PreparedImages:
@@ -201,13 +200,11 @@ class Contrastive(ImageObjective, Joined):
     """A loss that compares all samples of a step, of all ranks and all micro-batches."""
 
     def prepared(self, batch: ImageMicroBatch) -> PreparedImages:
-        """Return the micro-batch as the model takes it."""
         found = super().prepared(batch)
         self._views = len(found.pixels) // len(batch.samples)
         return found
 
     def features(self, model: Any, outputs: Any, batch: PreparedImages) -> Outputs:
-        """Return what the loss reads of the outputs of a micro-batch, as a tuple of tensors."""
         if isinstance(outputs, Tensor):
             return (outputs,)
         self._pairs = type(outputs)
@@ -265,7 +262,6 @@ class Contrastive(ImageObjective, Joined):
             self._validation_loss.add(loss, len(order))
 
     def joined_loss(self, features: Sequence[Outputs]) -> Tensor:
-        """Return the loss over the features of all micro-batches of a step. Collective."""
         return self._loss(self._outputs(joined(features, self._views)), None, self._settings, self.mesh.data)
 
     def _outputs(self, parts: Outputs) -> Any:

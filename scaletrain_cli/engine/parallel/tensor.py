@@ -109,7 +109,7 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
             continue
         setattr(model.get_submodule(parent), name, shard)
     for reader in readers.values():
-        _copy_input(reader, axis)
+        reader.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0], axis), *inputs[1:]))
     for module in model.modules():
         if isinstance(module, LatentAttention):
             module.share_key = partial(copy_to_ranks, axis=axis)
@@ -121,11 +121,6 @@ def fused_parts(spec: ModelSpec) -> int | tuple[int, ...]:
     """Return how qkv_proj is divided into queries, keys and values, for ``ShardSpec.parts``."""
     groups = spec.num_attention_heads // spec.num_key_value_heads
     return 3 if groups == 1 else (groups, 1, 1)
-
-
-def _copy_input(module: nn.Module, axis: Axis) -> None:
-    """Copy the input once for all column-parallel layers that read it, so that their gradients are summed at once."""
-    module.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0], axis), *inputs[1:]))
 
 
 class ColumnParallelLinear(nn.Module):

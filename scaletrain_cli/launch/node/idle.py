@@ -195,7 +195,7 @@ class IdleWatch:
 
     def _end_window(self, now: float, beats: Mapping[int, LastBeat], own_pids: Collection[int]) -> None:
         cpu_seconds, size = self.processes.take(own_pids)
-        announced = any(_is_announced(beat, now) for beat in beats.values())
+        announced = any(math.isfinite(beat.allowed_seconds) and not beat.is_overdue(now) for beat in beats.values())
         seconds, grown = now - self._window_began, self._metrics_grew()
         window = Window(seconds, self.gpus.take(), cpu_seconds, size, self._progressed or grown, announced)
         self._window_began, self._progressed = now, False
@@ -266,11 +266,6 @@ class IdleWatch:
             record_event(self.run, name, **details)
         except OSError as error:
             logger.warning("%s could not be recorded: %s", name, error)
-
-
-def _is_announced(beat: LastBeat, now: float) -> bool:
-    """Return whether a rank is in a phase of limited time, and not overdue. A first step may compile on the CPU."""
-    return math.isfinite(beat.allowed_seconds) and not beat.is_overdue(now)
 
 
 def idle_folder(run: RunDir, attempt: int) -> Path:

@@ -154,7 +154,7 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
     rows = tuple(row(f"ZeRO-{c.layout.zero_stage}, recompute {c.layout.activation_checkpointing}", c) for c in sharded)
     if not fitting:
         least = min(sharded, key=lambda candidate: candidate.memory.peak)
-        what = "activations" if _transient(least) > _kept(least) else "states"
+        what = "activations" if (least.memory.activations + least.memory.logits) > _kept(least) else "states"
         verdict = Reason("plan.sharding-too-small", {"device": _noun(device), "what": what})
         return Question("sharding", question, rows, False, (verdict,), (Reason("plan.cut-layers"),))
     fastest = min(fitting, key=lambda candidate: candidate.time.step)
@@ -231,10 +231,6 @@ def _per_parameter(size: int, count: int) -> Reason:
 def _kept(candidate: Candidate) -> int:
     memory = candidate.memory
     return memory.parameters + memory.gradients + memory.optimizer_states
-
-
-def _transient(candidate: Candidate) -> int:
-    return candidate.memory.activations + candidate.memory.logits
 
 
 def _within_node(spec: RunSpec) -> list[int]:

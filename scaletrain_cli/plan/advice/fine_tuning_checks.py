@@ -74,7 +74,7 @@ def starts_from_weights(spec: RunSpec) -> bool:
 
 def check_rate(spec: RunSpec) -> Sanity:
     """Return the learning rate compared with published ones for the objective, the method and the size."""
-    rate, large = spec.training.optimizer.lr, _is_large(spec)
+    rate, large = spec.training.optimizer.lr, workload_of(spec.model).parameter_count(spec.model) > _LARGE_PARAMETERS
     usual = {"usual": _LARGE_RATE if large else _RATE}
     if spec.training.optimizer.name in _SGD:
         return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-sgd", usual))
@@ -109,10 +109,6 @@ def check_what_trains(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
         yield Sanity("trained parameters", value, "note", Reason("plan.adapter-without-mlp"))
     else:
         yield Sanity("trained parameters", value, "ok", Reason("plan.trained-parameters"))
-
-
-def _is_large(spec: RunSpec) -> bool:
-    return workload_of(spec.model).parameter_count(spec.model) > _LARGE_PARAMETERS
 
 
 def _epochs(spec: RunSpec) -> Iterator[Sanity]:

@@ -101,7 +101,6 @@ class DeepSpeed(Framework):
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return a function from a pipeline stage to the bytes that DeepSpeed allocates on one of its ranks."""
         return engine_stage_memory(spec, layout, device, per_rank, self.program)
 
     def memory_assumptions(self) -> Iterator[Reason]:
@@ -115,7 +114,6 @@ class DeepSpeed(Framework):
         return "attention module" if spec.layout.selective_scope == "attention" else "blocks"
 
     def selective_every(self, spec: RunSpec) -> int:
-        """Return ``layout.selective_every``."""
         return spec.layout.selective_every
 
     def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:

@@ -338,7 +338,9 @@ def framework_stage_memory(
         per_micro_batch = tokens * (stage.dense * kept_dense + (stage.blocks - stage.dense) * kept_moe)
         per_micro_batch += embedding if stage.first else 0
         per_micro_batch += final_norm if stage.last else stage_output
-        step = profile.step_temporary * _updated(layout, shard)
+        step = profile.step_temporary * (
+            shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
+        )
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
         states, host = device_and_host_states(spec, layout, shard, framework.master_weights)
@@ -400,11 +402,6 @@ def _working(block: BlockActivations, selective: Selective, layout: Layout) -> i
     if mode == "selective" and selective == "attention core":
         return block.working + block.scores
     return block.working + block.saved
-
-
-def _updated(layout: Layout, shard: Shard) -> int:
-    """Return the number of parameters that the optimizer of one rank updates: all, or its ZeRO partition."""
-    return shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
 
 
 def _reducer_bytes(spec: RunSpec, layout: Layout, profile: MemoryProfile, shard: Shard, per_rank: Architecture) -> int:

@@ -137,7 +137,7 @@ class _Fastest:
 
     def _open(self, group: Group, floors: list[float]) -> None:
         """Queue the layouts of a group that may fit."""
-        smallest = self._smallest(group)
+        smallest = Point(group, 0, len(self._modes) - 1, len(group.offload) - 1)
         if not self._may_fit(smallest):
             return
         self._opened.append(smallest)
@@ -187,10 +187,6 @@ class _Fastest:
         """Queue the same layout with more recomputation, which is no faster."""
         if found := point.recomputing(self._bounds, self._modes, floor):
             self._push(*found)
-
-    def _smallest(self, group: Group) -> Point:
-        """Return the layout of a group that needs the least memory."""
-        return Point(group, 0, len(self._modes) - 1, len(group.offload) - 1)
 
     def _may_fit(self, point: Point) -> bool:
         """Return whether the bound on the memory of a layout leaves a margin."""

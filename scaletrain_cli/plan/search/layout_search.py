@@ -367,7 +367,7 @@ class _Search:
     def _time(self, point: Point, floor: float) -> None:
         """Compute the exact time of a layout and queue it again; its memory first if only a margin may be chosen."""
         memory = None
-        excluded = self._is_too_large(point)
+        excluded = self._is_marked(point) or self._most_bytes < self._least_bytes(point, self._most_bytes)
         if self._needs_margin and not excluded:
             memory = self._memory(point)
             excluded = memory.verdict != "fits"
@@ -425,9 +425,6 @@ class _Search:
         """Return whether a layout of the same group that needs no more memory is known not to fit."""
         marks = self._marks.get((point.group.axes, point.group.zero_stage), ())
         return any(mark.needs_no_more(point) for mark in marks)
-
-    def _is_too_large(self, point: Point) -> bool:
-        return self._is_marked(point) or self._most_bytes < self._least_bytes(point, self._most_bytes)
 
     def _least_bytes(self, point: Point, enough: float = math.inf) -> int:
         group = point.group

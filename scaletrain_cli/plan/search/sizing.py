@@ -121,7 +121,7 @@ def size_cluster(
     tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
     notes = (
         [Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler})]
-        if _is_bound_to_one_node(spec, limits.max_gpus)
+        if (spec.cluster.traits.max_nodes == 1 and limits.max_gpus >= 2 * spec.cluster.gpus_per_node)
         else []
     )
     if not any(meets(limits, each) for each in tried):
@@ -200,10 +200,6 @@ def _limits(
         params = {"max_gpus": most, "gpus_per_node": spec.cluster.gpus_per_node}
         raise UsageError(Reason("plan.less-than-one-node", params))
     return ClusterLimits(objective, most, deadline_seconds, budget_usd)
-
-
-def _is_bound_to_one_node(spec: RunSpec, max_gpus: int) -> bool:
-    return spec.cluster.traits.max_nodes == 1 and max_gpus >= 2 * spec.cluster.gpus_per_node
 
 
 def _out_of_reach(

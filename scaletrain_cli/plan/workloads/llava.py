@@ -35,7 +35,6 @@ class LlavaWorkload(ImageWorkload):
     """A vision-language model; samples are sequences with one image each."""
 
     def size(self, model: AnyModel) -> ModelSize:
-        """Return parameters, and training FLOPs per sequence with an image."""
         assert isinstance(model, LlavaSpec)
         language, every = model.text_config, sum(each.numel for each in model_parameters(model))
         idle = architecture.parameter_count(language) - architecture.active_parameter_count(language)
@@ -43,19 +42,15 @@ class LlavaWorkload(ImageWorkload):
         return ModelSize(every, every - idle, float(flops))
 
     def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
-        """Return the training FLOPs per sequence with an image in a stage of the run."""
         return llava_flops(spec, stage)
 
     def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
-        """Return the memory of a rank in a stage of the run."""
         return llava_stage_memory(spec, layout, device, stage)
 
     def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
-        """Return the time of a step in a stage of the run."""
         return llava_stage_time(spec, layout, device, stage)[0]
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        """Return the memory of a data-parallel rank; all ranks are alike."""
         return plan_llava_memory(spec, layout, device)
 
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
@@ -63,18 +58,15 @@ class LlavaWorkload(ImageWorkload):
         return plan_llava_time(spec, layout, device)
 
     def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
-        """Return the time without waiting for data."""
         return plan_llava_time(spec, layout, device, least=True)[0]
 
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
     ) -> str:
-        """Return how the loss of the language model is computed; ``tokens``: pairs of a micro-batch."""
         text = language_spec(spec)
         return framework.cross_entropy(text, tokens * text.units_per_sample, tensor_parallel, device_bytes)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield the settings of the language model that the engine does not have, and what it has not for images."""
         text = language_spec(spec)
         for rule in TextWorkload().engine_problems(text):
             key = rule.key
@@ -85,11 +77,9 @@ class LlavaWorkload(ImageWorkload):
             yield Rule("planner.autocast", "true", "engine-autocast")
 
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        """Yield warnings about the image loader."""
         return advice.loader_warnings(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield where the figures for activations, logits, time, FLOPs and data come from."""
         samples = spec.total_steps * spec.training.global_batch_size
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework_of(spec).logit_bytes})

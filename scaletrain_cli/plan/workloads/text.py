@@ -90,7 +90,6 @@ class TextWorkload(Workload):
     compiles = True
 
     def size(self, model: AnyModel) -> ModelSize:
-        """Return parameters, active parameters and training FLOPs per token."""
         model = _text(model)
         return ModelSize(
             parameters=architecture.parameter_count(model),
@@ -99,11 +98,9 @@ class TextWorkload(Workload):
         )
 
     def parameter_count(self, model: AnyModel) -> int:
-        """Return the number of trainable parameters, without the FLOPs."""
         return architecture.parameter_count(_text(model))
 
     def unmeasured_part(self, model: AnyModel) -> str:
-        """Return the kind of layer or attention that no published run has; "" if there is none."""
         text = _text(model)
         if text.mamba is not None:
             return "state-space layers"
@@ -112,7 +109,6 @@ class TextWorkload(Workload):
         return "chunked attention" if text.attention_chunk_size else ""
 
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
-        """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
         return stored_parameters(spec)
 
     def training_size(self, spec: RunSpec) -> ModelSize:
@@ -123,7 +119,6 @@ class TextWorkload(Workload):
         return replace(self.size(model), trainable_parameters=trained, flops_per_token=float(flops))
 
     def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
-        """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
         stages = trained_stages(spec)
         if len(stages) == 1 or not framework_of(spec).is_engine:
             return ()
@@ -136,7 +131,6 @@ class TextWorkload(Workload):
         return tuple(found)
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        """Return the memory by the model in ``plan.memory``."""
         return plan_memory(spec, layout, device)
 
     def fullest_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
@@ -150,7 +144,6 @@ class TextWorkload(Workload):
         return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
 
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        """Return the time by the model in ``plan.speed``."""
         return plan_time(spec, layout, device)
 
     def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
@@ -171,7 +164,6 @@ class TextWorkload(Workload):
         return traffic.forward + traffic.backward
 
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
-        """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
         stages = trained_stages(spec)
         return len(stages), all(stage.is_uniform for stage in stages)
 
@@ -215,17 +207,14 @@ class TextWorkload(Workload):
         return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
 
     def layers(self, spec: RunSpec) -> int:
-        """Return the number of transformer blocks."""
         return spec.transformer.num_hidden_layers
 
     def heads(self, spec: RunSpec) -> int:
-        """Return the number of query heads."""
         return spec.transformer.num_attention_heads
 
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
     ) -> str:
-        """Return how the framework computes the loss."""
         return framework.cross_entropy(spec, tokens, tensor_parallel, device_bytes)
 
     def compiled_by_default(self, spec: RunSpec) -> bool:
@@ -412,7 +401,6 @@ class TextWorkload(Workload):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield where the figures for activations, logits, FLOPs and data come from."""
         element = weight_bytes(spec.training.precision)
         yield Reason("plan.assumes-text-activations", {"element_bytes": element})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})
@@ -429,7 +417,6 @@ class TextWorkload(Workload):
                 yield Reason("plan.assumes-counted-pairs" if known.exact else "plan.assumes-estimated-pairs")
 
     def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:
-        """Return hidden size, MLP, attention, vocabulary and expert widths."""
         model, t = spec.transformer, tensor_parallel
         widths = {
             "hidden_size": model.hidden_size,

@@ -55,7 +55,6 @@ class ImageWorkload(Workload):
         return [(count, stored - count) for count in trained]
 
     def training_size(self, spec: RunSpec) -> ModelSize:
-        """Return the size, with the parameters of the stage that trains most, and the mean FLOPs over the steps."""
         stages = stages_of_run(spec)
         flops = 0.0
         for stage in stages:
@@ -65,7 +64,6 @@ class ImageWorkload(Workload):
         return replace(self.size(spec.model), trainable_parameters=trained, flops_per_token=flops)
 
     def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
-        """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
         stages = stages_of_run(spec)
         if len(stages) == 1:
             return ()
@@ -82,7 +80,6 @@ class ImageWorkload(Workload):
         )
 
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
-        """Return the number of stages of the run, and whether all blocks train alike."""
         stages = stages_of_run(spec)
         return len(stages), stages == (None,)
 
@@ -95,25 +92,20 @@ class VisionWorkload(ImageWorkload):
     """A vision network; samples are images, or pairs of image and text."""
 
     def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
-        """Return the training FLOPs per image or pair in a stage of the run."""
         model = vision_model(spec)
         return trained_network(network(model), model, stage).training_flops
 
     def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
-        """Return the memory of a rank in a stage of the run."""
         return stage_memory(spec, layout, device, stage)
 
     def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
-        """Return the time of a step in a stage of the run."""
         return vision_stage_time(spec, layout, device, stage)[0]
 
     def size(self, model: AnyModel) -> ModelSize:
-        """Return parameters, and training FLOPs per image or pair."""
         assert not isinstance(model, ModelSpec)
         return vision_size(model)
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        """Return the memory of a data-parallel rank; all ranks are alike."""
         return plan_vision_memory(spec, layout, device)
 
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
@@ -125,7 +117,6 @@ class VisionWorkload(ImageWorkload):
         return plan_vision_time(spec, layout, device, least=True)[0]
 
     def contrastive(self, spec: RunSpec) -> bool:
-        """Return whether the loss compares samples with each other."""
         return is_contrastive(spec)
 
     def accumulation_changes_loss(self, spec: RunSpec) -> bool:
@@ -146,7 +137,6 @@ class VisionWorkload(ImageWorkload):
             yield Rule("training.micro_batch_size", given, "engine-cached-batch-norm", fix=fix)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield what the engine does not train, and the settings that it has not for vision networks."""
         if isinstance(spec.model, ClipSpec) and spec.data.tokenizer.kind != "file":
             yield Rule("data.tokenizer.kind", spec.data.tokenizer.kind, "engine-captions-tokenizer")
         if spec.training.precision == "fp8":
@@ -159,7 +149,6 @@ class VisionWorkload(ImageWorkload):
         return advice.layout_warnings(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield where the figures for activations, time, FLOPs and data come from."""
         samples = spec.total_steps * spec.training.global_batch_size
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-vision-time")

@@ -216,7 +216,6 @@ class Clip(VisionModel):
         return tower_initial(tower, name, shape)
 
     def never_decays(self, name: str) -> bool:
-        """Return True for the positions."""
         return name.endswith(".position_embedding.weight")
 
     def limits(self) -> dict[str, tuple[float, float]]:

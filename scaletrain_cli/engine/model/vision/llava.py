@@ -72,7 +72,6 @@ class Llava(TrainedModel):
 
     @property
     def language(self) -> CausalLM:
-        """The language model."""
         return self.language_model
 
     @property
@@ -83,7 +82,6 @@ class Llava(TrainedModel):
         return nn.ModuleDict({f"vision_{n}": each for n, each in tower} | {f"text_{n}": each for n, each in language})
 
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
-        """Return the random weights that training begins with; ``device`` draws them."""
         return _FirstWeights(self.language_model.first_weights(seed, device), DrawnWeights(seed, device, self._initial))
 
     def _initial(self, name: str, shape: tuple[int, ...]) -> Initial:
@@ -92,7 +90,6 @@ class Llava(TrainedModel):
         return Initial() if name.endswith("bias") else Initial(std=self.spec.text_config.initializer_range)
 
     def never_decays(self, name: str) -> bool:
-        """Return True for the positions of the tower."""
         return name.endswith(".position_embedding.weight")
 
     def image_features(self, pixels: Tensor) -> Tensor:

@@ -156,7 +156,6 @@ class ViTForImageClassification(VisionModel):
         return Initial(std=self.spec.initializer_range)
 
     def never_decays(self, name: str) -> bool:
-        """Return True for the class token and the positions."""
         return name in (POSITIONS, f"{_EMBEDDINGS}cls_token")
 
     def forward(

@@ -146,11 +146,9 @@ class KubernetesBackend(Backend):
         return cluster.kubernetes.runs.per_pod
 
     def preparation_cores(self, cluster: ClusterSpec) -> int:
-        """Return the worker processes of one pod."""
         return cluster.kubernetes.preparation.cpus
 
     def preparation_tasks(self, cluster: ClusterSpec) -> int | None:
-        """Return the number of pods."""
         return cluster.kubernetes.preparation.tasks
 
     def submit_preparation(self, run: RunDir, record: RunRecord, tasks: int) -> None:
@@ -173,7 +171,6 @@ class KubernetesBackend(Backend):
         return to_yaml(objects_of_run(run, record))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
-        """Return the objects of the next submission as YAML."""
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
@@ -337,7 +334,6 @@ class KubernetesBackend(Backend):
         return self._logs(run, record, ref, self.connect(ref.context, ref.namespace))
 
     def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
-        """Return kubectl for a process in the container of the node's pod."""
         ref = job_ref_of(run, record)
         assert ref is not None  # the job runs
         cluster, seen = self._observe(ref, record)
@@ -399,7 +395,6 @@ class KubernetesBackend(Backend):
         return name in spec.cluster.kubernetes.secrets
 
     def secret_hint(self, name: str) -> str:
-        """Return the hint to name the secret in ``cluster.kubernetes.secrets``."""
         return f"Add {name} to secret_env and to cluster.kubernetes.secrets"
 
     def run_directory_mode(self) -> int | None:
@@ -423,7 +418,6 @@ class KubernetesBackend(Backend):
             yield from what_never_ends(run, record, self.findings(run, record))
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-        """Return why the pods wait, from the conditions of the job and the queue."""
         from scaletrain_cli.launch.backends.kubernetes.explain import why_it_waits
 
         return why_it_waits(run, record, status)
@@ -443,7 +437,6 @@ class KubernetesBackend(Backend):
         return is_configured()
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        """Return the nodes, quotas and jobs of the context and namespace in ``cluster.kubernetes``."""
         from scaletrain_cli.launch.backends.kubernetes.cluster_view import kubernetes_view
 
         return kubernetes_view(cluster.kubernetes)

@@ -395,13 +395,8 @@ def _pod_security(spec: RunSpec) -> dict[str, Any]:
 def _claims(spec: RunSpec) -> dict[str, str]:
     """Return volume names by claim: a claim that is mounted twice is one volume."""
     kubernetes = spec.cluster.kubernetes
-    claims = [_runs_claim(spec), *(volume.claim for volume in kubernetes.volumes)]
+    claims = [spec.cluster.kubernetes.runs.claim or "", *(volume.claim for volume in kubernetes.volumes)]
     return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}
-
-
-def _runs_claim(spec: RunSpec) -> str:
-    """Return the claim of the runs; empty for a volume of the pod."""
-    return spec.cluster.kubernetes.runs.claim or ""
 
 
 def _volumes(spec: RunSpec, config_map: str, documents: Iterable[str], shm: int) -> Iterator[dict[str, Any]]:

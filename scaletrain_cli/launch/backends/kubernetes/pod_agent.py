@@ -166,7 +166,7 @@ def run_pod(options: PodOptions) -> PodEnd:
     except Exception as failure:  # pod 0 must decide on every failure
         of_volume = isinstance(failure, OSError) and failure.errno in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN)
         error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
-        code, why = _code_of(error), _reason_of(error)
+        code, why = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED, _reason_of(error)
         logger.error("%s", error)
     if options.node_rank != 0:
         return _await_decision(run, number, code, why)
@@ -385,10 +385,6 @@ def _is_terminating() -> bool:
 
 def _reason_of(error: Exception) -> Reason:
     return (error.reason if isinstance(error, ScaletrainError) else None) or recorded(str(error).rstrip("."))
-
-
-def _code_of(error: Exception) -> int:
-    return error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def children(objects: Iterable[Object]) -> list[Object]:
         if one.get("kind") == "TrainJob":
             runtime = next((other for other in known if other.get("kind") == "TrainingRuntime"), None)
             found += [child_jobset(runtime, one)] if runtime is not None else []
-        elif _is_volcano(one):
+        elif one.get("kind") == "Job" and str(one.get("apiVersion", "")).startswith("batch.volcano.sh/"):
             found += child_pods(one)
     jobs = [child for one in (*known, *found) if one.get("kind") == "JobSet" for child in child_jobs(one)]
     return [*found, *jobs, *map(child_pod, jobs)]
@@ -347,7 +347,3 @@ def child_pods(volcano_job: Object) -> Iterator[Object]:
             },
             "spec": {**template.get("spec", {}), **pod},
         }
-
-
-def _is_volcano(one: Object) -> bool:
-    return one.get("kind") == "Job" and str(one.get("apiVersion", "")).startswith("batch.volcano.sh/")

@@ -145,7 +145,6 @@ class LocalBackend(Backend):
         return stopped and is_here and last.ended is not None and last.ended < psutil.boot_time()
 
     def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
-        """Return the command of a process on this machine."""
         return NodeCommand(tuple(python_command(SESSION_MODULE, *session_arguments(run.path, node))))
 
     def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
@@ -159,7 +158,6 @@ class LocalBackend(Backend):
         return run_in_foreground(run, record, engine=self.engine, on_tick=on_tick)
 
     def secret_hint(self, name: str) -> str:
-        """Return the hint to export the variable: ranks inherit the environment."""
         return f"Export {name}"
 
     def is_available(self) -> bool:

@@ -154,7 +154,6 @@ class SlurmBackend(Backend):
         submit_preparation(record.spec, name, folder, working, run.secrets, tasks, mark, record.revision)
 
     def queue_preparation(self, spec: RunSpec, name: str, folder: Path, tasks: int) -> PreparationJob:
-        """Queue an array of tasks and the job that completes their work."""
         _check_path(folder)
         return submit_preparation(spec, name, folder, Path.cwd(), RunDir(folder).secrets, tasks, name)
 
@@ -228,7 +227,6 @@ class SlurmBackend(Backend):
         return min(points, requested or points)
 
     def unseen_place(self, view: View, path: str) -> str:
-        """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
         return view.spec.cluster.slurm.unseen_place(view.folder, path)
 
     def has_own_python(self, spec: RunSpec) -> bool:
@@ -266,7 +264,6 @@ class SlurmBackend(Backend):
         return log if log.is_file() else None
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-        """Return the finding for Slurm's pending reason, with the state of the queue."""
         from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 
         try:
@@ -293,15 +290,12 @@ class SlurmBackend(Backend):
         return (str(Reason("slurm.resume-suspended", {"job": job_id})),)
 
     def is_available(self) -> bool:
-        """Return whether sbatch is installed on this machine."""
         return shutil.which("sbatch") is not None
 
     def has_this_machine(self) -> bool:
-        """Return whether sinfo is installed on this machine."""
         return shutil.which("sinfo") is not None
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        """Return the view, with the quotas of the account and QOS of ``cluster.slurm``."""
         from scaletrain_cli.launch.backends.slurm.cluster_view import slurm_view
 
         return slurm_view(cluster)

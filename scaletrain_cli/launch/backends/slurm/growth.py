@@ -198,7 +198,7 @@ class GrowthWatch:
         Raises SchedulerError.
         """
         own = self._own_nodes()
-        excluded = node_names(self._excluded() or "")
+        excluded = node_names(exclude_option(self.record.spec, exclusion_for(self.run, self.record.spec)) or None or "")
         partition = self.environment["SLURM_JOB_PARTITION"]
         answer = call_slurm(["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N|%t|%P|%a|%G"])
         idle = read_idle_nodes(answer.stdout, partition, (*own, *excluded), self.record.spec.cluster)
@@ -241,9 +241,6 @@ class GrowthWatch:
     def _own_nodes(self) -> tuple[str, ...]:
         attempt = read_attempt(self.run, self.attempt)
         return () if attempt is None else attempt.nodes
-
-    def _excluded(self) -> str | None:
-        return exclude_option(self.record.spec, exclusion_for(self.run, self.record.spec)) or None
 
     def _would_start(self, nodes: int, without: Sequence[str], partition: str) -> bool:
         """Return whether Slurm, with all its limits, could start the job on ``nodes`` other nodes now."""

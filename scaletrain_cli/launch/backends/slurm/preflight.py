@@ -41,7 +41,9 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's message.
     """
     sizes = _requested_sizes(spec)
-    verdict = check_site(site, spec if not sizes else _on_fewest(spec, sizes))
+    verdict = check_site(
+        site, spec if not sizes else spec.model_copy(update={"cluster": spec.cluster.at_size(sizes[0])})
+    )
     if verdict.problems:
         raise SchedulerError(Reason("slurm.never-runs"), verdict.problems)
     options = (f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight", exclude, sizes))
@@ -64,11 +66,6 @@ def _requested_sizes(spec: RunSpec) -> tuple[int, ...]:
     """Return the fewest and the most nodes of the job, the most being those of the plan; empty without a range."""
     given = spec.cluster.node_range
     return () if given is None or given.min == spec.cluster.nodes else (given.min, spec.cluster.nodes)
-
-
-def _on_fewest(spec: RunSpec, sizes: Sequence[int]) -> RunSpec:
-    """Return the run on the fewest nodes: a job with a range can run if it can run on these."""
-    return spec.model_copy(update={"cluster": spec.cluster.at_size(sizes[0])})
 
 
 # "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main". Since 25.05

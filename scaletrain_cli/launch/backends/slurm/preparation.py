@@ -69,14 +69,10 @@ def preparation_script(
         f"    {' '.join(words)} \\",
         f"    {' '.join(agent_words(cluster, folder.parent, gpus=False))} \\",
         f'    -c "$start" scaletrain_cli.engine.commands {ENGINE_COMMAND} "$folder/spec.json" \\',
-        f"    {shlex.quote(str(_runs_root(folder)))} --workers {settings.cpus_per_task} \\",
+        f"    {shlex.quote(str(folder.parent.parent))} --workers {settings.cpus_per_task} \\",
         f"    {' '.join(files)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _runs_root(folder: Path) -> Path:
-    return folder.parent.parent
 
 
 def _sbatch_options(spec: RunSpec, name: str, tasks: int | None) -> Iterator[str]:
