@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scaletrain_cli.plan.parameters import EngineTensor, block_tensors
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hybrid import BlockParts, parts_of
 
@@ -82,31 +84,20 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     Norms, biases of row-parallel layers, learned positions and the router are replicated on every tensor rank. If there
     are fewer key-value heads than tensor ranks, they are replicated too (Megatron-LM, arXiv:1909.08053, section 3).
     """
-    t, hidden = tensor_parallel, model.hidden_size
+    hidden = model.hidden_size
     norm = hidden * (2 if model.has_norm_bias else 1)
-    attention, vectors = _attention(model, t)
-    own = vectors
-    vectors += model.norms_per_block * norm
-    dense_matrix, dense_bias = _mlp(model, _share(model.intermediate_size, t))
-    dense = Block(attention, dense_matrix, 0, 0, 0, vectors + dense_bias)
-    block = dense
-    if model.num_experts:
-        expert = sum(_mlp(model, _share(model.expert_size, t)))
-        expert -= hidden - _share(hidden, t) if model.has_bias else 0  # ranks add columns of the second bias
-        held = _share(model.num_experts, expert_parallel)
-        shared, shared_bias = 0, 0
-        if model.shared_expert_intermediate_size:
-            shared, shared_bias = _mlp(model, _share(model.shared_expert_intermediate_size, t))
-            shared += hidden if model.shared_expert_gate else 0
-        shared_bias += model.num_experts if model.router_bias else 0
-        block = Block(attention, shared, hidden * model.num_experts, expert, held, vectors + shared_bias)
-    pattern = tuple(
-        _hybrid_block(parts_of(kind), (attention, own), _mamba(model, t) if model.mamba else (0, 0), dense, block, norm)
-        for kind in model.block_types
-    )
+
+    def of(parts: BlockParts) -> Block:
+        return _block(model, parts, tensor_parallel, expert_parallel)
+
+    pattern = tuple(of(parts_of(kind)) for kind in model.block_types)
     if pattern:
         dense, block = pattern[0], next((each for each in pattern if each.experts), pattern[0])
-    table = _share(model.vocab_size, t) * hidden
+    else:
+        dense = block = of(BlockParts(attention=True, mamba=False, mlp=True, experts=False))
+        if model.num_experts:
+            block = of(BlockParts(attention=True, mamba=False, mlp=False, experts=True))
+    table = -(-model.vocab_size // tensor_parallel) * hidden
     positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0
     return Architecture(
         table=table,
@@ -121,45 +112,21 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     )
 
 
-def _hybrid_block(
-    parts: BlockParts, attention: tuple[int, int], mamba: tuple[int, int], dense: Block, sparse: Block, norm: int
-) -> Block:
-    """Return a block of these parts, each with one norm.
-
-    ``attention`` and ``mamba``: their parameters, (in matrices, in vectors); ``dense`` and ``sparse``: whole blocks.
-    """
-    matrices, vectors = (sum(pair) for pair in zip(*_chosen(parts, attention, mamba), strict=True))
-    vectors += parts.sublayers * norm
-    if parts.mlp:
-        return Block(matrices, dense.dense_mlp, 0, 0, 0, vectors)
-    if parts.experts:
-        return Block(matrices, sparse.dense_mlp, sparse.router, sparse.expert, sparse.experts, vectors)
-    return Block(matrices, 0, 0, 0, 0, vectors)
-
-
-def _chosen(parts: BlockParts, attention: tuple[int, int], mamba: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(0, 0), *([attention] if parts.attention else []), *([mamba] if parts.mamba else [])]
-
-
-def _mamba(model: ModelSpec, t: int) -> tuple[int, int]:
-    """Return the parameters of a state-space layer on one of ``t`` tensor ranks: (in matrices, in vectors).
-
-    Mamba-2 (arXiv:2405.21060, section 7): one projection to gate, channels, B, C and time steps, a convolution, and per
-    head a decay, a skip weight and a bias of the time step; a norm before the output projection. Mamba
-    (arXiv:2312.00752, section 3) projects channels to a low-rank time step, B and C after the convolution, and has a
-    decay per channel and state. Tensor ranks shard channels and groups (Megatron-LM, ssm/mamba_mixer.py).
-    """
-    mamba, hidden = model.mamba, model.hidden_size
-    assert mamba is not None
-    inner, conv = _share(mamba.inner_size, t), _share(mamba.conv_size, t)
-    heads, bias = _share(mamba.num_heads, t), mamba.conv_bias
-    matrices = hidden * _share(mamba.projected_size, t) + inner * hidden + conv * mamba.conv_kernel
-    vectors = (conv if bias else 0) + (_share(mamba.projected_size, t) + hidden if mamba.proj_bias else 0)
-    if not mamba.dt_rank:
-        return matrices, vectors + 3 * heads + (inner if mamba.inner_norms else 0)
-    low, state = mamba.dt_rank, mamba.state_size
-    matrices += inner * (low + 2 * state) + low * inner + inner * state
-    return matrices, vectors + 2 * inner + (low + 2 * state if mamba.inner_norms else 0)
+def _block(model: ModelSpec, parts: BlockParts, tensor: int, expert: int) -> Block:
+    """Return the parameters that one rank holds of a block that consists of ``parts``."""
+    found: Counter[str] = Counter()
+    held = 0
+    for each in block_tensors(model, parts):
+        kind = "vectors"
+        if each.experts:
+            kind, held = "experts", -(-each.experts // expert)
+        elif each.is_matrix:
+            kind = (
+                "router" if each.name == "mlp.gate.weight" else "mlp" if each.name.startswith("mlp.") else "attention"
+            )
+        found[kind] += each.on_rank(tensor, expert)
+    of_expert = found["experts"] // held if held else 0
+    return Block(found["attention"], found["mlp"], found["router"], of_expert, held, found["vectors"])
 
 
 def mamba_flops(model: ModelSpec) -> int:
@@ -182,46 +149,10 @@ def mean_block_flops(model: ModelSpec) -> int:
     return (training_flops_per_token(model) // 3 - head_flops(model)) // model.num_hidden_layers
 
 
-def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
-    """Return the attention parameters of one of ``t`` tensor ranks: (in matrices, in vectors)."""
-    hidden = model.hidden_size
-    heads = _share(model.num_attention_heads, t)
-    if model.kv_lora_rank:
-        return _latent_attention(model, heads)
-    queries = heads * model.head_dim
-    keys = max(_share(model.num_key_value_heads, t), 1) * model.head_dim
-    vectors = queries + 2 * keys if model.has_qkv_bias else 0
-    vectors += hidden if model.has_output_bias else 0
-    vectors += heads if model.attention_sinks else 0
-    if model.qk_norm:  # over each head, with the same weight for all or none, or over all heads together
-        vectors += {"head": 2 * model.head_dim, "projection": queries + keys, "unweighted": 0}[model.qk_norm_scope]
-    return hidden * (2 * queries + 2 * keys), vectors
-
-
-def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
-    """Return the parameters of latent attention with ``heads`` heads on this rank: (in matrices, in vectors).
-
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. The down projections are replicated on every tensor rank, and so is the
-    indexer of DeepSeek-V3.2: queries from the latent of the queries, one key with a LayerNorm, one weight per head.
-    """
-    hidden, query, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
-    turned, value = model.qk_rope_head_dim, model.value_head_dim
-    wide = heads * model.qk_head_dim
-    matrices = hidden * query + query * wide if query else hidden * wide
-    matrices += hidden * (latent + turned) + latent * heads * (model.head_dim + value) + heads * value * hidden
-    vectors = query + latent  # one RMSNorm after each down projection
-    if model.index_topk:
-        index_heads, size = model.index_n_heads, model.index_head_dim
-        matrices += (query or hidden) * index_heads * size + hidden * size + hidden * index_heads
-        vectors += 2 * size
-    return matrices, vectors
-
-
-def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
-    """Return the parameters of an MLP with intermediate size ``inner``: (in matrices, in biases)."""
-    inputs = 2 if model.has_gated_mlp else 1
-    bias = inputs * inner + model.hidden_size if model.has_bias else 0
-    return (inputs + 1) * model.hidden_size * inner, bias
+def attention_matrices(model: ModelSpec) -> list[EngineTensor]:
+    """Return the matrices of the attention of one block."""
+    parts = BlockParts(attention=True, mamba=False, mlp=False, experts=False)
+    return [each for each in block_tensors(model, parts) if each.is_matrix and not each.name.startswith("mlp.")]
 
 
 def parameter_count(model: ModelSpec) -> int:
@@ -238,17 +169,17 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 def attention_matmul_flops(model: ModelSpec) -> int:
     """Return the forward FLOPs per token of one block's attention projections: 2 per weight."""
-    return 2 * _attention(model, 1)[0]
+    return 2 * sum(each.elements for each in attention_matrices(model))
 
 
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
     """Return the forward FLOPs per token of one block's MLP: 2 per active weight; ``experts``: for an MoE block."""
+    hidden, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
     if not experts:
-        return 2 * _mlp(model, model.intermediate_size)[0]
-    shared = _mlp(model, model.shared_expert_intermediate_size)[0] if model.shared_expert_intermediate_size else 0
-    routed = min(model.num_experts_per_tok, model.num_experts) * _mlp(model, model.expert_size)[0]
+        return 2 * matrices * hidden * model.intermediate_size
+    routed = min(model.num_experts_per_tok, model.num_experts) * model.expert_size
     gates = model.num_experts + (1 if model.shared_expert_gate else 0)
-    return 2 * (shared + routed + model.hidden_size * gates)
+    return 2 * hidden * (matrices * (model.shared_expert_intermediate_size + routed) + gates)
 
 
 def attention_flops(model: ModelSpec) -> int:
@@ -311,7 +242,3 @@ def training_flops_per_token(model: ModelSpec) -> int:
     blocks += dense * mlp_matmul_flops(model, experts=False) + model.layers_with("mamba") * mamba_flops(model)
     blocks += sparse * mlp_matmul_flops(model, experts=True) if sparse else 0
     return 3 * (blocks + head_flops(model))
-
-
-def _share(count: int, ranks: int) -> int:
-    return -(-count // ranks)

@@ -5,7 +5,7 @@ Names and shapes are those of the engine's modules and of Hugging Face's files, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_buffer
 from scaletrain_cli.spec import LlavaSpec, ModelSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
+from scaletrain_cli.spec.hybrid import BlockParts
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
 
@@ -25,7 +26,8 @@ class Parameter(NamedTuple):
     has the whole. ``tensor``: the name of the engine's tensor that holds it: the same name, except that the experts of
     a layer are stacked. ``adapter``: a factor of a low-rank adapter. ``below``: layers between it and the head, None if
     its place decides. ``decays``: False for matrices without weight decay, such as positions of vision networks.
-    ``trains``: False for what files have and the model does not compute.
+    ``trains``: False for what files have and the model does not compute. ``heads``: of each of its parts along
+    ``tensor_dim``, of which a tensor rank holds whole ones, at least one; empty if single channels are sharded.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Parameter(NamedTuple):
     below: int | None = None
     decays: bool = True
     trains: bool = True
+    heads: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -58,6 +61,51 @@ class Parameter(NamedTuple):
         return self.place == "block" and len(self.shape) == 2 and min(self.shape) > 1 and not self.adapter
 
 
+# Matrices that are no linear layers to an adapter or a quantizer: routers, and those outside of blocks.
+_NOT_LINEAR = ("mlp.gate.", "model.", "transformer.", "lm_head.")
+
+
+class EngineTensor(NamedTuple):
+    """One tensor of the engine's modules, of one part of the model.
+
+    ``name``: within the block, or the whole name outside of blocks. ``elements``: in all; ``sharded``: the heads or
+    channels of each part that tensor ranks shard, empty if each rank has the whole; ``experts``: the number of experts
+    stacked in it; ``rank``: of the adapter that it belongs to, 0 for the model's own. ``rows``: of a matrix;
+    ``shards_rows``: tensor ranks shard these.
+    """
+
+    name: str
+    elements: int
+    sharded: tuple[int, ...]
+    experts: int
+    is_matrix: bool
+    rank: int = 0
+    rows: int = 0
+    shards_rows: bool = False
+
+    @property
+    def adapter(self) -> bool:
+        """Return whether the tensor belongs to an adapter."""
+        return self.rank > 0
+
+    def rows_on_rank(self, tensor: int) -> int:
+        """Return the rows of a matrix on one of ``tensor`` tensor ranks."""
+        return -(-self.rows // tensor) if self.shards_rows else self.rows
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether the tensor is the weight of a linear layer of a block, without routers and stacked experts."""
+        own = self.is_matrix and not self.rank and not self.experts
+        return own and self.name.endswith((".weight",)) and not self.name.startswith(_NOT_LINEAR)
+
+    def on_rank(self, tensor: int, expert: int) -> int:
+        """Return the elements on one rank of ``tensor`` x ``expert`` parallel ranks."""
+        size = self.elements
+        if self.sharded:
+            size = size // sum(self.sharded) * sum(-(-count // tensor) for count in self.sharded)
+        return size // self.experts * -(-self.experts // expert) if self.experts else size
+
+
 class _Linear(NamedTuple):
     """A linear layer of a block: its name within the block, output and input size, and how tensor ranks shard it."""
 
@@ -66,6 +114,7 @@ class _Linear(NamedTuple):
     inputs: int
     sharded: str | None  # "outputs", "inputs" or None
     bias: bool
+    heads: tuple[int, ...] = ()  # see Parameter
 
 
 @lru_cache(maxsize=64)
@@ -189,6 +238,45 @@ def _sharded_features(module: Adapted, weight: Parameter) -> str | None:
     return "inputs" if (weight.tensor_dim == 1) != module.transposed else "outputs"
 
 
+def engine_tensors(parameters: Iterable[Parameter]) -> Iterator[tuple[EngineTensor, list[str]]]:
+    """Yield the tensors of one part of the model in order, each with the names of its parameters."""
+    stacked: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        stacked.setdefault(parameter.tensor, []).append(parameter)
+    for name, members in stacked.items():
+        first = members[0]
+        experts = len({p.name.split(".experts.")[1].split(".")[0] for p in members}) if first.name != name else 0
+        dim = first.tensor_dim
+        tensor = EngineTensor(
+            name if first.block is None else name.split(f".{first.block}.", 1)[1],
+            sum(parameter.numel for parameter in members),
+            () if dim is None else first.heads or (first.shape[dim],),
+            experts,
+            first.is_matrix,
+            _rank(first),
+            rows=first.shape[0],
+            shards_rows=dim == 0,
+        )
+        yield tensor, [parameter.name for parameter in members]
+
+
+def _rank(parameter: Parameter) -> int:
+    """Return the rank of the adapter that a parameter belongs to; 1 for a magnitude; 0 without an adapter."""
+    if not parameter.adapter:
+        return 0
+    if not parameter.is_matrix:
+        return 1
+    return parameter.shape[0] if "_A" in parameter.name else parameter.shape[-1]
+
+
+@lru_cache(maxsize=256)
+def block_tensors(model: ModelSpec, parts: BlockParts) -> tuple[EngineTensor, ...]:
+    """Return the tensors of a block that consists of ``parts``, without adapters."""
+    path = "transformer.h.0" if model.has_fused_qkv else "model.layers.0"
+    found = _gpt_block(model, path, 0) if model.has_fused_qkv else _llama_block(model, path, 0, parts)
+    return tuple(tensor for tensor, _ in engine_tensors(found))
+
+
 def _parameters(model: ModelSpec) -> Iterator[Parameter]:
     gpt, hidden = model.has_fused_qkv, model.hidden_size
     outer, layers = ("transformer", "h") if gpt else ("model", "layers")
@@ -200,14 +288,14 @@ def _parameters(model: ModelSpec) -> Iterator[Parameter]:
     if model.embedding_norm:
         yield from _norm(model, f"{outer}.embed_norm", hidden, "embedding", None)
     for block in range(model.num_hidden_layers):
-        yield from (_gpt_block if gpt else _llama_block)(model, f"{outer}.{layers}.{block}", block)
+        path = f"{outer}.{layers}.{block}"
+        yield from _gpt_block(model, path, block) if gpt else _llama_block(model, path, block, model.parts(block))
     yield from _norm(model, f"{outer}.ln_f" if gpt else f"{outer}.norm", hidden, "closing", None)
     if not model.tie_word_embeddings:
         yield Parameter("lm_head.weight", (model.vocab_size, hidden), "closing", None, 0, "lm_head.weight")
 
 
-def _llama_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
-    parts = model.parts(block)
+def _llama_block(model: ModelSpec, path: str, block: int, parts: BlockParts) -> Iterator[Parameter]:
     if parts.attention:
         yield from _llama_attention(model, path, block)
     if parts.mamba:
@@ -228,16 +316,19 @@ def _llama_attention(model: ModelSpec, path: str, block: int) -> Iterator[Parame
         yield from _latent_attention(model, f"{path}.self_attn", block)
         return
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    separate = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-    for name, outputs in (("qkv_proj", queries + 2 * keys),) if model.fused_projections else separate:
-        layer = _Linear(f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias)
+    heads, of_keys = (model.num_attention_heads,), (model.num_key_value_heads,)
+    separate = (("q_proj", queries, heads), ("k_proj", keys, of_keys), ("v_proj", keys, of_keys))
+    joined = (("qkv_proj", queries + 2 * keys, (*heads, *of_keys, *of_keys)),)
+    for name, outputs, shards in joined if model.fused_projections else separate:
+        layer = _Linear(f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias, shards)
         yield from _linear(path, block, layer)
-    yield from _linear(path, block, _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias))
+    output = _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias, heads)
+    yield from _linear(path, block, output)
     over_heads = model.qk_norm_scope == "head"
     weighted = model.qk_norm and model.qk_norm_scope != "unweighted"
-    for name, size in (("q_norm", queries), ("k_norm", keys)) if weighted else ():
+    for name, size, shards in (("q_norm", queries, heads), ("k_norm", keys, of_keys)) if weighted else ():
         path_of_norm = f"{path}.self_attn.{name}.weight"
-        yield _vector(path_of_norm, model.head_dim if over_heads else size, block, None if over_heads else 0)
+        yield _vector(path_of_norm, model.head_dim if over_heads else size, block, None if over_heads else 0, shards)
 
 
 def _mamba(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
@@ -314,7 +405,6 @@ def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Param
     yield _vector(f"{path}.kv_a_layernorm.weight", latent, block, None)
     up = heads * (model.head_dim + value)
     yield from _linear(path, block, _Linear("kv_b_proj", up, latent, "outputs", False))
-    yield from _linear(path, block, _Linear("o_proj", hidden, heads * value, "inputs", False))
     if model.index_topk:
         indexer, size = f"{path}.indexer", model.index_head_dim
         yield from _linear(indexer, block, _Linear("wq_b", model.index_n_heads * size, query or hidden, None, False))
@@ -322,6 +412,7 @@ def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Param
         yield _vector(f"{indexer}.k_norm.weight", size, block, None)
         yield _vector(f"{indexer}.k_norm.bias", size, block, None)
         yield from _linear(indexer, block, _Linear("weights_proj", model.index_n_heads, hidden, None, False))
+    yield from _linear(path, block, _Linear("o_proj", hidden, heads * value, "inputs", False))
 
 
 def _gpt_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
@@ -329,9 +420,11 @@ def _gpt_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     hidden, bias = model.hidden_size, model.has_bias
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     yield from _norm(model, f"{path}.ln_1", hidden, "block", block)
-    fused = _Linear("attn.c_attn", queries + 2 * keys, hidden, "outputs", bias or model.qkv_bias)
+    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
+    fused = _Linear("attn.c_attn", queries + 2 * keys, hidden, "outputs", bias or model.qkv_bias, heads)
     yield from _linear(path, block, fused, transposed=True)
-    yield from _linear(path, block, _Linear("attn.c_proj", hidden, queries, "inputs", bias), transposed=True)
+    output = _Linear("attn.c_proj", hidden, queries, "inputs", bias, heads[:1])
+    yield from _linear(path, block, output, transposed=True)
     for name in ("q_norm", "k_norm") if model.qk_norm else ():
         yield _vector(f"{path}.attn.{name}.weight", model.head_dim, block, None)
     yield from _norm(model, f"{path}.ln_2", hidden, "block", block)
@@ -346,9 +439,9 @@ def _linear(path: str, block: int, layer: _Linear, *, transposed: bool = False) 
     shape = (layer.inputs, layer.outputs) if transposed else (layer.outputs, layer.inputs)
     dim = None if layer.sharded is None else int((layer.sharded == "inputs") != transposed)
     name = f"{path}.{layer.name}"
-    yield Parameter(f"{name}.weight", shape, "block", block, dim, f"{name}.weight")
+    yield Parameter(f"{name}.weight", shape, "block", block, dim, f"{name}.weight", heads=layer.heads)
     if layer.bias:  # the bias of a layer with sharded inputs is added after the sum
-        yield _vector(f"{name}.bias", layer.outputs, block, 0 if layer.sharded == "outputs" else None)
+        yield _vector(f"{name}.bias", layer.outputs, block, 0 if layer.sharded == "outputs" else None, layer.heads)
 
 
 def _norm(model: ModelSpec, path: str, size: int, place: str, block: int | None) -> Iterator[Parameter]:
@@ -356,5 +449,5 @@ def _norm(model: ModelSpec, path: str, size: int, place: str, block: int | None)
         yield Parameter(f"{path}.{name}", (size,), place, block, None, f"{path}.{name}")
 
 
-def _vector(name: str, size: int, block: int, dim: int | None) -> Parameter:
-    return Parameter(name, (size,), "block", block, dim, name)
+def _vector(name: str, size: int, block: int, dim: int | None, heads: tuple[int, ...] = ()) -> Parameter:
+    return Parameter(name, (size,), "block", block, dim, name, heads=heads)

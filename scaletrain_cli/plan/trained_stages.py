@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
 from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
-from scaletrain_cli.plan.parameters import Parameter, model_parameters
+from scaletrain_cli.plan.parameters import EngineTensor, Parameter, engine_tensors, model_parameters
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_parameters import Stage as NamedStage
 from scaletrain_cli.plan.trained_parameters import trained_ever, training_stages, trains_everything
@@ -22,51 +22,6 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Number of the optimizer's parameter group; None: frozen.
 GroupNumber = int | None
-
-
-# Matrices that are no linear layers to an adapter or a quantizer: routers, and those outside of blocks.
-_NOT_LINEAR = ("mlp.gate.", "model.", "transformer.", "lm_head.")
-
-
-class EngineTensor(NamedTuple):
-    """One tensor of the engine's modules, of one part of the model.
-
-    ``name``: within the block, or the whole name outside of blocks. ``elements``: in all; ``sharded``: the size of the
-    dimension that tensor ranks shard, 0 if each rank has the whole; ``experts``: the number of experts stacked in it;
-    ``rank``: of the adapter that it belongs to, 0 for the model's own. ``rows``: of a matrix; ``shards_rows``: tensor
-    ranks shard these.
-    """
-
-    name: str
-    elements: int
-    sharded: int
-    experts: int
-    is_matrix: bool
-    rank: int = 0
-    rows: int = 0
-    shards_rows: bool = False
-
-    @property
-    def adapter(self) -> bool:
-        """Return whether the tensor belongs to an adapter."""
-        return self.rank > 0
-
-    def rows_on_rank(self, tensor: int) -> int:
-        """Return the rows of a matrix on one of ``tensor`` tensor ranks."""
-        return -(-self.rows // tensor) if self.shards_rows else self.rows
-
-    @property
-    def is_linear(self) -> bool:
-        """Return whether the tensor is the weight of a linear layer of a block, without routers and stacked experts."""
-        own = self.is_matrix and not self.rank and not self.experts
-        return own and self.name.endswith((".weight",)) and not self.name.startswith(_NOT_LINEAR)
-
-    def on_rank(self, tensor: int, expert: int) -> int:
-        """Return the elements on one rank of ``tensor`` x ``expert`` parallel ranks."""
-        size = self.elements
-        if self.sharded:
-            size = size // self.sharded * -(-self.sharded // tensor)
-        return size // self.experts * -(-self.experts // expert) if self.experts else size
 
 
 class PartTensors(NamedTuple):
@@ -196,8 +151,8 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
     opening: PartTensors = PartTensors((), ())
     closing: PartTensors = PartTensors((), ())
     blocks: list[PartTensors] = []
-    for (place, block), members in groupby(model_parameters(model), key=lambda p: (p.place, p.block)):
-        part = _part(list(members), number, block)
+    for (place, _), members in groupby(model_parameters(model), key=lambda p: (p.place, p.block)):
+        part = _part(list(members), number)
         if place == "block":
             blocks.append(part)
         elif place == "embedding":
@@ -233,42 +188,10 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
     )
 
 
-def _part(members: list[Parameter], number: Callable[[Iterable[str]], GroupNumber], block: int | None) -> PartTensors:
+def _part(members: list[Parameter], number: Callable[[Iterable[str]], GroupNumber]) -> PartTensors:
     """Return the tensors of one part; ``number``: from the names in a tensor to its group."""
-    stacked: dict[str, list[Parameter]] = {}
-    for parameter in members:
-        stacked.setdefault(parameter.tensor, []).append(parameter)
-    cut = "" if block is None else f".{block}."
-    tensors, groups = [], []
-    for tensor, parameters in stacked.items():
-        first = parameters[0]
-        experts = len({p.name.split(".experts.")[1].split(".")[0] for p in parameters}) if first.name != tensor else 0
-        name = tensor.split(cut, 1)[1] if cut else tensor
-        sharded = 0 if first.tensor_dim is None else first.shape[first.tensor_dim]
-        elements = sum(parameter.numel for parameter in parameters)
-        tensors.append(
-            EngineTensor(
-                name,
-                elements,
-                sharded,
-                experts,
-                first.is_matrix,
-                _rank(first),
-                rows=first.shape[0],
-                shards_rows=first.tensor_dim == 0,
-            )
-        )
-        groups.append(number(parameter.name for parameter in parameters))
-    return PartTensors(tuple(tensors), tuple(groups))
-
-
-def _rank(parameter: Parameter) -> int:
-    """Return the rank of the adapter that a parameter belongs to; 1 for a magnitude; 0 without an adapter."""
-    if not parameter.adapter:
-        return 0
-    if not parameter.is_matrix:
-        return 1
-    return parameter.shape[0] if "_A" in parameter.name else parameter.shape[-1]
+    found = list(engine_tensors(members))
+    return PartTensors(tuple(tensor for tensor, _ in found), tuple(number(names) for _, names in found))
 
 
 def _trained_names(part: PartTensors) -> Iterator[str]:

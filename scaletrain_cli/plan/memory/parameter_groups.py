@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture, architecture
+from scaletrain_cli.plan.architecture import Architecture, architecture, attention_matrices
 from scaletrain_cli.plan.memory.states import quantized_bytes
-from scaletrain_cli.plan.parameters import model_parameters
+from scaletrain_cli.plan.parameters import block_tensors, model_parameters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.hybrid import BlockParts
 
 
 class Tensors(NamedTuple):
@@ -216,7 +217,7 @@ def matrices_in_order(
             stacked = (block.routed,) if block.routed else ()
             runs.append((BlockMatrices((), (block.shared - block.vectors, *stacked)), times))
         return opening.matrices, tuple(runs), closing.matrices
-    attention = _attention_matrices(model, tensor)
+    attention = tuple(each.on_rank(tensor, 1) for each in attention_matrices(model))
     for experts, times in model.block_runs(0, layers):
         matrices, _, apart, _ = _block(model, tensor, expert, experts=experts)
         runs.append((BlockMatrices(attention, (*matrices[len(attention) :], *apart)), times))
@@ -273,88 +274,12 @@ def _ends(model: ModelSpec, per_rank: Architecture, ends: str) -> tuple[Tensors,
 @lru_cache(maxsize=1024)
 def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
     """Return the tensors of one block, in the order of the engine's modules."""
-    hidden, norm = model.hidden_size, _norm(model)
-    local_heads = -(-model.num_attention_heads // tensor)
-    heads = local_heads * model.head_dim
-    keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
-    bias = (hidden,) if model.has_output_bias else ()
-    qkv_bias = [heads, keys, keys] if model.has_qkv_bias else []
-    matrices = list(_attention_matrices(model, tensor))
-    if model.kv_lora_rank:
-        attention = _latent_vectors(model)
-    elif model.has_fused_qkv or model.fused_projections:  # one fused matrix
-        attention = [*([sum(qkv_bias)] if qkv_bias else []), *bias]
-    else:
-        attention = [*qkv_bias, *bias]
-    sinks = [local_heads] if model.attention_sinks else []
-    if model.qk_norm:
-        attention += {"head": [model.head_dim] * 2, "projection": [heads, keys], "unweighted": []}[model.qk_norm_scope]
-    offloaded: tuple[int, ...] = ()
-    biases: list[int] = []
-    if experts and model.num_experts:
-        inner, held = -(-model.expert_size // tensor), -(-model.num_experts // expert)
-        joined, down = _mlp(model, inner)
-        stacked = (held * sum(joined), held * down)
-        offloaded = stacked if expert > 1 else ()
-        shared = model.shared_expert_intermediate_size
-        first, second = _mlp(model, -(-shared // tensor)) if shared else ((), 0)
-        matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
-        matrices += [hidden] if model.shared_expert_gate else []
-        *ahead, behind = _mlp_bias(model, inner) or [0]
-        biases = [held * sum(ahead), held * -(-behind // tensor)] if behind else []
-        mlp = [model.num_experts] if model.router_bias else []
-        mlp += [] if expert > 1 else biases
-        mlp += _mlp_bias(model, -(-shared // tensor)) if shared else []
-    else:
-        inner = -(-model.intermediate_size // tensor)
-        first, second = _mlp(model, inner)
-        matrices += [*first, second]
-        mlp = _mlp_bias(model, inner)
-    vectors = [*norm, *attention, *norm, *mlp]
-    if not model.has_fused_qkv:
-        vectors = [*sinks, *attention, *mlp, *norm * model.norms_per_block]
-    return Tensors(tuple(matrices), tuple(vectors), offloaded, tuple(biases) if offloaded else ())
-
-
-@lru_cache(maxsize=1024)
-def _attention_matrices(model: ModelSpec, tensor: int) -> tuple[int, ...]:
-    """Return the matrices of attention in one block; the latents of latent attention are whole on each rank."""
-    hidden, heads = model.hidden_size, -(-model.num_attention_heads // tensor)
-    queries = heads * model.head_dim
-    keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
-    if not model.kv_lora_rank:
-        if model.has_fused_qkv or model.fused_projections:
-            return hidden * (queries + 2 * keys), queries * hidden
-        return hidden * queries, hidden * keys, hidden * keys, queries * hidden
-    latent, query, queries = model.kv_lora_rank, model.q_lora_rank, heads * model.qk_head_dim
-    matrices = [hidden * query, query * queries] if query else [hidden * queries]
-    matrices += [hidden * (latent + model.qk_rope_head_dim), latent * heads * (model.head_dim + model.value_head_dim)]
-    if model.index_topk:
-        index_heads, size = model.index_n_heads, model.index_head_dim
-        matrices += [(query or hidden) * index_heads * size, hidden * size, hidden * index_heads]
-    return *matrices, heads * model.value_head_dim * hidden
-
-
-def _latent_vectors(model: ModelSpec) -> list[int]:
-    """Return the norms of latent attention."""
-    vectors = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
-    return vectors + [model.index_head_dim] * (2 if model.index_topk else 0)
+    kinds: tuple[list[int], ...] = ([], [], [], [])
+    for each in block_tensors(model, BlockParts(attention=True, mamba=False, mlp=not experts, experts=experts)):
+        apart = expert > 1 and each.experts > 0
+        kinds[2 * apart + (not each.is_matrix)].append(each.on_rank(tensor, expert))
+    return Tensors(*map(tuple, kinds))
 
 
 def _norm(model: ModelSpec) -> tuple[int, ...]:
     return (model.hidden_size,) * (2 if model.has_norm_bias else 1)
-
-
-def _mlp(model: ModelSpec, inner: int) -> tuple[tuple[int, ...], int]:
-    """Return the elements of the input matrices and of the output matrix of an MLP of width ``inner``."""
-    joined = model.hidden_size * inner * (2 if model.has_gated_mlp else 1)
-    if model.fused_projections or not model.has_gated_mlp:
-        return (joined,), model.hidden_size * inner
-    return (joined // 2,) * 2, model.hidden_size * inner
-
-
-def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
-    if not model.has_bias:
-        return []
-    inputs = [inner] * (2 if model.has_gated_mlp else 1)
-    return [*([sum(inputs)] if model.fused_projections else inputs), model.hidden_size]
