@@ -155,7 +155,8 @@ def assemble(
     order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
     training = open_reader(spec, data.samples, layout, mesh, order)
     profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat, preempted=lambda: flag.raised)
-    due = _checkpoint_schedule(record)
+    planned = record.plan.durability
+    due = CheckpointSchedule(spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
     step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler)
 
     def goes_on() -> bool:
@@ -367,11 +368,6 @@ def _weight_average(spec: RunSpec, composed: Composed) -> WeightAverage | None:
     # the correction biases of experts, which are buffers too, belong to the latest router
     buffers = statistics_of(composed.model) if isinstance(composed.model, VisionModel) else []
     return WeightAverage(composed.engine, settings, spec.total_steps, buffers)
-
-
-def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
-    planned = record.plan.durability
-    return CheckpointSchedule(record.spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
 
 
 def guard_of(spec: RunSpec, layout: Layout, objective: Objective, train: Samples) -> Guard:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scaletrain_cli.plan.parameters import EngineTensor, block_tensors
+from scaletrain_cli.plan.parameter import EngineTensor
+from scaletrain_cli.plan.parameters import block_tensors
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hybrid import BlockParts, parts_of
 

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.parameters import Parameter, has_adapter, model_parameters
+from scaletrain_cli.plan.parameter import Parameter
+from scaletrain_cli.plan.parameters import has_adapter, model_parameters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import is_adapter_parameter
@@ -21,6 +22,7 @@ from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
 
 _MOST_NEAR = 3  # names that an error suggests
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+Value = TypeVar("Value")
 
 
 class Settings(NamedTuple):
@@ -40,6 +42,19 @@ class Phase(NamedTuple):
     first_step: int
     last_step: int
     settings: Mapping[str, Settings]
+
+
+class SameObject(Generic[Value]):
+    """A value as a cache key: compared by identity, because it is made once per run spec."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Stage(NamedTuple):

@@ -7,17 +7,18 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
 from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
-from scaletrain_cli.plan.parameters import EngineTensor, Parameter, engine_tensors, model_parameters
+from scaletrain_cli.plan.parameter import EngineTensor, engine_tensors
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.plan.trained_parameters import SameObject, trained_ever, training_stages, trains_everything
 from scaletrain_cli.plan.trained_parameters import Stage as NamedStage
-from scaletrain_cli.plan.trained_parameters import trained_ever, training_stages, trains_everything
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Number of the optimizer's parameter group; None: frozen.
@@ -106,7 +107,7 @@ def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:
     """
     if trains_everything(spec):
         return (TrainedStage(1, spec.total_steps),)
-    return _converted(spec.transformer, _Stages(training_stages(spec)))
+    return _converted(spec.transformer, SameObject(training_stages(spec)))
 
 
 def stage_of_step(spec: RunSpec, step: int) -> TrainedStage:
@@ -114,22 +115,9 @@ def stage_of_step(spec: RunSpec, step: int) -> TrainedStage:
     return next(stage for stage in trained_stages(spec) if step <= stage.last_step)
 
 
-class _Stages:
-    """Stages of trained_parameters.py, hashable by identity, because they are made once per run spec."""
-
-    def __init__(self, stages: tuple[NamedStage, ...]) -> None:
-        self.stages = stages
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stages) and other.stages is self.stages
-
-    def __hash__(self) -> int:
-        return id(self.stages)
-
-
 @lru_cache(maxsize=64)
-def _converted(model: ModelSpec, named: _Stages) -> tuple[TrainedStage, ...]:
-    return tuple(trained_stage(model, stage) for stage in named.stages)
+def _converted(model: ModelSpec, named: SameObject[tuple[NamedStage, ...]]) -> tuple[TrainedStage, ...]:
+    return tuple(trained_stage(model, stage) for stage in named.value)
 
 
 def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False) -> TrainedStage:
@@ -152,7 +140,8 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
     closing: PartTensors = PartTensors((), ())
     blocks: list[PartTensors] = []
     for (place, _), members in groupby(model_parameters(model), key=lambda p: (p.place, p.block)):
-        part = _part(list(members), number)
+        found = list(engine_tensors(members))
+        part = PartTensors(tuple(tensor for tensor, _ in found), tuple(number(names) for _, names in found))
         if place == "block":
             blocks.append(part)
         elif place == "embedding":
@@ -165,8 +154,8 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
     reached = reached or any(True for _ in _trained_names(opening))
     runs: list[BlockRun] = []
     shared: dict[PartTensors, PartTensors] = {}  # equal parts are one object, which compares faster
-    for index, found in enumerate(blocks):
-        part = shared.setdefault(found, found)
+    for index, block in enumerate(blocks):
+        part = shared.setdefault(block, block)
         moe = model.has_experts(index)
         training = _block_training(part, reached)
         reached = backward_products(model, training, moe).reached
@@ -186,12 +175,6 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
         final_norm=any("lm_head" not in name for name in _trained_names(closing)),
         orthogonalized=frozenset(orthogonalized),
     )
-
-
-def _part(members: list[Parameter], number: Callable[[Iterable[str]], GroupNumber]) -> PartTensors:
-    """Return the tensors of one part; ``number``: from the names in a tensor to its group."""
-    found = list(engine_tensors(members))
-    return PartTensors(tuple(tensor for tensor, _ in found), tuple(number(names) for _, names in found))
 
 
 def _trained_names(part: PartTensors) -> Iterator[str]:

@@ -42,7 +42,9 @@ def json_schema() -> dict[str, Any]:
             field.pop("title", None)  # pydantic's title repeats the name
             if name not in section.get("required", ()) and ("$ref" in field or section is schema):
                 _allow_empty(field)
-    _allow_list(schema["properties"]["tracking"])
+    # Trackers may also be a list: of names, of mappings from one name to its options, or of mappings with ``kind``.
+    item = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1}]}
+    schema["properties"]["tracking"]["anyOf"].append({"type": "array", "items": item})
     for kind, model in MODELS.items():
         _loosen_model(kind, sections[model.__name__])
     for model in (ClipSpec, LlavaSpec):
@@ -91,12 +93,6 @@ def _with_definitions_inside(schema: dict[str, Any]) -> dict[str, Any]:
 
     whole: dict[str, Any] = inside(schema)
     return {"anyOf": [whole, {"type": "null"}]}
-
-
-def _allow_list(tracking: dict[str, Any]) -> None:
-    """Allow trackers as a list: of names, of mappings from one name to its options, or of mappings with ``kind``."""
-    item = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1}]}
-    tracking["anyOf"].append({"type": "array", "items": item})
 
 
 def _allow_empty(field: dict[str, Any]) -> None:

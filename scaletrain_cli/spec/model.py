@@ -257,11 +257,6 @@ class ModelSpec(Section):
         }[self.norm_position]
 
     @property
-    def norms_per_block(self) -> int:
-        """Return the number of norms of hidden states in a block."""
-        return len(self.block_norms)
-
-    @property
     def rotary_dim(self) -> int:
         """Return the number of rotated channels of a head."""
         return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.partial_rotary_factor)

@@ -176,7 +176,9 @@ class IdleWatch:
         if paused > _LONGEST_PAUSE_SECONDS:  # of a suspended job: the ranks were stopped, too
             if before_pause:
                 self.idle_seconds = 0.0
-            self._begin_window(now, own_pids)
+            self._window_began, self._progressed = now, False
+            self.gpus.take()
+            self.processes.take(own_pids)
         elif now - self._window_began >= self._window:
             self._end_window(now, beats, own_pids)
             if self.node_rank == 0:
@@ -187,11 +189,6 @@ class IdleWatch:
         with contextlib.suppress(OSError):
             return read_idle_request(self.run, self.attempt)
         return None
-
-    def _begin_window(self, now: float, own_pids: Collection[int]) -> None:
-        self._window_began, self._progressed = now, False
-        self.gpus.take()
-        self.processes.take(own_pids)
 
     def _end_window(self, now: float, beats: Mapping[int, LastBeat], own_pids: Collection[int]) -> None:
         cpu_seconds, size = self.processes.take(own_pids)

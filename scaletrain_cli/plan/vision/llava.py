@@ -12,24 +12,21 @@ from typing import NamedTuple, TypeVar
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.buffers import communication_buffer_bytes, second_gradient_bytes, step_temporary_bytes
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.engine_memory import activation_phases
-from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.states import gradient_bytes, uses_bf16_optimizer, weight_bytes
+from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, Network, PerStepBytes, StageMemory, Time
 from scaletrain_cli.plan.speed.step_time import mean_time, trained_stage_time
-from scaletrain_cli.plan.stages import zero_shards
-from scaletrain_cli.plan.trained_parameters import Stage
+from scaletrain_cli.plan.trained_parameters import SameObject, Stage
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
 from scaletrain_cli.plan.vision.image_feed import data_wait
-from scaletrain_cli.plan.vision.memory import activation_bytes
+from scaletrain_cli.plan.vision.memory import activation_bytes, memory_of_phases
 from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.plan.vision.step_time import StepSeconds, network_seconds, time_of_samples
-from scaletrain_cli.plan.vision.trained import SameStage, stage_of_step, stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import stage_of_step, stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _PATH = "language_model."
@@ -60,14 +57,14 @@ def llava_parts(spec: RunSpec, stage: Stage | None) -> LlavaParts:
     whole = llava_tower(llava_model(spec))
     if stage is None:
         return LlavaParts(whole, TrainedStage(1, spec.total_steps))
-    return _parts(llava_model(spec), whole, SameStage(stage))
+    return _parts(llava_model(spec), whole, SameObject(stage))
 
 
 @lru_cache(maxsize=64)
-def _parts(model: LlavaSpec, whole: VisionNetwork, key: SameStage) -> LlavaParts:
-    images = trained_network(whole, model, key.stage)
-    phases = tuple(phase._replace(settings=_of_language(phase.settings)) for phase in key.stage.phases)
-    own = key.stage._replace(phases=phases, since=_of_language(key.stage.since))
+def _parts(model: LlavaSpec, whole: VisionNetwork, key: SameObject[Stage]) -> LlavaParts:
+    images = trained_network(whole, model, key.value)
+    phases = tuple(phase._replace(settings=_of_language(phase.settings)) for phase in key.value.phases)
+    own = key.value._replace(phases=phases, since=_of_language(key.value.since))
     reached = any(block.training != "frozen" for block in images.blocks)
     return LlavaParts(images, trained_stage(model.text_config, own, reached=reached))
 
@@ -105,35 +102,21 @@ def plan_llava_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Mem
 
 
 def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
-    """Return the bytes in the fullest of three phases: the loss, the backward pass, the optimizer's update."""
-    training, zero, shards = spec.training, layout.zero_stage, zero_shards(layout)
+    """Return the bytes of a rank while the run trains what ``stage`` states (None: everything)."""
     parts, model, text = llava_parts(spec, stage), llava_model(spec), language_spec(spec)
-    element, grads = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    element = weight_bytes(spec.training.precision)
     seen = activation_bytes(parts.images, layout.micro_batch_size, element, layout.activation_checkpointing)
     read = activation_phases(text, layout, device, parts.language)
-    count, every = trained_count(spec, stage), sum(each.numel for each in model_parameters(model))
-    block = architecture.architecture(model.text_config).block.parameters
-    flat = uses_bf16_optimizer(training.precision, training.grad_dtype, zero)
-    buffers = communication_buffer_bytes(
-        count, block, zero, element, grads, shards, pipeline=False, gathered=every, bf16_optimizer=flat
-    )
-    steps = layout.gradient_accumulation_steps
-    second = second_gradient_bytes(count, training.precision, training.grad_dtype, zero, shards, steps)
-    optimizer = training.optimizer.name
-    update = step_temporary_bytes(
-        count, training.precision, training.grad_dtype, zero, shards, optimizer, foreach=device.is_cpu
-    )
     saved = seen.kept + read.saved
-    phases = (
-        PhaseMemory(saved, read.loss, buffers.loss, 0),
-        PhaseMemory(max(saved + read.backward, seen.backward), 0, buffers.backward, 0),
-        PhaseMemory(max(read.backward, seen.backward - seen.kept), 0, buffers.backward + second, 0),
-        PhaseMemory(0, 0, buffers.step, update),
+    activations = (
+        saved,
+        max(saved + read.backward, seen.backward),
+        max(read.backward, seen.backward - seen.kept),
     )
-    worst = max(phases, key=sum)
-    outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
-    fragmentation = int(framework_of(spec).fragmentation * sum(worst))
-    return peak_memory(vision_states(spec, layout, stage), worst, fragmentation, outside, host=0)
+    block = architecture.architecture(model.text_config).block.parameters
+    parameters = trained_count(spec, stage), block, sum(each.numel for each in model_parameters(model))
+    states = vision_states(spec, layout, stage)
+    return memory_of_phases(spec, layout, device, states, parameters, read.loss, activations)
 
 
 def saved_llava_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: int = 1) -> int:

@@ -14,7 +14,13 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.buffers import communication_buffer_bytes, second_gradient_bytes, step_temporary_bytes
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.states import gradient_bytes, rank_states, uses_bf16_optimizer, weight_bytes
+from scaletrain_cli.plan.memory.states import (
+    ModelStates,
+    gradient_bytes,
+    rank_states,
+    uses_bf16_optimizer,
+    weight_bytes,
+)
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage
@@ -59,27 +65,34 @@ def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stag
         held = Activations(*(size + element * whole.parameters for size in held))
         training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
         spec = spec.model_copy(update={"training": training})
-    return _rank_memory(spec, layout, device, whole, stage, held, logits)
-
-
-def _rank_memory(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    whole: VisionNetwork,
-    stage: Stage | None,
-    held: Activations,
-    logits: int,
-) -> StageMemory:
-    """Return the bytes in the fullest of three phases: the loss, the backward pass, the optimizer's update."""
-    training, shards, zero, framework = spec.training, zero_shards(layout), layout.zero_stage, framework_of(spec)
-    precision, grad_dtype = training.precision, training.grad_dtype
     every, largest = whole.parameters, max(block.parameters for block in whole.blocks)
     count = every if stage is None else trained_count(spec, stage)
+    framework = framework_of(spec)
     if framework.is_engine and not autocasts(spec):
         states = vision_states(spec, layout, stage)
     else:
         states = rank_states(spec, layout, Shard(count, 0, largest), framework.master_weights)
+    after = held.backward - held.kept
+    return memory_of_phases(spec, layout, device, states, (count, largest, every), logits, (*held, after))
+
+
+def memory_of_phases(
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    states: ModelStates,
+    parameters: tuple[int, int, int],
+    loss: int,
+    activations: tuple[int, int, int],
+) -> StageMemory:
+    """Return the bytes in the fullest of the phases: the loss, the backward pass, the optimizer's update.
+
+    ``parameters``: those that train, those of the largest block, and all. ``activations``: bytes that are saved, at
+    the peak of the backward pass, and at that of the last one, when gradients are added to those before.
+    """
+    training, shards, zero, framework = spec.training, zero_shards(layout), layout.zero_stage, framework_of(spec)
+    precision, grad_dtype = training.precision, training.grad_dtype
+    (count, largest, every), (kept, backward, after) = parameters, activations
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
     flat = uses_bf16_optimizer(precision, grad_dtype, zero)
     buffers = communication_buffer_bytes(
@@ -89,9 +102,9 @@ def _rank_memory(
     optimizer = training.optimizer.name
     step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, optimizer, foreach=device.is_cpu)
     phases = (
-        PhaseMemory(held.kept, logits, buffers.loss, 0),
-        PhaseMemory(held.backward, 0, buffers.backward, 0),
-        PhaseMemory(held.backward - held.kept, 0, buffers.backward + second, 0),
+        PhaseMemory(kept, loss, buffers.loss, 0),
+        PhaseMemory(backward, 0, buffers.backward, 0),
+        PhaseMemory(after, 0, buffers.backward + second, 0),
         PhaseMemory(0, 0, buffers.step, step),
     )
     worst = max(phases, key=sum)

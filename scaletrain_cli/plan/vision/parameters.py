@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from scaletrain_cli.plan.parameter import Parameter
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, LlavaSpec, ResNetSpec, VitSpec
 from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, VisionSpec
 
@@ -14,26 +15,6 @@ from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, Visio
 _BOTTLENECK = 4
 _EXPANSION = 4
 _FP32_BYTES, _COUNTER_BYTES = 4, 8
-
-
-class VisionParameter(NamedTuple):
-    """One tensor that trains.
-
-    ``place``: ``block`` (with its number from 0 in ``block``, counted by tower), ``embedding`` of tokens, ``opening``
-    for all else before the blocks, or ``closing``. ``below``: number of layers between it and the head, as layer-wise
-    learning rates count them. ``decays``: False for class tokens, positions, layer scale and logit scale, and for all
-    vectors; these have no weight decay. ``tower``: ``image`` or ``text`` in CLIP and LLaVA, else
-    empty. ``trains``: False for what LLaVA has in its files and does not compute.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    place: str
-    block: int | None
-    below: int
-    tower: str
-    decays: bool
-    trains: bool = True
 
 
 class Buffer(NamedTuple):
@@ -65,7 +46,7 @@ _HEAD = _Place("closing", None, 0)
 
 
 @lru_cache(maxsize=64)
-def vision_parameters(model: VisionSpec | LlavaSpec) -> tuple[VisionParameter, ...]:
+def vision_parameters(model: VisionSpec | LlavaSpec) -> tuple[Parameter, ...]:
     """Return all parameters of a network, in the order of the modules; of LLaVA without the language model."""
     match model:
         case ResNetSpec():
@@ -99,7 +80,7 @@ def _statistics(norm: str, shape: tuple[int, ...]) -> Iterator[Buffer]:
     yield Buffer(f"{norm}.num_batches_tracked", (), _COUNTER_BYTES)
 
 
-def _resnet(model: ResNetSpec) -> Iterator[VisionParameter]:
+def _resnet(model: ResNetSpec) -> Iterator[Parameter]:
     total = sum(model.depths)
     opening = _Place("opening", None, total + 1)
     stem = "resnet.embedder.embedder"
@@ -121,7 +102,7 @@ def _resnet(model: ResNetSpec) -> Iterator[VisionParameter]:
     yield from _linear("classifier.1", channels, model.num_labels, _HEAD)
 
 
-def _convnext(model: ConvNextSpec) -> Iterator[VisionParameter]:
+def _convnext(model: ConvNextSpec) -> Iterator[Parameter]:
     total, channels = sum(model.depths), model.hidden_sizes[0]
     opening = _Place("opening", None, total + 1)
     path = "convnext.embeddings"
@@ -149,7 +130,7 @@ def _convnext(model: ConvNextSpec) -> Iterator[VisionParameter]:
     yield from _linear("classifier", channels, model.num_labels, _HEAD)
 
 
-def _vit(model: VitSpec) -> Iterator[VisionParameter]:
+def _vit(model: VitSpec) -> Iterator[Parameter]:
     hidden, total = model.hidden_size, model.num_hidden_layers
     opening, path = _Place("opening", None, total + 1), "vit.embeddings"
     tokens = (model.image_size // model.patch_size) ** 2 + 1
@@ -170,7 +151,7 @@ def _vit(model: VitSpec) -> Iterator[VisionParameter]:
     yield from _linear("classifier", hidden, model.num_labels, _HEAD)
 
 
-def _llava(model: LlavaSpec) -> Iterator[VisionParameter]:
+def _llava(model: LlavaSpec) -> Iterator[Parameter]:
     """Yield the parameters of the image tower and of the projector of LLaVA.
 
     The projector is as far from the head as the token embedding. Blocks after ``vision_feature_layer`` are in the files
@@ -181,13 +162,13 @@ def _llava(model: LlavaSpec) -> Iterator[VisionParameter]:
     skipped = model.vision_config.num_hidden_layers - depth
     for each in vision_tower(model.vision_config, path, layers + 1 - skipped):
         unused = each.place == "closing" or (each.block is not None and each.block >= depth)
-        yield each._replace(below=max(0, each.below), trains=not unused)
+        yield each._replace(below=max(0, each.below or 0), trains=not unused)
     at, hidden = _Place("closing", None, layers + 1, "image"), model.text_config.hidden_size
     yield from _linear("multi_modal_projector.linear_1", model.vision_config.hidden_size, hidden, at)
     yield from _linear("multi_modal_projector.linear_2", hidden, hidden, at)
 
 
-def _clip(model: ClipSpec) -> Iterator[VisionParameter]:
+def _clip(model: ClipSpec) -> Iterator[Parameter]:
     image, text = model.vision_config, model.text_config
     yield _parameter("logit_scale", (), _HEAD)
     if model.logit_bias_init_value is not None:
@@ -199,7 +180,7 @@ def _clip(model: ClipSpec) -> Iterator[VisionParameter]:
         yield from _linear(f"{name}_projection", size, model.projection_dim, at, bias=False)
 
 
-def _text_tower(tower: ClipTextSpec, path: str) -> Iterator[VisionParameter]:
+def _text_tower(tower: ClipTextSpec, path: str) -> Iterator[Parameter]:
     hidden, total = tower.hidden_size, tower.num_hidden_layers
     table = _Place("embedding", None, total + 1, "text")
     yield _parameter(f"{path}.embeddings.token_embedding.weight", (tower.vocab_size, hidden), table)
@@ -210,7 +191,7 @@ def _text_tower(tower: ClipTextSpec, path: str) -> Iterator[VisionParameter]:
     yield from _norm(f"{path}.final_layer_norm", hidden, _HEAD._replace(tower="text"))
 
 
-def vision_tower(tower: ClipVisionSpec, path: str, below: int) -> Iterator[VisionParameter]:
+def vision_tower(tower: ClipVisionSpec, path: str, below: int) -> Iterator[Parameter]:
     """Yield the parameters of CLIP's image tower under the name ``path``; ``below``: layers after its last block."""
     hidden = tower.hidden_size
     opening = _Place("opening", None, below + tower.num_hidden_layers + 1, "image")
@@ -225,7 +206,7 @@ def vision_tower(tower: ClipVisionSpec, path: str, below: int) -> Iterator[Visio
     yield from _norm(f"{path}.post_layernorm", hidden, _Place("closing", None, below, "image"))
 
 
-def _clip_layers(tower: ClipVisionSpec | ClipTextSpec, path: str, below: int, name: str) -> Iterator[VisionParameter]:
+def _clip_layers(tower: ClipVisionSpec | ClipTextSpec, path: str, below: int, name: str) -> Iterator[Parameter]:
     hidden, total = tower.hidden_size, tower.num_hidden_layers
     for layer in range(total):
         at, block = _Place("block", layer, below + total - layer, name), f"{path}.encoder.layers.{layer}"
@@ -237,29 +218,30 @@ def _clip_layers(tower: ClipVisionSpec | ClipTextSpec, path: str, below: int, na
         yield from _norm(f"{block}.layer_norm2", hidden, at)
 
 
-def _parameter(name: str, shape: tuple[int, ...], at: _Place, *, decays: bool = True) -> VisionParameter:
-    return VisionParameter(name, shape, *at, decays=decays and len(shape) > 1)
+def _parameter(name: str, shape: tuple[int, ...], at: _Place, *, decays: bool = True) -> Parameter:
+    decays = decays and len(shape) > 1
+    return Parameter(name, shape, at.place, at.block, None, name, below=at.below, decays=decays, tower=at.tower)
 
 
-def _conv_norm(path: str, channels: int, features: int, kernel: int, at: _Place) -> Iterator[VisionParameter]:
+def _conv_norm(path: str, channels: int, features: int, kernel: int, at: _Place) -> Iterator[Parameter]:
     yield from _convolution(f"{path}.convolution", channels, features, kernel, at, bias=False)
     yield from _norm(f"{path}.normalization", features, at)
 
 
 def _convolution(
     path: str, channels: int, features: int, kernel: int, at: _Place, *, bias: bool = True
-) -> Iterator[VisionParameter]:
+) -> Iterator[Parameter]:
     yield _parameter(f"{path}.weight", (features, channels, kernel, kernel), at)
     if bias:
         yield _parameter(f"{path}.bias", (features,), at)
 
 
-def _linear(path: str, inputs: int, outputs: int, at: _Place, *, bias: bool = True) -> Iterator[VisionParameter]:
+def _linear(path: str, inputs: int, outputs: int, at: _Place, *, bias: bool = True) -> Iterator[Parameter]:
     yield _parameter(f"{path}.weight", (outputs, inputs), at)
     if bias:
         yield _parameter(f"{path}.bias", (outputs,), at)
 
 
-def _norm(path: str, size: int, at: _Place) -> Iterator[VisionParameter]:
+def _norm(path: str, size: int, at: _Place) -> Iterator[Parameter]:
     for name in ("weight", "bias"):
         yield _parameter(f"{path}.{name}", (size,), at)

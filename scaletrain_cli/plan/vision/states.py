@@ -7,11 +7,12 @@ from functools import lru_cache
 from scaletrain_cli.plan.memory.engine_states import states_of_tensors
 from scaletrain_cli.plan.memory.parameter_groups import Group, SharedGroup, StageTensors
 from scaletrain_cli.plan.memory.states import MASTER_BYTES, ModelStates
-from scaletrain_cli.plan.parameters import Parameter, model_parameters
+from scaletrain_cli.plan.parameter import Parameter
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.trained_parameters import Stage, decays, training_stages, trains_everything
+from scaletrain_cli.plan.trained_parameters import SameObject, Stage, decays, training_stages, trains_everything
 from scaletrain_cli.plan.vision.parameters import vision_buffers
-from scaletrain_cli.plan.vision.trained import SameStage, trained_count
+from scaletrain_cli.plan.vision.trained import trained_count
 from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec
@@ -49,7 +50,7 @@ def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:
         return _everything(spec.model, spec.training.optimizer)
     if stage is None:
         stage = max(training_stages(spec), key=lambda each: trained_count(spec, each))
-    return _named(spec.model, SameStage(stage))
+    return _named(spec.model, SameObject(stage))
 
 
 @lru_cache(maxsize=64)
@@ -70,9 +71,9 @@ def _has_limits(model: AnyModel, parameter: Parameter) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _named(model: AnyModel, found: SameStage) -> StageTensors:
+def _named(model: AnyModel, found: SameObject[Stage]) -> StageTensors:
     """Return a group for each learning rate, weight decay and number of trained steps; what is frozen is one group."""
-    stage = found.stage
+    stage = found.value
     groups: dict[object, list[Parameter]] = {}
     frozen: list[Parameter] = []
     for parameter in model_parameters(model):

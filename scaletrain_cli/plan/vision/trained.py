@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from scaletrain_cli.plan.parameters import model_parameters
-from scaletrain_cli.plan.trained_parameters import Stage, stage_at, training_stages, trains_everything
+from scaletrain_cli.plan.trained_parameters import SameObject, Stage, stage_at, training_stages, trains_everything
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
-from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_parameters
+from scaletrain_cli.plan.vision.parameters import vision_parameters
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.vision_model import VisionSpec
 
-# Tower, place and number of a block, as VisionParameter has them; tokens and positions are in one block.
+# Tower, place and number of a block, as Parameter has them; tokens and positions are in one block.
 _Key = tuple[str, str, int]
 
 
@@ -39,28 +39,16 @@ def trained_network(whole: VisionNetwork, model: VisionSpec | LlavaSpec, stage: 
     A block of which any parameter trains counts as trained. In each tower, blocks before the first trained one are
     frozen, and through those after it gradients pass.
     """
-    return whole if stage is None else _trained(whole, model, SameStage(stage))
-
-
-class SameStage:
-    """A stage as a cache key: compared by identity, because it is made once per run spec."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameStage) and other.stage is self.stage
-
-    def __hash__(self) -> int:
-        return id(self.stage)
+    return whole if stage is None else _trained(whole, model, SameObject(stage))
 
 
 @lru_cache(maxsize=64)
-def _trained(whole: VisionNetwork, model: VisionSpec | LlavaSpec, key: SameStage) -> VisionNetwork:
+def _trained(whole: VisionNetwork, model: VisionSpec | LlavaSpec, key: SameObject[Stage]) -> VisionNetwork:
     trains: dict[_Key, bool] = {}
     for parameter in vision_parameters(model):
-        at = _key(parameter)
-        trains[at] = trains.get(at, False) or parameter.name in key.stage.since
+        place = "opening" if parameter.place == "embedding" else parameter.place
+        at = parameter.tower, place, parameter.block or 0
+        trains[at] = trains.get(at, False) or parameter.name in key.value.since
     blocks: list[Block] = []
     reached: set[str] = set()
     for run in whole.blocks:
@@ -90,8 +78,3 @@ def _joined(blocks: list[Block]) -> list[Block]:
         else:
             found.append(block)
     return found
-
-
-def _key(parameter: VisionParameter) -> _Key:
-    place = "opening" if parameter.place == "embedding" else parameter.place
-    return parameter.tower, place, parameter.block or 0

@@ -39,7 +39,7 @@ def curves(view: RunView, choices: Choices, width: int, height: int) -> list[Tex
         return wrapped(escaped_text(why, "dim"), width)
     each, rows = (width - _GAP) // 2, height // 2
     planned = view.figures.planned_step_seconds
-    seconds = _step_title(view)
+    seconds = Text(f"step time, planned {seconds_text(planned)}" if planned > 0 else "step time")
     step_line = _line(view, choices, "step_seconds", _TRAINING)
     rate, norm = (_line(view, choices, *column) for column in (("learning_rate", "green"), ("grad_norm", "magenta")))
     charts = [
@@ -55,11 +55,6 @@ def curves(view: RunView, choices: Choices, width: int, height: int) -> list[Tex
             first.pad_right(each + _GAP - first.cell_len)
             lines.append(first.append_text(cut(other, each)))
     return lines
-
-
-def _step_title(view: RunView) -> Text:
-    planned = view.figures.planned_step_seconds
-    return Text(f"step time, planned {seconds_text(planned)}" if planned > 0 else "step time")
 
 
 def _chart(

@@ -101,20 +101,15 @@ def press(key: str, choices: Choices, shown: Shown, height: int) -> bool:
 def _headline(shown: Shown, width: int) -> Text:
     """Return run id, state, attempt, and the time of the reading at the right."""
     view = shown.view
-    left = _state_text(view)
+    left = headline(view)
+    if view.is_over and view.status.state != "finished":
+        left.append("  ended", "dim")
     clock = time.strftime("%H:%M:%S", time.localtime(view.now))
     if shown.problem:
         left.append(f"  {plain(shown.problem)}", "bold red")
     left = cut(left, width - len(clock) - 1)
     left.pad_right(width - len(clock) - left.cell_len)
     return left.append(clock, "dim")
-
-
-def _state_text(view: RunView) -> Text:
-    text = headline(view)
-    if view.is_over and view.status.state != "finished":
-        text.append("  ended", "dim")
-    return text
 
 
 def _names(choices: Choices, width: int) -> Text:

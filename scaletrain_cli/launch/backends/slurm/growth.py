@@ -197,8 +197,9 @@ class GrowthWatch:
         Asks Slurm once if too few nodes are idle, as is usual, and queries the limits of the site once per attempt.
         Raises SchedulerError.
         """
-        own = self._own_nodes()
-        excluded = node_names(exclude_option(self.record.spec, exclusion_for(self.run, self.record.spec)) or None or "")
+        attempt = read_attempt(self.run, self.attempt)
+        own = () if attempt is None else attempt.nodes
+        excluded = node_names(exclude_option(self.record.spec, exclusion_for(self.run, self.record.spec)) or "")
         partition = self.environment["SLURM_JOB_PARTITION"]
         answer = call_slurm(["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N|%t|%P|%a|%G"])
         idle = read_idle_nodes(answer.stdout, partition, (*own, *excluded), self.record.spec.cluster)
@@ -237,10 +238,6 @@ class GrowthWatch:
                 if size > now:
                     logger.info("the run does not grow to %d nodes: %s", size, found[size][0].message)
         return self._permitted
-
-    def _own_nodes(self) -> tuple[str, ...]:
-        attempt = read_attempt(self.run, self.attempt)
-        return () if attempt is None else attempt.nodes
 
     def _would_start(self, nodes: int, without: Sequence[str], partition: str) -> bool:
         """Return whether Slurm, with all its limits, could start the job on ``nodes`` other nodes now."""
