@@ -11,13 +11,11 @@ from typing import NamedTuple, TypeVar
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.engine_memory import activation_phases
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
-from scaletrain_cli.plan.result import Layout, Memory, Network, PerStepBytes, StageMemory, Time
-from scaletrain_cli.plan.speed.step_time import mean_time, trained_stage_time
+from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageMemory, Time
+from scaletrain_cli.plan.speed.step_time import trained_stage_time
 from scaletrain_cli.plan.trained_parameters import SameObject, Stage
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
 from scaletrain_cli.plan.vision.image_feed import data_wait
@@ -93,14 +91,6 @@ def language_share(spec: RunSpec) -> float:
     return language / whole
 
 
-def plan_llava_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-    """Return the memory of a data-parallel rank, in the stage of the run that needs most."""
-    fullest = max(
-        (llava_stage_memory(spec, layout, device, stage) for stage in stages_of_run(spec)), key=lambda rank: rank.peak
-    )
-    return against_device(fullest, (fullest,), framework_of(spec), device)
-
-
 def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
     """Return the bytes of a rank while the run trains what ``stage`` states (None: everything)."""
     parts, model, text = llava_parts(spec, stage), llava_model(spec), language_spec(spec)
@@ -127,24 +117,13 @@ def saved_llava_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: 
     return seen.kept + activation_phases(text, layout, device, parts.language).saved
 
 
-def plan_llava_time(spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause; rates count pairs. Means over the steps if stages differ.
-
-    ``least``: without waiting for data, for lower bounds.
-    """
-    stages = stages_of_run(spec)
-    found = [llava_stage_time(spec, layout, device, stage, least=least) for stage in stages]
-    if len(found) == 1:
-        return found[0]
-    steps = tuple(TrainedStage(each.first_step, each.last_step) for each in stages if each is not None)
-    network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
-    return mean_time(spec, steps, [time for time, _ in found]), network
-
-
 def llava_stage_time(
     spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
 ) -> tuple[Time, Network]:
-    """Return the same while the run trains what ``stage`` states: the language model's time and that of the images."""
+    """Return the seconds per optimizer step by cause while the run trains what ``stage`` states; rates count pairs.
+
+    These are the language model's time and that of the images. ``least``: without waiting for data, for lower bounds.
+    """
     parts, text = llava_parts(spec, stage), language_spec(spec)
     read, network = trained_stage_time(text, layout, device, parts.language)
     trained = trained_count(spec, stage) - _language_count(spec, stage)

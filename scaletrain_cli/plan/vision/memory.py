@@ -1,4 +1,4 @@
-"""Peak bytes of a data-parallel rank that trains a vision network; ``plan_vision_memory`` is the entry.
+"""Peak bytes of a data-parallel rank that trains a vision network; ``stage_memory`` is the entry.
 
 The blocks of a convolutional network differ: the first ones have the largest images and save most activations. So the
 peak of the backward pass is the maximum over all blocks.
@@ -12,7 +12,6 @@ from typing import NamedTuple
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.buffers import communication_buffer_bytes, second_gradient_bytes, step_temporary_bytes
-from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
@@ -21,14 +20,14 @@ from scaletrain_cli.plan.memory.states import (
     uses_bf16_optimizer,
     weight_bytes,
 )
-from scaletrain_cli.plan.result import Layout, Memory, StageMemory
+from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage
 from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import stage_of_step, stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import stage_of_step, trained_count, trained_network
 from scaletrain_cli.spec import RunSpec
 
 
@@ -37,13 +36,6 @@ class Activations(NamedTuple):
 
     kept: int
     backward: int
-
-
-def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-    """Return the memory of a rank compared with the device, in the stage of the run that needs most."""
-    ranks = [stage_memory(spec, layout, device, stage) for stage in stages_of_run(spec)]
-    fullest = max(ranks, key=lambda rank: rank.peak)
-    return against_device(fullest, (fullest,), framework_of(spec), device)
 
 
 def saved_vision_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: int = 1) -> int:

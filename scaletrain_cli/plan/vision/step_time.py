@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step of a data-parallel rank that trains a vision network; ``plan_vision_time`` is the
+"""Seconds of one optimizer step of a data-parallel rank that trains a vision network; ``vision_stage_time`` is the
 entry.
 
 An operation takes the longer of its arithmetic and its memory traffic, plus copies that change the memory format.
@@ -18,16 +18,14 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
-from scaletrain_cli.plan.speed.step_time import mean_time
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage
-from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, loss_seconds, views
 from scaletrain_cli.plan.vision.networks import planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import vision_buffers
-from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import trained_count, trained_network
 from scaletrain_cli.spec import ResNetSpec, RunSpec
 
 # Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if
@@ -157,27 +155,14 @@ _FP64_BYTES = 8
 _ISSUE_SECONDS = 6e-6
 
 
-def plan_vision_time(
-    spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False
-) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause with derived figures, which count samples instead of tokens.
-
-    If stages of the run train different parameters, these are means over its steps. ``least``: without what depends on
-    the global batch, for lower bounds: contrastive losses, a second forward pass, and waiting for data.
-    """
-    stages = stages_of_run(spec)
-    found = [vision_stage_time(spec, layout, device, stage, least=least) for stage in stages]
-    if len(found) == 1:
-        return found[0]
-    steps = tuple(TrainedStage(each.first_step, each.last_step) for each in stages if each is not None)
-    network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
-    return mean_time(spec, steps, [time for time, _ in found]), network
-
-
 def vision_stage_time(
     spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
 ) -> tuple[Time, Network]:
-    """Return the same while the run trains what ``stage`` states (None: everything)."""
+    """Return the seconds per optimizer step by cause with derived figures, which count samples instead of tokens.
+
+    ``stage``: what the run trains (None: everything). ``least``: without what depends on the global batch, for lower
+    bounds: contrastive losses, a second forward pass, and waiting for data.
+    """
     training, profile = spec.training, framework_of(spec).profile
     whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
     count = whole.parameters if stage is None else trained_count(spec, stage)

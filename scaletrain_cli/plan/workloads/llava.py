@@ -12,17 +12,10 @@ from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time
+from scaletrain_cli.plan.result import Layout, ModelSize, Network, StageMemory, Time
 from scaletrain_cli.plan.trained_parameters import Stage
 from scaletrain_cli.plan.vision import advice
-from scaletrain_cli.plan.vision.llava import (
-    language_spec,
-    llava_flops,
-    llava_stage_memory,
-    llava_stage_time,
-    plan_llava_memory,
-    plan_llava_time,
-)
+from scaletrain_cli.plan.vision.llava import language_spec, llava_flops, llava_stage_memory, llava_stage_time
 from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.workloads.text import TextWorkload
 from scaletrain_cli.plan.workloads.vision import ImageWorkload
@@ -47,18 +40,10 @@ class LlavaWorkload(ImageWorkload):
     def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
         return llava_stage_memory(spec, layout, device, stage)
 
-    def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
-        return llava_stage_time(spec, layout, device, stage)[0]
-
-    def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        return plan_llava_memory(spec, layout, device)
-
-    def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        """Return the time of a step; pairs take the place of tokens."""
-        return plan_llava_time(spec, layout, device)
-
-    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
-        return plan_llava_time(spec, layout, device, least=True)[0]
+    def stage_time(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
+    ) -> tuple[Time, Network]:
+        return llava_stage_time(spec, layout, device, stage, least=least)
 
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int

@@ -10,17 +10,20 @@ from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time, TrainingStage
+from scaletrain_cli.plan.speed.step_time import mean_time
 from scaletrain_cli.plan.trained_parameters import Stage, base_names
+from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.plan.vision import advice
 from scaletrain_cli.plan.vision.image_feed import is_fed
 from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive
-from scaletrain_cli.plan.vision.memory import plan_vision_memory, stage_memory
+from scaletrain_cli.plan.vision.memory import stage_memory
 from scaletrain_cli.plan.vision.networks import network, vision_model, vision_size
 from scaletrain_cli.plan.vision.parameters import vision_buffers
-from scaletrain_cli.plan.vision.step_time import plan_vision_time, vision_stage_time
+from scaletrain_cli.plan.vision.step_time import vision_stage_time
 from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.reasons import Reason
@@ -41,8 +44,30 @@ class ImageWorkload(Workload):
         """Return the memory of a rank in a stage of the run; all ranks are alike."""
 
     @abstractmethod
-    def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
-        """Return the time of a step in a stage of the run."""
+    def stage_time(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
+    ) -> tuple[Time, Network]:
+        """Return ``time`` in a stage of the run; ``least``: as for ``least_time``."""
+
+    def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
+        """Return the memory in the stage of the run that needs most; all ranks are alike."""
+        ranks = [self.stage_memory(spec, layout, device, stage) for stage in stages_of_run(spec)]
+        fullest = max(ranks, key=lambda rank: rank.peak)
+        return against_device(fullest, (fullest,), framework_of(spec), device)
+
+    def time(self, spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False) -> tuple[Time, Network]:
+        """Return the time of a step, in which samples take the place of tokens: the mean over the steps of the run."""
+        stages = stages_of_run(spec)
+        found = [self.stage_time(spec, layout, device, stage, least=least) for stage in stages]
+        if len(found) == 1:
+            return found[0]
+        steps = tuple(TrainedStage(each.first_step, each.last_step) for each in stages if each is not None)
+        network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
+        return mean_time(spec, steps, [time for time, _ in found]), network
+
+    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
+        """Return the time without contrastive losses, second forward passes, and waiting for data."""
+        return self.time(spec, layout, device, least=True)[0]
 
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
         """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run.
@@ -73,7 +98,7 @@ class ImageWorkload(Workload):
                 stage.last_step,
                 trained_count(spec, stage),
                 self.stage_memory(spec, layout, device, stage).peak,
-                self.stage_time(spec, layout, device, stage).step,
+                self.stage_time(spec, layout, device, stage)[0].step,
             )
             for stage in stages
             if stage is not None
@@ -98,23 +123,14 @@ class VisionWorkload(ImageWorkload):
     def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
         return stage_memory(spec, layout, device, stage)
 
-    def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
-        return vision_stage_time(spec, layout, device, stage)[0]
+    def stage_time(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
+    ) -> tuple[Time, Network]:
+        return vision_stage_time(spec, layout, device, stage, least=least)
 
     def size(self, model: AnyModel) -> ModelSize:
         assert not isinstance(model, ModelSpec)
         return vision_size(model)
-
-    def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        return plan_vision_memory(spec, layout, device)
-
-    def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        """Return the time of a step; samples take the place of tokens."""
-        return plan_vision_time(spec, layout, device)
-
-    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
-        """Return the time without contrastive losses, second forward passes, and waiting for data."""
-        return plan_vision_time(spec, layout, device, least=True)[0]
 
     def contrastive(self, spec: RunSpec) -> bool:
         return is_contrastive(spec)
