@@ -205,16 +205,12 @@ def _patterns(recipe: _Recipe, step: int) -> Iterator[tuple[int, tuple[str, ...]
 def _deciding(model: AnyModel, groups: tuple[tuple[int, tuple[str, ...]], ...]) -> dict[str, int]:
     """Return the number of the first group that matches each parameter; parameters without one are left out."""
     found: dict[str, int] = {}
-    for parameter in filter(_trains, model_parameters(model)):
-        for number, patterns in groups:
+    for parameter in model_parameters(model):
+        for number, patterns in groups if parameter.trains else ():
             if any(fnmatchcase(parameter.name, pattern) for pattern in patterns):
                 found[parameter.name] = number
                 break
     return found
-
-
-def _trains(parameter: Parameter) -> bool:
-    return parameter.trains
 
 
 def _settings_of(recipe: _Recipe, group: TrainableGroup | None, parameter: Parameter) -> Settings:

@@ -67,9 +67,10 @@ def list_sweeps() -> dict[str, Sweep]:
         place = read_sweep_place(run)
         if place is not None:
             found.setdefault(place.sweep, []).append((place, run))
+    for members in found.values():
+        members.sort(key=lambda member: member[0].number)
     return {
-        name: Sweep(name, members[0][0].points, tuple(run for _, run in sorted(members, key=_by_number)))
-        for name, members in found.items()
+        name: Sweep(name, members[0][0].points, tuple(run for _, run in members)) for name, members in found.items()
     }
 
 
@@ -100,7 +101,3 @@ def find_run_or_sweep(name: str) -> RunDir | Sweep:
     if len(of) == 1 and begun <= {run.run_id for run in of[0].runs}:
         return of[0]
     return find_run(name)
-
-
-def _by_number(member: tuple[SweepPlace, RunDir]) -> int:
-    return member[0].number

@@ -122,10 +122,6 @@ def _replace(
     return ("".join([*parts, text[end:]]), len(parts) // 2) if parts else (text, 0)
 
 
-def _emails(text: str, new: str) -> tuple[str, int]:
-    return _replace(_EMAIL, _is_email, text, new) if "@" in text else (text, 0)
-
-
 def _is_email(match: re.Match[str]) -> bool:
     name, _, domain = match[0].rpartition("@")
     return domain.rpartition(".")[2].lower() not in _NOT_TOP_LEVEL and name not in _NOT_PERSONS and ".." not in name
@@ -161,10 +157,6 @@ def _is_public_ipv6(match: re.Match[str]) -> bool:
     except ValueError:
         return False
     return address in _PUBLIC_IPV6 and not any(address in network for network in _NOT_PUBLIC_IPV6)
-
-
-def _phones(text: str, new: str) -> tuple[str, int]:
-    return _replace(_PHONE, _is_phone, text, new)
 
 
 def _is_phone(match: re.Match[str]) -> bool:
@@ -207,8 +199,8 @@ def _pem_blocks(text: str, new: str) -> tuple[str, int]:
 
 
 _REPLACERS: dict[str, Callable[[str, str], tuple[str, int]]] = {
-    "email": _emails,
+    "email": lambda text, new: _replace(_EMAIL, _is_email, text, new) if "@" in text else (text, 0),
     "ip": _ips,
-    "phone": _phones,
+    "phone": lambda text, new: _replace(_PHONE, _is_phone, text, new),
     "key": _keys,
 }

@@ -35,10 +35,6 @@ class LossSettings:
 Loss = Callable[[Any, Any, LossSettings, Axis], Tensor]
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
-    return cross_entropy(logits, targets, settings.label_smoothing)
-
-
 def _bce(logits: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
     spec = settings.spec
     return binary_cross_entropy(
@@ -51,44 +47,28 @@ def _bce(logits: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) ->
     )
 
 
-def _mse(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
-    return mean_squared_error(predictions, targets)
-
-
-def _mae(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
-    return mean_absolute_error(predictions, targets)
-
-
-def _huber(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
-    return huber(predictions, targets, settings.spec.delta)
-
-
-def _info_nce(pairs: Any, targets: None, settings: LossSettings, axis: Axis) -> Tensor:
-    return info_nce(pairs.image, pairs.text, pairs.logit_scale, axis, settings.spec.chunk_size)
-
-
 def _sigmoid(pairs: Any, targets: None, settings: LossSettings, axis: Axis) -> Tensor:
     if pairs.logit_bias is None:
         raise ValueError("sigmoid: the model has no logit_bias")
     return sigmoid_loss(pairs.image, pairs.text, pairs.logit_scale, pairs.logit_bias, axis, settings.spec.chunk_size)
 
 
-def _nt_xent(features: Tensor, targets: None, settings: LossSettings, axis: Axis) -> Tensor:
-    return nt_xent(features, settings.spec.temperature, axis, settings.spec.chunk_size)
-
-
 # Outputs are scores or predictions [batch, classes or values]. Those of info_nce and sigmoid are an object with the
 # features image and text and the scalars logit_scale, a logarithm, and logit_bias. Those of nt_xent are the features of
 # two views, [2 * batch, size].
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": lambda logits, targets, settings, axis: cross_entropy(logits, targets, settings.label_smoothing),
     "bce": _bce,
-    "mse": _mse,
-    "mae": _mae,
-    "huber": _huber,
-    "info_nce": _info_nce,
+    "mse": lambda predictions, targets, settings, axis: mean_squared_error(predictions, targets),
+    "mae": lambda predictions, targets, settings, axis: mean_absolute_error(predictions, targets),
+    "huber": lambda predictions, targets, settings, axis: huber(predictions, targets, settings.spec.delta),
+    "info_nce": lambda pairs, targets, settings, axis: info_nce(
+        pairs.image, pairs.text, pairs.logit_scale, axis, settings.spec.chunk_size
+    ),
     "sigmoid": _sigmoid,
-    "nt_xent": _nt_xent,
+    "nt_xent": lambda features, targets, settings, axis: nt_xent(
+        features, settings.spec.temperature, axis, settings.spec.chunk_size
+    ),
 }
 
 __all__ = [

@@ -150,22 +150,10 @@ def build_optimizer(
     raise LookupError(f"unknown optimizer: {settings.name}")
 
 
-def _adamw(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, **_adam_settings(settings), **_if_fused(fused))
-
-
-def _adam(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups, **_adam_settings(settings), **_if_fused(fused))
-
-
 def _sgd(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
     momentum = settings.momentum if settings.name == "momentum" else 0.0
     decay = settings.weight_decay
     return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay, **_if_fused(fused))
-
-
-def _adamw_8bit(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
-    return _bitsandbytes(settings.name).AdamW8bit(groups, **_adam_settings(settings))  # type: ignore[no-any-return]
 
 
 def _lion(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
@@ -173,19 +161,17 @@ def _lion(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.O
     return lion(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)  # type: ignore[no-any-return]
 
 
-def _muon(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
-    return Muon(groups, settings, fused)
-
-
 # By ``training.optimizer.name``: parameter groups, settings, and whether to use torch's fused kernel.
 BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adam": _adam,
+    "adamw": lambda groups, settings, fused: torch.optim.AdamW(groups, **_adam_settings(settings), **_if_fused(fused)),
+    "adam": lambda groups, settings, fused: torch.optim.Adam(groups, **_adam_settings(settings), **_if_fused(fused)),
     "sgd": _sgd,
     "momentum": _sgd,
-    "adamw_8bit": _adamw_8bit,
+    "adamw_8bit": lambda groups, settings, _: _bitsandbytes(settings.name).AdamW8bit(
+        groups, **_adam_settings(settings)
+    ),
     "lion": _lion,
-    "muon": _muon,
+    "muon": Muon,
 }
 
 

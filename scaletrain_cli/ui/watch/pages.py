@@ -22,14 +22,6 @@ def page_content(shown: Shown, choices: Choices, width: int, height: int) -> Con
     return _PAGES[choices.page](shown, choices, width, height)
 
 
-def _overview(shown: Shown, choices: Choices, width: int, height: int) -> Content:
-    return overview(shown.view, choices, width, height)
-
-
-def _curves(shown: Shown, choices: Choices, width: int, height: int) -> Content:
-    return Content(curves(shown.view, choices, width, height))
-
-
 def _events(shown: Shown, choices: Choices, width: int, height: int) -> Content:
     """Return all events, the newest first."""
     lines = [event_line(event, with_date=width >= 100) for event in reversed(shown.view.events)]
@@ -95,8 +87,8 @@ def _help(shown: Shown, choices: Choices, width: int, height: int) -> Content:
 
 
 _PAGES: Mapping[Page, Callable[[Shown, Choices, int, int], Content]] = {
-    "overview": _overview,
-    "curves": _curves,
+    "overview": lambda shown, choices, width, height: overview(shown.view, choices, width, height),
+    "curves": lambda shown, choices, width, height: Content(curves(shown.view, choices, width, height)),
     "ranks": ranks_page,
     "nodes": nodes_page,
     "events": _events,
