@@ -42,10 +42,6 @@ def _submitted(event: Event) -> str:
     return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "") + resumed
 
 
-def _stage(event: Event) -> str:
-    return f"steps {event['step']} to {event['last_step']} train {counted(event['tensors'], 'tensor')}"
-
-
 def _resumed(event: Event) -> str:
     lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
     text = f"from step {event['step']}" + (f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost")
@@ -62,19 +58,11 @@ def _first_loss(event: Event) -> str:
     return f"{event['loss']:.4f}, {fresh} (ln of the vocabulary size is {event['ln_vocab_size']:.4f})"
 
 
-def _measured(event: Event) -> str:
-    return f"model states take {bytes_text(event['model_states'])}, planned {bytes_text(event['planned'])}"
-
-
 def _left(event: Event) -> str:
     step = f"at step {event['step']}"
     if "saved_step" in event:
         return f"{step}; latest checkpoint at step {event['saved_step']}: {event.get('why', 'no time to save')}"
     return f"{step}, state saved"
-
-
-def _finished(event: Event) -> str:
-    return f"at step {event['step']}"
 
 
 def _attempt_ended(event: Event) -> str:
@@ -94,10 +82,6 @@ def _rolled_back(event: Event) -> str:
     left_out = f"batches {first} to {last} are skipped"
     cause = _CAUSES.get(str(event.get("cause")), "")
     return f"{cause}from step {event['from_step']} to step {event['to_step']}; {left_out}"
-
-
-def _spike(event: Event) -> str:
-    return f"at step {event['step']}; {event['then']}"
 
 
 def _loss_scale_collapsed(event: Event) -> str:
@@ -131,13 +115,6 @@ def _validation_held_back(event: Event) -> str:
     source = f" of {event['source']}" if event.get("source") else ""
     part = f"the last {event['sequences']:,} of {event['of']:,} training sequences{source}"
     return f"{part} are used for validation: the validation split is too small"
-
-
-def _batch_norm_images(event: Event) -> str:
-    return (
-        f"BatchNorm normalizes {counted(event['now'], 'image')} together from step {event['step'] + 1} on, and "
-        f"{event['before']:,} before: the layout has changed, and the loss may"
-    )
 
 
 def _mixture(event: Event) -> str:
@@ -183,10 +160,6 @@ def _finding(event: Event) -> str:
     return f"{event['severity']}{worse}, at step {event['step']}: {event['text']}"
 
 
-def _finding_cleared(event: Event) -> str:
-    return f"after {seconds_text(event['seconds'])}, at step {event['step']}: {event['text']}"
-
-
 def _profiled(event: Event) -> str:
     steps = f"{counted(event['steps'], 'step')} from step {event['step']} on"
     return f"{steps}, {'ranks' if len(event['ranks']) > 1 else 'rank'} {listed(event['ranks'])}"
@@ -197,17 +170,9 @@ def _idle(event: Event) -> str:
     return f"{since}; unless they do, its ranks save and exit in {seconds_text(event['ends_in_seconds'])}"
 
 
-def _hang(event: Event) -> str:
-    return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
-
-
 def _node_agent_stopped(event: Event) -> str:
     then = "stopped again; its ranks save and exit" if event["ends"] else "was continued by its ranks"
     return f"the agent of node {event['node']} was stopped by a signal for {event['seconds']} s and {then}"
-
-
-def _signal(event: Event) -> str:
-    return f"{event['signal']} on node {event['node']}, forwarded to its ranks"
 
 
 def _nodes_excluded(event: Event) -> str:
@@ -216,21 +181,9 @@ def _nodes_excluded(event: Event) -> str:
     return text + (f"; too few other nodes to exclude {', '.join(spared)}" if spared else "")
 
 
-def _hub_fetching(event: Event) -> str:
-    return f"{counted(event['files'], 'file')} ({bytes_text(event['bytes'])}) to {event['cache']} on {event['node']}"
-
-
 def _hub_fetched(event: Event) -> str:
     received = f"{bytes_text(event['bytes'])} received in {seconds_text(event['seconds'])}"
     return f"{counted(event['files'], 'file')} on {event['node']}, {received}"
-
-
-def _mirrored(event: Event) -> str:
-    return f"step {event['step']}, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}"
-
-
-def _moved(event: Event) -> str:
-    return f"from {event['from_run_dir']} on {event['from_host']} by the mirror {event['to']}, at step {event['step']}"
 
 
 def _schedule_changed(event: Event) -> str:
@@ -246,17 +199,19 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "started": lambda event: "training starts at step 0",
     "resumed": _resumed,
     "first-loss": _first_loss,
-    "measured": _measured,
+    "measured": lambda event: (
+        f"model states take {bytes_text(event['model_states'])}, planned {bytes_text(event['planned'])}"
+    ),
     "checkpoint": _checkpoint,
     "preempted": _left,
-    "finished": _finished,
+    "finished": lambda event: f"at step {event['step']}",
     "attempt-ended": _attempt_ended,
     "rolled-back": _rolled_back,
-    "spike": _spike,
+    "spike": lambda event: f"at step {event['step']}; {event['then']}",
     "loss-scale-collapsed": _loss_scale_collapsed,
     "dead-gradients": _dead_gradients,
     "flat-loss": _flat_loss,
-    "stage": _stage,
+    "stage": lambda event: f"steps {event['step']} to {event['last_step']} train {counted(event['tensors'], 'tensor')}",
     "mixture": _mixture,
     "stopped-early": _stopped_early,
     "evaluation-submitted": lambda event: f"of step {event['step']}: job {event['job_id']}, run {event['evaluation']}",
@@ -266,30 +221,39 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
     "epochs-counted": lambda event: str(event["text"]),
     "validation-held-back": _validation_held_back,
-    "batch-norm-images": _batch_norm_images,
+    "batch-norm-images": lambda event: (
+        f"BatchNorm normalizes {counted(event['now'], 'image')} together from step {event['step'] + 1} on, and "
+        f"{event['before']:,} before: the layout has changed, and the loss may"
+    ),
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
     "stragglers": _stragglers,
     "profiled": _profiled,
     "profile-refused": lambda event: f"after step {event['step']}: {event['message']}",
     "data-wait": _data_wait,
-    "hub-fetching": _hub_fetching,
+    "hub-fetching": lambda event: (
+        f"{counted(event['files'], 'file')} ({bytes_text(event['bytes'])}) to {event['cache']} on {event['node']}"
+    ),
     "hub-fetched": _hub_fetched,
     "finding": _finding,
-    "finding-cleared": _finding_cleared,
-    "hang": _hang,
+    "finding-cleared": lambda event: (
+        f"after {seconds_text(event['seconds'])}, at step {event['step']}: {event['text']}"
+    ),
+    "hang": lambda event: f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})",
     "idle": _idle,
     "idle-over": lambda event: f"the {event['measured']} of the run work again; it is not ended",
     "idle-unmeasured": lambda event: f"the use of the GPUs of {event['node']} is not known: no idle run is ended",
     "node-agent-stopped": _node_agent_stopped,
-    "signal": _signal,
+    "signal": lambda event: f"{event['signal']} on node {event['node']}, forwarded to its ranks",
     "nodes-excluded": _nodes_excluded,
     "tracker-off": lambda event: str(event["message"]),
     "tracker-on": lambda event: str(event["message"]),
-    "mirrored": _mirrored,
+    "mirrored": lambda event: f"step {event['step']}, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}",
     "mirror-failed": lambda event: f"{event['to']}: {event['message']}; training continues",
     "mirror-recovered": lambda event: f"{event['to']}, after {seconds_text(event['seconds'])}",
     "mirror-superseded": lambda event: str(event["message"]),
-    "moved": _moved,
+    "moved": lambda event: (
+        f"from {event['from_run_dir']} on {event['from_host']} by the mirror {event['to']}, at step {event['step']}"
+    ),
     "schedule-changed": _schedule_changed,
     "branched": lambda event: f"from step {event['step']} of {event['from_run']} in {event['from_run_dir']}",
     "resized": lambda event: f"from {event['before']} to {counted(event['nodes'], 'node')}: {event['why']}",

@@ -19,13 +19,9 @@ ALL_LINEAR = "all-linear"
 Shape = tuple[int, ...]
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 Targets = Annotated[
     tuple[Text, ...],
-    BeforeValidator(_as_list),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(min_length=1, max_length=1000),
     WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},

@@ -29,7 +29,7 @@ def loss_curve(view: RunView, choices: Choices, width: int, rows: int) -> list[T
         places = _places(view, choices, steps)
         lines.append(_latest(Line(places, [each.loss for each in validations], _VALIDATION, "o"), lines[0], choices))
         title.append("  o validation", _VALIDATION)
-    return _chart(view, choices, title, lines, width, rows, _plain)
+    return _chart(view, choices, title, lines, width, rows, lambda value: f"{value:.4g}")
 
 
 def curves(view: RunView, choices: Choices, width: int, height: int) -> list[Text]:
@@ -71,7 +71,7 @@ def _chart(
     values = [value for value in lines[0].y if math.isfinite(value)]
     highest = max(values, default=0.0)
     above = f"  {'▲' if choices.unicode else '^'} up to {y_text(highest)}" if highest > ceiling(values) else ""
-    x_text = seconds_text if choices.by_time else _step_text
+    x_text: Callable[[float], str] = seconds_text if choices.by_time else lambda value: f"{value:,.0f}"
     drawn = plot(
         lines,
         width,
@@ -139,13 +139,5 @@ def _marks(view: RunView, choices: Choices) -> list[Mark]:
     return found
 
 
-def _plain(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def _short(value: float) -> str:
     return f"{value:.2g}" if value else "0"
-
-
-def _step_text(value: float) -> str:
-    return f"{value:,.0f}"
