@@ -464,3 +464,12 @@ def expand_home(path: str) -> Path:
     For an unknown user or a missing home folder it is unchanged, where ``Path.expanduser`` raises RuntimeError.
     """
     return Path(os.path.expanduser(path))
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk (fsync). Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

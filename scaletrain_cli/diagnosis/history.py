@@ -167,8 +167,8 @@ def _valid(
     rows: Sequence[tuple[int, dict[str, Any]]], events: Sequence[Mapping[str, Any]]
 ) -> dict[int, dict[str, Any]]:
     """Return the rows by step, without those that an event has made void; later ones override earlier ones."""
-    scratch = max((_place(event) for event in events if event.get("event") == "from-scratch"), default=0)
-    begun = [(_place(event), _kept_step(event)) for event in events if event.get("event") in _BEGUN]
+    scratch = max((metrics_place(event) for event in events if event.get("event") == "from-scratch"), default=0)
+    begun = [(metrics_place(event), kept_step(event)) for event in events if event.get("event") in _BEGUN]
     by_step: dict[int, dict[str, Any]] = {}
     for place, row in rows:
         step = row["step"]
@@ -178,14 +178,17 @@ def _valid(
     return by_step
 
 
-def _place(event: Mapping[str, Any]) -> int:
+def metrics_place(event: Mapping[str, Any]) -> int:
+    """Return the length of metrics.jsonl in bytes that an event records; 0 if it records none."""
     found = event.get("metrics_bytes")
     return found if isinstance(found, int) else 0
 
 
-def _kept_step(event: Mapping[str, Any]) -> int:
-    name = "to_step" if event.get("event") == "rolled-back" else "step"
-    found: object = event.get(name)
+def kept_step(event: Mapping[str, Any]) -> int:
+    """Return the last step before an event that stays valid after it."""
+    if event.get("event") == "from-scratch":
+        return 0
+    found: object = event.get("to_step" if event.get("event") == "rolled-back" else "step")
     return found if isinstance(found, int) else 0
 
 

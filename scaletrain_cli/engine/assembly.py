@@ -48,7 +48,7 @@ from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.batch_norm import statistics_of
 from scaletrain_cli.engine.parallel.mesh import Mesh, build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
-from scaletrain_cli.engine.stages import StageSwitch, trained_at
+from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
@@ -56,7 +56,7 @@ from scaletrain_cli.engine.validation import Validation
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
 from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.trained_parameters import base_names
+from scaletrain_cli.plan.trained_parameters import base_names, trained_at
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
 from scaletrain_cli.rundir.evaluations import MOST_WAITING

@@ -23,13 +23,8 @@ from scaletrain_cli.engine.optim.optimizers import set_rates
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.trained_parameters import Stage, stage_at, trains_everything
+from scaletrain_cli.plan.trained_parameters import Stage, trained_at
 from scaletrain_cli.spec import RunSpec
-
-
-def trained_at(spec: RunSpec, step: int) -> Stage | None:
-    """Return the stage that trains a step (1-based), or that trained last after it; None if all parameters train."""
-    return None if trains_everything(spec) else stage_at(spec, step)
 
 
 @dataclass

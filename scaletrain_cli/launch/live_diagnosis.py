@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import math
-import os
 import select
 import signal
 import sys
@@ -32,7 +31,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.notify.notifier import Notifier, receivers_environment
-from scaletrain_cli.rundir.journal import read_events, read_lines_backwards, record_event
+from scaletrain_cli.rundir.journal import file_size, read_events, read_lines_backwards, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, mark_diagnosis, raised_findings
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -144,7 +143,7 @@ class LiveDiagnosis:
 
     def has_finished(self) -> bool:
         """Return whether the engine has recorded the last step since this process began. Reads the newest events."""
-        size = _size(self.run.events)
+        size = file_size(self.run.events)
         if size == self._events_size:
             return False
         self._events_size = size
@@ -179,7 +178,7 @@ class LiveDiagnosis:
         return time.process_time() - before
 
     def _sizes(self) -> tuple[int, int]:
-        return _size(self.run.metrics), _size(self.run.events)
+        return file_size(self.run.metrics), file_size(self.run.events)
 
     def _write(self, transition: Transition, step: int) -> None:
         if transition.finding is None:
@@ -213,14 +212,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _size(path: Path) -> int:
-    try:
-        with path.open("rb") as file:  # opened, since a network file system answers a mere stat from its cache
-            return os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from scaletrain_cli.mirror.stores import Stored
 from scaletrain_cli.mirror.transfer import MirrorError, Throttle, download, hashed_blocks, opened
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest, file_digest
-from scaletrain_cli.safe_files import create_file, make_folder, open_new, open_to_read, replace_file
+from scaletrain_cli.safe_files import create_file, make_folder, open_new, open_to_read, replace_file, sync_folder
 
 
 class FolderStore:
@@ -44,7 +44,7 @@ class FolderStore:
         path = self._folder / name
         make_folder(path.parent)
         replace_file(path, content)
-        _fsync(path.parent)
+        sync_folder(path.parent)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a small file unless it is there; return whether this call did."""
@@ -58,7 +58,7 @@ class FolderStore:
             return self.read(name) == content
         finally:
             draft.unlink(missing_ok=True)
-        _fsync(path.parent)
+        sync_folder(path.parent)
         return True
 
     def upload(self, name: str, path: Path, digest: FileDigest, throttle: Throttle) -> None:
@@ -77,7 +77,7 @@ class FolderStore:
             draft.rename(target)
         finally:
             draft.unlink(missing_ok=True)
-        _fsync(target.parent)
+        sync_folder(target.parent)
 
     def holds(self, name: str, stored: Stored, path: Path, digest: FileDigest) -> bool:
         """Return whether a file that an earlier process has stored is the one of the digest."""
@@ -118,11 +118,3 @@ def _digest_on_disk(path: Path) -> FileDigest:
         while block := file.read(1 << 20):
             found.update(block)
         return FileDigest(file.tell(), found.hexdigest())
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

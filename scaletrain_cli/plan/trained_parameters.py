@@ -97,6 +97,11 @@ def stage_at(spec: RunSpec, step: int) -> Stage:
     return next(stage for stage in training_stages(spec) if step <= stage.last_step)
 
 
+def trained_at(spec: RunSpec, step: int) -> Stage | None:
+    """Return the stage that trains a step (1-based), or that trained last after it; None if all parameters train."""
+    return None if trains_everything(spec) else stage_at(spec, step)
+
+
 def trained_ever(spec: RunSpec) -> frozenset[str]:
     """Return the names of the parameters that train at some step of the run."""
     check_what_trains(spec)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from scaletrain_cli.diagnosis.history import kept_step, metrics_place
 from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.validations import measures_in
 from scaletrain_cli.safe_files import open_to_read
@@ -109,7 +110,7 @@ def read_curves(path: Path, events: Sequence[Mapping[str, Any]], *, most_bins: i
 
 def _parts(file: BinaryIO, size: int, events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, Iterator[_Row]]]:
     """Yield the rows between two events, each time with the last step that the later events leave valid."""
-    places = sorted((_place(event), _kept_step(event)) for event in events if event.get("event") in _BEGUN)
+    places = sorted((metrics_place(event), kept_step(event)) for event in events if event.get("event") in _BEGUN)
     ends = sorted({min(place, size) for place, _ in places if place > 0} | {size})
     start = 0
     for end in ends:
@@ -117,18 +118,6 @@ def _parts(file: BinaryIO, size: int, events: Sequence[Mapping[str, Any]]) -> It
         if end > start:
             yield limit, _rows(file, start, end, size)
         start = end
-
-
-def _place(event: Mapping[str, Any]) -> int:
-    found = event.get("metrics_bytes")
-    return found if isinstance(found, int) else 0
-
-
-def _kept_step(event: Mapping[str, Any]) -> int:
-    if event.get("event") == "from-scratch":
-        return 0
-    found = event.get("to_step" if event.get("event") == "rolled-back" else "step")
-    return found if isinstance(found, int) else 0
 
 
 def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:

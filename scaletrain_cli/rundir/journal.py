@@ -93,11 +93,12 @@ def record_event(run: RunDir, event: str, **details: Any) -> None:
 
     An event that invalidates earlier metrics also records the length of metrics.jsonl in bytes.
     """
-    place = {_METRICS_BYTES: _size(run.metrics)} if event in _PLACED else {}
+    place = {_METRICS_BYTES: file_size(run.metrics)} if event in _PLACED else {}
     append_line(run.events, {"time": round(time.time(), 3), "event": event, **details, **place})
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return the bytes of a file that another host may write; 0 if it does not exist."""
     try:
         with path.open("rb") as file:  # opened, since a network file system answers a mere stat from its cache
             return os.fstat(file.fileno()).st_size

@@ -9,8 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.reliability.node_sizes import NodeSize
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize, range_advice
 from scaletrain_cli.text import dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stdout_console
 from scaletrain_cli.ui.plan import layout_text
@@ -49,14 +48,11 @@ def _cells(size: NodeSize) -> tuple[str, ...]:
 
 
 def show_sizes(
-    sizes: Sequence[NodeSize],
-    advice: Reason | None,
-    outcome: ElasticOutcome | None = None,
-    console: Console | None = None,
+    sizes: Sequence[NodeSize], outcome: ElasticOutcome | None = None, console: Console | None = None
 ) -> None:
-    """Print the table, ``advice`` on when the range pays, and the comparison on a spot trace, if there is one."""
+    """Print the table, when the range pays, and the comparison on a spot trace, if there is one."""
     parts: list[RenderableType] = ["", Text("Sizes of the range", "bold"), sizes_view(sizes)]
-    if advice is not None:
+    if (advice := range_advice(sizes)) is not None:
         parts.append(escaped_text(f"{advice}."))
     if outcome is not None:
         parts += ["", escaped_text(f"{outcome.advice}.", "bold"), _comparison(outcome)]

@@ -185,7 +185,7 @@ def show_answer(found: Answer, *, everything: bool = False, console: Console | N
         show_sizing(found.sizing, console)
     show_plan(found.spec, found.plan, everything=everything, console=console)
     if found.sizes:
-        show_sizes(found.sizes, found.range_advice, found.elastic, console)
+        show_sizes(found.sizes, found.elastic, console)
     if found.outcome is not None:
         show_trace(found.outcome, console)
     if found.explanation is not None:

@@ -51,7 +51,7 @@ def show_before_submission(prospect: SubmissionSummary, run_id: str | None) -> N
     if prospect.sizes:
         from scaletrain_cli.ui.node_sizes import show_sizes
 
-        show_sizes(prospect.sizes, prospect.range_advice, console=stderr_console())
+        show_sizes(prospect.sizes, console=stderr_console())
 
 
 def show_before_resuming(prospect: SubmissionSummary, changed: Sequence[str] | None) -> None:

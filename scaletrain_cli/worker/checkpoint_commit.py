@@ -30,7 +30,7 @@ from scaletrain_cli.rundir.checkpoints import (
     manifest_hash,
     read_checkpoint,
 )
-from scaletrain_cli.safe_files import make_folder, open_new, open_to_read, replace_file
+from scaletrain_cli.safe_files import make_folder, open_new, open_to_read, replace_file, sync_folder
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
 _HASH_BLOCK_BYTES = 1 << 20
@@ -169,12 +169,12 @@ def commit_checkpoint(
     with _fenced(attempt):
         _write_manifest(staging / MANIFEST, manifest)
         for parent in {staging, *((staging / name).parent for name in files)}:
-            _fsync_folder(parent)
+            sync_folder(parent)
         if _is_misnamed(final):
             _rename_misnamed(final, attempt)
         replaced = _move_to_attempt(final, attempt, _REPLACED) if os.path.lexists(final) else None
         staging.rename(final)
-    _fsync_folder(folder)
+    sync_folder(folder)
     if replaced is not None:  # last, since it takes seconds: a kill before the rename must leave one of the two
         shutil.rmtree(replaced, ignore_errors=True)
     return final
@@ -189,7 +189,7 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
         del manifest["sha256"]
         _write_manifest(draft, {**manifest, "clean": True})
         draft.replace(path)
-    _fsync_folder(checkpoint.path)
+    sync_folder(checkpoint.path)
 
 
 def remove_checkpoint(path: Path, attempt: int) -> None:
@@ -258,11 +258,3 @@ def _own_folder(folder: Path, attempt: int) -> Path:
 
 def _write_manifest(path: Path, manifest: Mapping[str, object]) -> None:
     replace_file(path, json.dumps({**manifest, "sha256": manifest_hash(manifest)}, indent=1))
-
-
-def _fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -62,7 +62,7 @@ def sum_over(values: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the ranks of an axis, on the CPU. Collective."""
     if axis.group is None:
         return values.cpu()
-    values = values.to(device_of(axis))
+    values = values.to(axis.device)
     dist.all_reduce(values, group=axis.group)
     return values.cpu()
 
@@ -75,7 +75,7 @@ def rows_of_all(rows: Tensor, axis: Axis) -> Tensor:
     rows = rows.detach()
     if axis.group is None:
         return rows.cpu()
-    device = device_of(axis)
+    device = axis.device
     own = torch.tensor([len(rows)], device=device)
     counts = [torch.zeros_like(own) for _ in range(axis.size)]
     dist.all_gather(counts, own, group=axis.group)
@@ -92,12 +92,6 @@ def rows_of_all(rows: Tensor, axis: Axis) -> Tensor:
         for rank, (size, values) in enumerate(zip(sizes, received, strict=True)):
             found[rank].append(values[: max(0, size - first)].cpu())
     return torch.cat([values for of_rank in found for values in of_rank])
-
-
-def device_of(axis: Axis) -> torch.device:
-    """Return the device that collectives over the axis need."""
-    on_gpu = axis.group is not None and dist.get_backend(axis.group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def in_sample_order(samples: Tensor) -> Tensor:

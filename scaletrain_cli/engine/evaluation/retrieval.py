@@ -11,7 +11,6 @@ from torch import Tensor
 from scaletrain_cli.engine.evaluation.measures import (
     Figures,
     Measures,
-    device_of,
     in_sample_order,
     rows_of_all,
     slices_of,
@@ -50,7 +49,7 @@ def recalls(queries: Tensor, items: Tensor, pairs: Tensor, axis: Axis) -> dict[i
     belong together. Queries without a pair are not counted. Ranks take chunks of queries in turn: the chunks, and so
     the rounding of the scores, do not depend on the number of ranks.
     """
-    device = device_of(axis)
+    device = axis.device
     items = items.to(device)
     hits = torch.zeros(len(RECALLS) + 1, dtype=torch.int64, device=device)
     pairs = pairs[pairs[:, 0].argsort(stable=True)]

@@ -23,11 +23,11 @@ from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import stages_in
+from scaletrain_cli.plan.trained_parameters import trained_at
 from scaletrain_cli.plan.trained_stages import stage_of_step, trained_stages
 from scaletrain_cli.plan.vision.llava import saved_llava_bytes
 from scaletrain_cli.plan.vision.memory import saved_vision_bytes
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import stage_of_step as vision_stage_of_step
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -118,7 +118,7 @@ class PlanCheck:
 def _planned(spec: RunSpec, layout: Layout, step: int, stage: int, memory: StageMemory) -> dict[str, Any]:
     """Return the planned bytes of a pipeline stage at a step; ``memory`` is for the steps that need most."""
     if not isinstance(spec.model, ModelSpec):
-        trained = vision_stage_of_step(spec, step)
+        trained = trained_at(spec, step)
         changing = {} if trained is None else vision_states(spec, layout, trained)._asdict()
         saved_bytes = saved_llava_bytes if isinstance(spec.model, LlavaSpec) else saved_vision_bytes
         saved = saved_bytes(spec, layout, find_accelerator(spec.cluster), step)

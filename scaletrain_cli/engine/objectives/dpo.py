@@ -75,7 +75,7 @@ class DPO(Objective):
         return _sum_over_parts(model.row_log_probabilities(hidden, batch.labels), self.mesh.parts)
 
     def take_measures(self) -> dict[str, Tensor]:
-        device = self._sums.device if self._sums is not None else _device_of(self.mesh.pipeline)
+        device = self._sums.device if self._sums is not None else self.mesh.pipeline.device
         found = torch.zeros(len(MEASURES), device=device)
         if self._sums is not None:
             found = self._sums / (self._micro_batches * self.mesh.replicas.size)
@@ -98,12 +98,6 @@ class DPO(Objective):
         if self.mesh.parts.group is not None:
             dist.all_reduce(counted, group=self.mesh.parts.group)
         return counted.clamp(min=1)
-
-
-def _device_of(pipeline: Axis) -> torch.device:
-    """Return the device that the collectives of a stage without a loss need."""
-    on_gpu = pipeline.group is not None and dist.get_backend(pipeline.group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _sum_over_parts(x: Tensor, axis: Axis) -> Tensor:

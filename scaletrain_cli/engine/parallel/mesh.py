@@ -81,6 +81,12 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """The device that collectives over the axis need."""
+        on_gpu = self.group is not None and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
 
 class SequencePart(NamedTuple):
     """The positions of each sequence that a rank holds.

@@ -95,15 +95,6 @@ class SubmissionSummary:
         return tuple(map(sentences, self.warnings))
 
     @property
-    def range_advice(self) -> Reason | None:
-        """When the range of nodes pays; None without one."""
-        if not self.sizes:
-            return None
-        from scaletrain_cli.plan.reliability.node_sizes import break_even, usable_plans
-
-        return break_even(usable_plans(self.sizes))
-
-    @property
     def steps_left(self) -> int:
         return max(0, self.spec.total_steps - self.step)
 

@@ -98,15 +98,6 @@ class Answer:
     sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
     elastic: ElasticOutcome | None = None  # the range on the trace, against waiting for all nodes
 
-    @property
-    def range_advice(self) -> Reason | None:
-        """When the range of nodes pays; None without one."""
-        if not self.sizes:
-            return None
-        from scaletrain_cli.plan.reliability.node_sizes import break_even, usable_plans
-
-        return break_even(usable_plans(self.sizes))
-
     def to_json(self) -> dict[str, Any]:
         """Return the plan, ``feasible``, ``problems``, and if requested ``sizing``, ``explanation`` and ``trace``.
 
@@ -122,7 +113,9 @@ class Answer:
         if self.outcome is not None:
             data["trace"] = self.outcome.to_json()
         if self.sizes:
-            advice = self.range_advice
+            from scaletrain_cli.plan.reliability.node_sizes import range_advice
+
+            advice = range_advice(self.sizes)
             data["sizes"] = [size.to_json() for size in self.sizes]
             data["range_advice"] = None if advice is None else {"text": str(advice), **coded(advice)}
         if self.elastic is not None:

@@ -133,6 +133,11 @@ def growth(plans: Mapping[int, RunPlan], now: int, then: int, *, left: float, pa
     return Growth(then, cost, horizon * max(0.0, 1 - new.time.step / old.time.step))
 
 
+def range_advice(sizes: Sequence[NodeSize]) -> Reason | None:
+    """Return when the range of nodes pays."""
+    return break_even(usable_plans(sizes))
+
+
 def break_even(plans: Mapping[int, RunPlan]) -> Reason | None:
     """Return from which wait for all nodes on a start on the fewest pays; None for a single size.
 

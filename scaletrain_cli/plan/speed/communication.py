@@ -241,18 +241,20 @@ def sent_bytes(spec: RunSpec, layout: Layout, stage: Stage, data: int) -> PerSte
         # and the loss four fp32 values per token.
         whole = not recomputation(spec, layout).attention_only
         reductions = int((4 + again * whole) * blocks * m) + (stage.first + stage.last) * m
-        loss = stage.last * m * _part(16 * tokens, t)
+        loss = stage.last * m * ring_share(16 * tokens, t)
     gathers = boundary_gathers(spec, layout, stage) * m
-    exchanged = int((2 + _recomputed_attention(spec, layout)) * blocks * m * _part(int(payload * _width(spec, t)), sp))
+    exchanged = int(
+        (2 + _recomputed_attention(spec, layout)) * blocks * m * ring_share(int(payload * _width(spec, t)), sp)
+    )
     there, back = ring_bytes(spec, layout)
     gathered = int(blocks * m * (there * (1 + _recomputed_attention(spec, layout)) + back))
-    routed = 4 * blocks * m * _part(payload * max(1, model.num_experts_per_tok), ep) if model.num_experts else 0
+    routed = 4 * blocks * m * ring_share(payload * max(1, model.num_experts_per_tok), ep) if model.num_experts else 0
     pipeline = 0
     if layout.pipeline_parallel > 1:
         ends = 2 if layout.virtual_pipeline > 1 else (not stage.first) + (not stage.last)
         pipeline = ends * m * _boundary_bytes(spec, layout) * layout.virtual_pipeline
     return PerStepBytes(
-        tensor=2 * (reductions * _part(payload, t) + loss) + gathers * _part(payload, t),
+        tensor=2 * (reductions * ring_share(payload, t) + loss) + gathers * ring_share(payload, t),
         pipeline=pipeline,
         data=data,
         sequence=exchanged + gathered,
@@ -335,6 +337,6 @@ def _width(spec: RunSpec, tensor: int) -> float:
     return width / tensor / model.hidden_size
 
 
-def _part(count: int, ranks: int) -> int:
+def ring_share(count: int, ranks: int) -> int:
     """Return the bytes of a buffer that each of n ranks sends in a ring: (n - 1) / n of it."""
     return count * (ranks - 1) // ranks

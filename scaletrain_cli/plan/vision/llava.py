@@ -16,7 +16,7 @@ from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageMemory, Time
 from scaletrain_cli.plan.speed.step_time import trained_stage_time
-from scaletrain_cli.plan.trained_parameters import SameObject, Stage
+from scaletrain_cli.plan.trained_parameters import SameObject, Stage, trained_at
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
 from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.memory import activation_bytes, memory_of_phases
@@ -24,7 +24,7 @@ from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.plan.vision.step_time import StepSeconds, network_seconds, time_of_samples
-from scaletrain_cli.plan.vision.trained import stage_of_step, stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _PATH = "language_model."
@@ -111,7 +111,7 @@ def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage
 
 def saved_llava_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: int = 1) -> int:
     """Return the bytes that autograd saves for one micro-batch of a rank in a step, without the loss."""
-    parts, text = llava_parts(spec, stage_of_step(spec, step)), language_spec(spec)
+    parts, text = llava_parts(spec, trained_at(spec, step)), language_spec(spec)
     element = weight_bytes(spec.training.precision)
     seen = activation_bytes(parts.images, layout.micro_batch_size, element, layout.activation_checkpointing)
     return seen.kept + activation_phases(text, layout, device, parts.language).saved

@@ -22,12 +22,12 @@ from scaletrain_cli.plan.memory.states import (
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
-from scaletrain_cli.plan.trained_parameters import Stage
+from scaletrain_cli.plan.trained_parameters import Stage, trained_at
 from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import stage_of_step, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import trained_count, trained_network
 from scaletrain_cli.spec import RunSpec
 
 
@@ -40,7 +40,7 @@ class Activations(NamedTuple):
 
 def saved_vision_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: int = 1) -> int:
     """Return the bytes that autograd saves for one micro-batch of a rank in a step, without the loss."""
-    whole = trained_network(planned_network(spec, device), vision_model(spec), stage_of_step(spec, step))
+    whole = trained_network(planned_network(spec, device), vision_model(spec), trained_at(spec, step))
     element, images = weight_bytes(spec.training.precision), layout.micro_batch_size * views(spec)
     return activation_bytes(whole, images, element, layout.activation_checkpointing).kept
 

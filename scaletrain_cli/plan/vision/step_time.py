@@ -17,6 +17,7 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
+from scaletrain_cli.plan.speed.communication import ring_share
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage
@@ -313,23 +314,18 @@ def _data_seconds(
     features = 0 if least else 2 * feature_width(spec, whole)
     gathered = layout.micro_batch_size * layout.data_parallel * features * element
     blocking = 2 * micro_batches * link.gather(gathered, ranks)
-    sent = 2 * micro_batches * _part(gathered, ranks)
+    sent = 2 * micro_batches * ring_share(gathered, ranks)
     if layout.zero_stage == 3:
         times = (4 if caches_gradients(spec, layout) and not least else 3) * micro_batches
-        return sent + times * _part(weights, ranks), blocking, times * link.gather(weights, ranks)
+        return sent + times * ring_share(weights, ranks), blocking, times * link.gather(weights, ranks)
     rounds = micro_batches if layout.zero_stage == 2 else 1
-    sent += rounds * 2 * _part(gradients, ranks)
+    sent += rounds * 2 * ring_share(gradients, ranks)
     reduced = rounds * link.reduce(gradients, ranks)
     if layout.zero_stage:
         updated = trained * element
-        sent += _part(updated, ranks)
+        sent += ring_share(updated, ranks)
         blocking += link.gather(updated, ranks)
     # Below stage 2 DeepSpeed reduces after the last backward pass (engine.py allreduce_gradients), DDP during it.
     if framework_of(spec).reduces_after_backward and layout.zero_stage < 2:
         return sent, blocking + reduced, 0.0
     return sent, blocking, reduced
-
-
-def _part(size: int, ranks: int) -> int:
-    """Return the bytes of a buffer that each of n ranks sends in a ring: (n - 1) / n of it."""
-    return size * (ranks - 1) // ranks

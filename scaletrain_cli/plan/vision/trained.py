@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from scaletrain_cli.plan.parameters import model_parameters
-from scaletrain_cli.plan.trained_parameters import SameObject, Stage, stage_at, training_stages, trains_everything
+from scaletrain_cli.plan.trained_parameters import SameObject, Stage, training_stages, trains_everything
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import vision_parameters
 from scaletrain_cli.spec import LlavaSpec, RunSpec
@@ -20,11 +20,6 @@ _Key = tuple[str, str, int]
 def stages_of_run(spec: RunSpec) -> tuple[Stage | None, ...]:
     """Return the stages of a run in order; (None,) if everything trains in all steps with one learning rate."""
     return (None,) if trains_everything(spec) else training_stages(spec)
-
-
-def stage_of_step(spec: RunSpec, step: int) -> Stage | None:
-    """Return the stage that trains a step, counted from 1; None if everything trains."""
-    return None if trains_everything(spec) else stage_at(spec, step)
 
 
 def trained_count(spec: RunSpec, stage: Stage | None) -> int:

@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaletrain_cli.engine.model.activation import gelu_tanh
+
 
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x sigmoid(1.702 x), the approximation of GELU of arXiv:1606.08415, section 2."""
     return x * torch.sigmoid(1.702 * x)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the tanh form of GELU (arXiv:1606.08415, section 2)."""
-    return F.gelu(x, approximate="tanh")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
