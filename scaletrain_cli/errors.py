@@ -232,7 +232,6 @@ class MissingPackageError(UsageError):
         self.what, self.command = what, command
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``error`` object with the command as its remedy."""
         return super().to_json() | {"message": self.what, "remedy": f"Run {self.command}."}
 
 

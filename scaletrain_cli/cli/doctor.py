@@ -116,7 +116,6 @@ def _packages() -> Iterator[Check]:
 
 
 def _tested_versions() -> dict[str, str]:
-    """Return the tested version of each package, by name."""
     text = project_file("constraints.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
 

@@ -13,61 +13,48 @@ Read planning.py first: ``make_plan`` calls the parts in this order.
 * reliability/: checkpoints, goodput, cost, spot traces. advice/: warnings, checks of the recipe, explanations.
 * result.py: the data of a plan, and its JSON.
 
-For the engine there are ``submittable`` (why it cannot run a plan), ``blocks_per_stage`` (its pipeline stages),
-``zero_buffers`` (DeepSpeed's buffer sizes) and ``rank_model_states`` (the bytes of states on a rank).
+For the engine there are ``submittable`` (why it cannot run a plan), ``zero_buffers`` (DeepSpeed's buffer sizes) and
+``rank_model_states`` (the bytes of states on a rank).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
-    from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
-    from scaletrain_cli.plan.memory.buffers import ZeroBuffers, zero_buffers
+    from scaletrain_cli.plan.architecture import parameter_count
+    from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
+    from scaletrain_cli.plan.memory.buffers import zero_buffers
     from scaletrain_cli.plan.memory.engine_states import rank_model_states
-    from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
+    from scaletrain_cli.plan.memory.states import ModelStates
     from scaletrain_cli.plan.planning import make_plan
     from scaletrain_cli.plan.result import RunPlan
-    from scaletrain_cli.plan.search.engine_support import submittable, unsupported
+    from scaletrain_cli.plan.search.engine_support import submittable
     from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
-    from scaletrain_cli.plan.stages import blocks_per_stage
 
 __all__ = [
-    "Accelerator",
     "ModelStates",
     "PlanInfeasibleError",
     "RunPlan",
-    "ZeroBuffers",
     "accelerator_names",
-    "blocks_per_stage",
     "find_accelerator",
     "make_plan",
-    "model_state_bytes",
     "parameter_count",
     "rank_model_states",
     "submittable",
-    "training_flops_per_token",
-    "unsupported",
     "zero_buffers",
 ]
 
 # The module of each public name. A module is imported on first use, so that one part loads without the others.
 _HOMES = {
-    "Accelerator": "catalogue.hardware",
     "ModelStates": "memory.states",
     "PlanInfeasibleError": "search.infeasible",
     "RunPlan": "result",
-    "ZeroBuffers": "memory.buffers",
     "accelerator_names": "catalogue.hardware",
-    "blocks_per_stage": "stages",
     "find_accelerator": "catalogue.hardware",
     "make_plan": "planning",
-    "model_state_bytes": "memory.states",
     "parameter_count": "architecture",
     "rank_model_states": "memory.engine_states",
     "submittable": "search.engine_support",
-    "training_flops_per_token": "architecture",
-    "unsupported": "search.engine_support",
     "zero_buffers": "memory.buffers",
 }
 

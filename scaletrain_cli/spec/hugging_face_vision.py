@@ -174,11 +174,6 @@ def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
     return found
 
 
-def tower_differences(spec: ClipVisionSpec, trained: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
-    """Yield (key, ours, theirs) for each setting of an image tower that differs from that of its weights."""
-    yield from _section_differences(spec, trained, "")
-
-
 def _tower(given: Any, name: str, ignored: list[str]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise SourceError("hf_config", f"has {name} = {str(given)[:80]}, which is not a mapping")
@@ -213,14 +208,14 @@ def vision_differences(spec: AnyVision, trained: Mapping[str, Any]) -> Iterator[
     if trained.get("family") != spec.family:
         yield "family", spec.family, trained.get("family")
         return
-    yield from _section_differences(spec, trained, "")
+    yield from section_differences(spec, trained, "")
 
 
-def _section_differences(spec: Section, trained: Mapping[str, Any], path: str) -> Iterator[tuple[str, object, object]]:
+def section_differences(spec: Section, trained: Mapping[str, Any], path: str) -> Iterator[tuple[str, object, object]]:
     for key, field in type(spec).model_fields.items():
         ours = getattr(spec, key)
         if isinstance(ours, ClipVisionSpec | ClipTextSpec):
-            yield from _section_differences(ours, trained.get(key) or {}, f"{path}{key}.")
+            yield from section_differences(ours, trained.get(key) or {}, f"{path}{key}.")
         elif not isinstance(ours, Section) and key not in _MAY_DIFFER:
             theirs = trained.get(key, field.default)
             theirs = tuple(theirs) if isinstance(theirs, list) else theirs

@@ -12,7 +12,7 @@ from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, LATENT
 from scaletrain_cli.spec.hugging_face_vision import (
     AnyVision,
     read_tower,
-    tower_differences,
+    section_differences,
     vision_differences,
     vision_to_config,
 )
@@ -62,7 +62,7 @@ def _all_differences(
         yield from _text_differences(spec, trained)
         return
     if isinstance(spec, ClipVisionSpec):
-        yield from tower_differences(spec, trained)
+        yield from section_differences(spec, trained, "")
         return
     yield from vision_differences(spec, trained)
     if isinstance(spec, LlavaSpec) and trained["family"] == spec.family:

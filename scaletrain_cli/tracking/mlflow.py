@@ -67,7 +67,6 @@ class MlflowTracker(Tracker[MlflowOptions]):
         return {}
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Log all values in one request."""
         metrics = [self._entities.Metric(name, value, int(seconds * 1e3), step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 

@@ -72,7 +72,6 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         self._write(seconds, step=step, summary=self._summaries.Summary(value=scalars))
 
     def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
-        """Write the details as text at the current step."""
         tensor = importlib.import_module("tensorboard.compat.proto.tensor_pb2").TensorProto
         types = importlib.import_module("tensorboard.compat.proto.types_pb2")
         metadata = self._summaries.SummaryMetadata

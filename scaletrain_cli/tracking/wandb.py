@@ -31,7 +31,6 @@ class WandbTracker(Tracker[WandbOptions]):
     options_model = WandbOptions
 
     def start(self, run: TrackedRun) -> Mapping[str, int] | None:
-        """Create or resume the run. Raises what wandb raises, as where there is no key."""
         os.environ.setdefault("WANDB_SILENT", "true")
         wandb = importlib.import_module("wandb")
         self._folder = run.folder
@@ -54,7 +53,6 @@ class WandbTracker(Tracker[WandbOptions]):
         return None
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Log one row with ``train/step`` and ``train/time`` beside the values."""
         self._step = step
         self._run.log({"train/step": step, "train/time": seconds, **{f"train/{k}": v for k, v in values.items()}})
 

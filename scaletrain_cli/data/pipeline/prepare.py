@@ -97,7 +97,7 @@ def prepare(
     for own in (steps, tokenizers):
         require_own_place(own)
         make_folder(own, parents=True)
-    with Claims(work_folder(folder), failure, timing) as claims:
+    with Claims(steps_folder(folder) / ".work", failure, timing) as claims:
         written = [steps, tokenizers]
         try:
             with Workers[int](workers, claims.owner) as pool:
@@ -130,11 +130,6 @@ def prepare(
 
         claims.at_last_end(remove_leftovers)
         return {each.name: each.dataset for each in done}
-
-
-def work_folder(datasets: Path) -> Path:
-    """Return the folder of the claims and failures of this user's preparations."""
-    return steps_folder(datasets) / ".work"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ class Identifiers:
 def _replace(
     expression: re.Pattern[str], accepts: Callable[[re.Match[str]], bool], text: str, new: str
 ) -> tuple[str, int]:
-    """Return the text with the accepted matches replaced, and their number."""
     parts, end = [], 0
     for match in expression.finditer(text):
         if accepts(match):

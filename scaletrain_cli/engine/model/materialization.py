@@ -115,7 +115,6 @@ def _chunk_seed(seed: int, name: str, chunk: int) -> int:
 
 
 def _local(whole_shape: tuple[int, ...], spec: ShardSpec | None) -> tuple[int, ...]:
-    """Return the shape of the shard."""
     return tuple(n // spec.ranks if spec and dim == spec.dim else n for dim, n in enumerate(whole_shape))
 
 

@@ -168,7 +168,6 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
 
 
 def _recorded(run: RunDir, spec: RunSpec) -> Collection[str]:
-    """Return the names of the sources whose datasets the run has recorded."""
     return recorded_folders(spec, run.path.parent, read_entries(datasets_file(run)))[0]
 
 

@@ -130,7 +130,6 @@ class Question:
 
 
 def _sentences(reasons: Sequence[Reason]) -> str:
-    """Return the reasons as sentences, one after another."""
     return " ".join(f"{reason}." for reason in reasons)
 
 

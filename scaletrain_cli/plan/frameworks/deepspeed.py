@@ -104,7 +104,6 @@ class DeepSpeed(Framework):
         return engine_stage_memory(spec, layout, device, per_rank, self.program)
 
     def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield that the figures for states and buffers are from DeepSpeed's source."""
         yield Reason("plan.assumes-deepspeed-states")
         yield Reason("plan.assumes-reduced-type")
         yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})

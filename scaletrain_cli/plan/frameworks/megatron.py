@@ -90,7 +90,6 @@ class Megatron(Framework):
     capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel"}, (0, 1), ("none", "optimizer"))
 
     def profile_on(self, device: Accelerator) -> FrameworkProfile:
-        """Return the profile with Transformer Engine on Hopper and later."""
         return _TRANSFORMER_ENGINE if device.cuda_capability >= HOPPER else _PROFILE
 
     def selective(self, spec: RunSpec) -> Selective:

@@ -273,11 +273,6 @@ _HOST_COPIES = 6
 _NVME_BUFFERS = 5 * 4 * 10**8
 
 
-def rank_states(spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights) -> ModelStates:
-    """Return the bytes of weights, gradients and optimizer states on one rank's device, without offloaded parts."""
-    return device_and_host_states(spec, layout, shard, master)[0]
-
-
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
     """Return the number of ranks that shard the width of an expert (layout.expert_tensor_parallel)."""
     wanted = spec.layout.expert_tensor_parallel

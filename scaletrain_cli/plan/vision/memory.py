@@ -15,8 +15,8 @@ from scaletrain_cli.plan.memory.buffers import communication_buffer_bytes, secon
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
+    device_and_host_states,
     gradient_bytes,
-    rank_states,
     uses_bf16_optimizer,
     weight_bytes,
 )
@@ -63,7 +63,7 @@ def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stag
     if framework.is_engine and not autocasts(spec):
         states = vision_states(spec, layout, stage)
     else:
-        states = rank_states(spec, layout, Shard(count, 0, largest), framework.master_weights)
+        states = device_and_host_states(spec, layout, Shard(count, 0, largest), framework.master_weights)[0]
     after = held.backward - held.kept
     return memory_of_phases(spec, layout, device, states, (count, largest, every), logits, (*held, after))
 

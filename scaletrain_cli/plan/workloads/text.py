@@ -138,7 +138,6 @@ class TextWorkload(Workload):
         return plan_memory(spec, layout, device, every_stage=False)
 
     def activation_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
-        """Return the activations of the only stage, which takes less time than its memory against the device."""
         per_rank = architecture.architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
         (stage,) = framework_of(spec).pipeline_stages(spec, 1)
         return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
@@ -147,7 +146,6 @@ class TextWorkload(Workload):
         return plan_time(spec, layout, device)
 
     def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
-        """Return the seconds of layouts that differ only in the number of micro-batches; all share a micro-batch's."""
         return step_seconds(spec, layouts, device)
 
     def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:
@@ -391,7 +389,6 @@ class TextWorkload(Workload):
             yield from _latent_problems(model)
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
-        """Yield a warning if attention has no fused kernel and stores its matrix of scores."""
         model = spec.transformer
         if (channels := max(model.qk_head_dim, model.value_head_dim)) > _LARGEST_FUSED_HEAD:
             yield Reason("plan.large-heads", {"head_dim": channels, "largest": _LARGEST_FUSED_HEAD})

@@ -109,7 +109,6 @@ class ImageWorkload(Workload):
         return len(stages), stages == (None,)
 
     def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        """Yield the images per second that the plan needs, and what they need of processors and storage."""
         return advice.feed_assumptions(spec, layout, time)
 
 
@@ -144,7 +143,6 @@ class VisionWorkload(ImageWorkload):
         return 2 if _mixes(spec) else 1
 
     def engine_layout_rules(self, spec: RunSpec, layout: Layout) -> Iterator[Rule]:
-        """Yield the broken rules on the micro-batch: pairs of mixed images, and BatchNorm with GradCache."""
         if _mixes(spec) and layout.micro_batch_size % 2:
             yield Rule("training.micro_batch_size", layout.micro_batch_size, "engine-mixed-pairs")
         if caches_gradients(spec, layout) and vision_buffers(vision_model(spec)):
@@ -161,7 +159,6 @@ class VisionWorkload(ImageWorkload):
             yield Rule("planner.autocast", "true", "engine-autocast")
 
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        """Yield warnings about BatchNorm, a second forward pass and the image loader."""
         return advice.layout_warnings(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:

@@ -46,7 +46,6 @@ def _findings(shown: Shown, choices: Choices, width: int, height: int) -> Conten
 
 
 def _logs(shown: Shown, choices: Choices, width: int, height: int) -> Content:
-    """Return the end of the log of one rank."""
     log = shown.log
     if log is None:
         command = f"scaletrain logs {shown.view.status.run_id} --follow"
@@ -67,7 +66,6 @@ def _without_origin(line: str) -> str:
 
 
 def _help(shown: Shown, choices: Choices, width: int, height: int) -> Content:
-    """Return the keys."""
     keys = {
         "1 to 7, Tab, Shift-Tab": "choose a page",
         "Up, Down, Page Up, Page Down": "scroll; Home, End: first and last line",

@@ -203,7 +203,6 @@ class Clip(VisionModel):
         )
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
-        """Return the distribution of the first values, as OpenAI and transformers have it."""
         if name == "logit_scale":
             return Initial(self.spec.logit_scale_init_value)
         if name == "logit_bias":

@@ -58,7 +58,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     parse_id,
 )
 from scaletrain_cli.launch.backends.kubernetes.objects import (
-    apply_objects,
+    apply_owned,
     delete_workload,
     force_delete,
     refuse_foreign,
@@ -185,7 +185,7 @@ class KubernetesBackend(Backend):
             upload_code(run, record)
         try:
             with submission_recorded(run, JobRef(workload.id, spec.used_namespace, spec.context)):
-                apply_objects(cluster, rendered, found)
+                apply_owned(cluster, rendered.objects, found)
         except SchedulerSilentError as error:
             failure = error.reason or recorded(error.message)
             raise SchedulerSilentError(reason("submission-unanswered", failure=failure, run=run.run_id)) from error
@@ -442,7 +442,6 @@ class KubernetesBackend(Backend):
         return kubernetes_view(cluster.kubernetes)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the check that the API server answers; nothing without a configured context."""
         name = self.name
         if not is_configured():
             yield Check(name, "none", "no kubeconfig", "required for cluster.scheduler: kubernetes; set $KUBECONFIG")

@@ -94,11 +94,6 @@ def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
                 cluster.delete(kind, ref.namespace, name, uid=there["metadata"]["uid"])
 
 
-def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
-    """Apply the objects of a submission, as apply_owned()."""
-    apply_owned(cluster, rendered.objects, found)
-
-
 def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | None) -> None:
     """Apply the objects, the workload last, and make it the owner of the others. A refusal deletes what was created."""
     *others, workload = objects

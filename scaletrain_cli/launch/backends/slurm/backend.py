@@ -147,7 +147,6 @@ class SlurmBackend(Backend):
         return cluster.slurm.preparation.tasks
 
     def submit_preparation(self, run: RunDir, record: RunRecord, tasks: int) -> None:
-        """Queue an array of tasks and the job that completes their work."""
         _check_path(run.path)
         folder, name = preparation_folder(run), preparation_name(run)
         mark, working = preparation_comment(run, record), Path(record.working_folder or run.path)
@@ -259,7 +258,6 @@ class SlurmBackend(Backend):
         return NodeCommand(words, absolute_paths(passed_on(record.spec.secret_env)))
 
     def job_log(self, run: RunDir, job_id: str) -> Path | None:
-        """Return the log of the batch script; None where it never started."""
         log = run.path / f"slurm-{job_id}.log"
         return log if log.is_file() else None
 
@@ -276,7 +274,6 @@ class SlurmBackend(Backend):
             return Finding.because("unknown", Reason("slurm.wait-no-answer"), evidence)
 
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-        """Return the finding from the controller, the accounting and the job's log."""
         from scaletrain_cli.launch.backends.slurm.explain import how_it_ended
 
         found = super().explain_never_began(run, record, status)
@@ -286,7 +283,6 @@ class SlurmBackend(Backend):
         return dataclasses.replace(found, evidence=(*found.evidence, *more))
 
     def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
-        """Return the command with which an operator resumes the job."""
         return (str(Reason("slurm.resume-suspended", {"job": job_id})),)
 
     def is_available(self) -> bool:
@@ -301,7 +297,6 @@ class SlurmBackend(Backend):
         return slurm_view(cluster)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the check that the commands are installed and the controller answers."""
         yield commands_check()
 
 
