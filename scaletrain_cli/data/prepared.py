@@ -145,16 +145,6 @@ def _require_readable(data: DataSpec, folder: Path, known: Mapping[str, Path]) -
             raise UsageError(Reason("data.bad-document", {"where": fault[0], "problem": fault[1]}))
 
 
-def preparation_of(data: DataSpec, runs_root: Path, workers: int, folder: Path = Path()) -> Preparation:
-    """Return what there is to prepare, without the sources that are datasets already.
-
-    Reads files whose content is not remembered. Raises UsageError and OSError.
-    """
-    sources = _sources(data, runs_root, folder, partial(read_hashes, workers=workers))
-    assert sources is not None
-    return _preparation(data, sources, runs_root, folder, workers)
-
-
 def _sources(
     data: DataSpec,
     runs_root: Path,

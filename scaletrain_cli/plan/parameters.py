@@ -143,10 +143,13 @@ def _sharded_features(module: Adapted, weight: Parameter) -> str | None:
 
 @lru_cache(maxsize=256)
 def block_tensors(model: ModelSpec, parts: BlockParts) -> tuple[EngineTensor, ...]:
-    """Return the tensors of a block that consists of ``parts``, without adapters."""
-    path = "transformer.h.0" if model.has_fused_qkv else "model.layers.0"
-    found = _gpt_block(model, path, 0) if model.has_fused_qkv else _llama_block(model, path, 0, parts)
-    return tuple(tensor for tensor, _ in engine_tensors(found))
+    """Return the tensors of a block that consists of ``parts``, without adapters. Takes no longer for more experts."""
+    path, count = "transformer.h.0" if model.has_fused_qkv else "model.layers.0", model.num_experts
+    found = _gpt_block(model, path, 0) if model.has_fused_qkv else _llama_block(model, path, 0, parts, 1)
+    return tuple(
+        tensor._replace(elements=count * tensor.elements, experts=count) if tensor.experts else tensor
+        for tensor, _ in engine_tensors(found)
+    )
 
 
 def _parameters(model: ModelSpec) -> Iterator[Parameter]:
@@ -161,19 +164,21 @@ def _parameters(model: ModelSpec) -> Iterator[Parameter]:
         yield from _norm(model, f"{outer}.embed_norm", hidden, "embedding", None)
     for block in range(model.num_hidden_layers):
         path = f"{outer}.{layers}.{block}"
-        yield from _gpt_block(model, path, block) if gpt else _llama_block(model, path, block, model.parts(block))
+        parts, experts = model.parts(block), model.num_experts
+        yield from _gpt_block(model, path, block) if gpt else _llama_block(model, path, block, parts, experts)
     yield from _norm(model, f"{outer}.ln_f" if gpt else f"{outer}.norm", hidden, "closing", None)
     if not model.tie_word_embeddings:
         yield Parameter("lm_head.weight", (model.vocab_size, hidden), "closing", None, 0, "lm_head.weight")
 
 
-def _llama_block(model: ModelSpec, path: str, block: int, parts: BlockParts) -> Iterator[Parameter]:
+def _llama_block(model: ModelSpec, path: str, block: int, parts: BlockParts, experts: int) -> Iterator[Parameter]:
+    """Yield the parameters of a block, and of its routed experts the first ``experts``."""
     if parts.attention:
         yield from _llama_attention(model, path, block)
     if parts.mamba:
         yield from _mamba(model, f"{path}.mamba", block)
     if parts.experts:
-        yield from _experts(model, f"{path}.mlp", block)
+        yield from _experts(model, f"{path}.mlp", block, experts)
     elif parts.mlp:
         yield from _mlp(model, path, "mlp", block, model.intermediate_size)
     for name in model.block_norms[: parts.sublayers] if model.block_types else model.block_norms:
@@ -238,7 +243,7 @@ def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iter
     yield from _linear(path, block, _Linear(f"{name}.down_proj", hidden, inner, "inputs", bias))
 
 
-def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
+def _experts(model: ModelSpec, path: str, block: int, count: int) -> Iterator[Parameter]:
     """Yield router, routed experts and shared experts; the engine stacks the routed ones."""
     hidden, inner = model.hidden_size, model.expert_size
     yield from _linear(path, block, _Linear("gate", model.num_experts, hidden, None, model.router_bias))
@@ -247,12 +252,12 @@ def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
         ("down_proj", ("down_proj",), (hidden, inner), 1),
     )
     for stack, names, shape, dim in stacks:
-        for expert in range(model.num_experts):
+        for expert in range(count):
             for name in names:
                 full = f"{path}.experts.{expert}.{name}.weight"
                 yield Parameter(full, shape, "block", block, dim, f"{path}.experts.{stack}")
     for stack, names, (outputs, _), _ in stacks if model.has_bias else ():
-        for expert in range(model.num_experts):
+        for expert in range(count):
             for name in names:
                 full = f"{path}.experts.{expert}.{name}.bias"
                 yield Parameter(full, (outputs,), "block", block, 0, f"{path}.experts.{stack}_bias")

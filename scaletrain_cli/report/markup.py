@@ -142,8 +142,3 @@ def plain_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def mapping_rows(values: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row of two cells for each entry."""
-    return [[safe(key), safe(plain_value(value))] for key, value in values.items()]

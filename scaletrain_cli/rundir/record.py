@@ -30,7 +30,6 @@ from scaletrain_cli.safe_files import (
     expand_home,
     make_folder,
     open_to_read,
-    other_owner,
     replace_file,
     require_own,
     require_writable,
@@ -381,9 +380,3 @@ def is_elsewhere(run: RunDir, record: RunRecord) -> bool:
     if record.spec.cluster.traits.shared_run_directory or sent_run(run.path) is not None:
         return False
     return not any((run.attempt(number) / "attempt.json").is_file() for number in begun_here(run))
-
-
-def owner_note(run: RunDir) -> str | None:
-    """Return a sentence that names the owner of another user's run; None for a run of this user."""
-    uid = other_owner(run.path)
-    return None if uid is None else f"{run.run_id} belongs to {user_name(uid)}"

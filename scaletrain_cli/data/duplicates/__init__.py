@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from scaletrain_cli.data.drafts import remove_drafts
 from scaletrain_cli.data.duplicates.candidates import write_band, write_identical, write_pairs
 from scaletrain_cli.data.duplicates.clusters import RemovedDocument, read_removed, write_clusters
 from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Settings, Texts
 from scaletrain_cli.data.duplicates.signatures import write_signatures
 from scaletrain_cli.data.duplicates.verification import parts, write_shingles, write_verified
-from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.safe_files import make_folder
 
 __all__ = [
@@ -29,7 +26,6 @@ __all__ = [
     "RemovedDocument",
     "Settings",
     "Texts",
-    "deduplicate",
     "read_removed",
     "remove_phases",
     "run_job",
@@ -108,20 +104,6 @@ def run_job(corpus: Corpus, phase: int, job: int, texts: Texts) -> None:
         found.write(corpus, job, texts)
 
 
-def deduplicate(corpus: Corpus, texts: Texts, workers: int = 1, *, keep_phases: bool = False) -> None:
-    """Run all phases, in ``workers`` processes, and go on where an earlier call was stopped.
-
-    No other process may work in the folder. Afterwards read_removed() gives the removed documents of each task; the
-    files of the phases before, about 1.3 kB per document, are removed unless ``keep_phases``.
-    """
-    if not corpus.report.exists():
-        make_folder(corpus.folder)
-        remove_drafts(corpus.folder, lambda _owner: True)
-        _run_phases(corpus, texts, workers)
-    if not keep_phases:
-        remove_phases(corpus)
-
-
 def remove_phases(corpus: Corpus) -> None:
     """Remove all files but the removed documents and the report, once that is there."""
     if corpus.report.exists():
@@ -129,14 +111,3 @@ def remove_phases(corpus: Corpus) -> None:
             path.unlink(missing_ok=True)
         for path in (corpus.signatures(0), corpus.band(0), corpus.shingles(0), corpus.verified(0)):
             shutil.rmtree(path.parent, ignore_errors=True)  # another process may be doing the same
-
-
-def _run_phases(corpus: Corpus, texts: Texts, workers: int) -> None:
-    with Workers[int](workers) as pool:
-        for number, phase in enumerate(PHASES):
-            for _ in pool.run(partial(_run_job, corpus, number, texts), range(phase.jobs(corpus))):
-                pass
-
-
-def _run_job(corpus: Corpus, phase: int, texts: Texts, job: int) -> None:
-    run_job(corpus, phase, job, texts)

@@ -130,10 +130,6 @@ class Trials:
         finally:
             engine.train()
 
-    def on_every_rank(self, holds: bool) -> bool:
-        """Return whether it holds on all ranks."""
-        return self.consensus.least(float(holds)) == 1.0
-
     def largest(self, value: float) -> float:
         """Return the largest value of any rank."""
         return -self.consensus.least(-value)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 import unicodedata
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+
+from scaletrain_cli.data.drafts import remove_drafts
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Texts, remove_phases, run_job
+from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.safe_files import make_folder
 
 NGRAM = 5
 _VOCABULARY = 50_000
@@ -107,3 +112,20 @@ class ListedTexts:
 def content(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all files below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def deduplicate(corpus: Corpus, texts: Texts, workers: int = 1, *, keep_phases: bool = False) -> None:
+    """Run all phases, in ``workers`` processes, and go on where an earlier call was stopped."""
+    if not corpus.report.exists():
+        make_folder(corpus.folder)
+        remove_drafts(corpus.folder, lambda _owner: True)
+        with Workers[int](workers) as pool:
+            for number, phase in enumerate(PHASES):
+                for _ in pool.run(partial(_run_job, corpus, number, texts), range(phase.jobs(corpus))):
+                    pass
+    if not keep_phases:
+        remove_phases(corpus)
+
+
+def _run_job(corpus: Corpus, phase: int, texts: Texts, job: int) -> None:
+    run_job(corpus, phase, job, texts)

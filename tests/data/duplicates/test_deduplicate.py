@@ -21,7 +21,6 @@ from scaletrain_cli.data.duplicates import (
     Settings,
     Texts,
     candidates,
-    deduplicate,
     read_removed,
     verification,
 )
@@ -29,7 +28,7 @@ from scaletrain_cli.data.duplicates.files import Sections
 from scaletrain_cli.data.duplicates.verification import parts
 from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec
-from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, plain_similarity
+from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, deduplicate, plain_similarity
 
 PER_TASK = 200
 TASKS = 4
@@ -153,7 +152,7 @@ from pathlib import Path
 from typing import Any
 from scaletrain_cli.data import duplicates
 from scaletrain_cli.data.duplicates.files import SectionWriter
-from tests.data.duplicates.planted import PlantedTexts
+from tests.data.duplicates.planted import PlantedTexts, deduplicate
 
 folder = Path(sys.argv[1])
 write, count = SectionWriter.append, 0
@@ -173,7 +172,7 @@ for line in sys.stdin:
     phase, fatal = line.split()[0], int(line.split()[1])
     if (pid := os.fork()) == 0:
         corpus = duplicates.Corpus(folder, ("web", "web", "code", "code"), duplicates.Settings())
-        duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
+        deduplicate(corpus, PlantedTexts(200, words=60))
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
