@@ -171,8 +171,7 @@ def show(
     from scaletrain_cli.errors import UsageError
     from scaletrain_cli.spec.losses import LOSSES_OF
     from scaletrain_cli.ui.data_images import show_images
-    from scaletrain_cli.ui.data_rows import show_rows
-    from scaletrain_cli.ui.data_samples import show_samples
+    from scaletrain_cli.ui.data_rows import show_rows, show_samples
     from scaletrain_cli.ui.json import print_json
 
     spec, run = _spec_or_run(target, overrides)

@@ -25,8 +25,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import read_case
 from scaletrain_cli.diagnosis.checks import diagnose
-from scaletrain_cli.diagnosis.findings import Finding
-from scaletrain_cli.diagnosis.hysteresis import Hysteresis, Transition
+from scaletrain_cli.diagnosis.findings import Finding, Hysteresis, Transition
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.diagnosis.findings import Finding, Severity
-from scaletrain_cli.diagnosis.hysteresis import Hysteresis
+from scaletrain_cli.diagnosis.findings import Finding, Hysteresis, Severity
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.raised_findings import raised_findings
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from scaletrain_cli.data.drafts import draft_of
-from scaletrain_cli.data.images.digits import DigitsUnit
-from scaletrain_cli.data.images.samples import Bad, Found, ImageSettings, Unit
+from scaletrain_cli.data.images.samples import Bad, DigitsUnit, Found, ImageSettings, Unit
 from scaletrain_cli.data.images.targets import TargetError, caption_of, target_of
 from scaletrain_cli.data.pipeline.shards import SPLITS, split_of
 from scaletrain_cli.errors import UsageError

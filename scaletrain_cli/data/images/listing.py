@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.data.images.digits import CLASS_NAMES, DigitsUnit
 from scaletrain_cli.data.images.folders import FolderUnit, class_of_path, label_suffixes, reads_beside
-from scaletrain_cli.data.images.samples import ImageSettings, Unit, labels_named
+from scaletrain_cli.data.images.samples import CLASS_NAMES, DigitsUnit, ImageSettings, Unit, labels_named
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
 from scaletrain_cli.data.sources.local_files import local_file

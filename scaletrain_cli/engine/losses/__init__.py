@@ -13,9 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from scaletrain_cli.engine.losses.classification import binary_cross_entropy, cross_entropy
+from scaletrain_cli.engine.losses.classification import (
+    binary_cross_entropy,
+    cross_entropy,
+    huber,
+    mean_absolute_error,
+    mean_squared_error,
+)
 from scaletrain_cli.engine.losses.contrastive import info_nce, nt_xent
-from scaletrain_cli.engine.losses.regression import huber, mean_absolute_error, mean_squared_error
 from scaletrain_cli.engine.losses.sigmoid import sigmoid_loss
 from scaletrain_cli.engine.losses.uninformed import uninformed_loss
 from scaletrain_cli.engine.parallel.mesh import Axis

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.losses.regression import huber, mean_absolute_error, mean_squared_error
+from scaletrain_cli.engine.losses.classification import huber, mean_absolute_error, mean_squared_error
 from scaletrain_cli.spec.losses import LossSpec
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.engine.objectives.base import Objective
+from scaletrain_cli.engine.objectives.base import NextToken, Objective
 from scaletrain_cli.engine.objectives.dpo import DPO
-from scaletrain_cli.engine.objectives.next_token import NextToken
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.spec import LlavaSpec, RunSpec

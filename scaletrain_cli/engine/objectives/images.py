@@ -13,7 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
-from scaletrain_cli.engine.evaluation.classification import Accuracy, LabelMeasures
+from scaletrain_cli.engine.evaluation.classification import Accuracy, Errors, LabelMeasures
 from scaletrain_cli.engine.evaluation.measures import (
     Figures,
     MeanLoss,
@@ -22,7 +22,6 @@ from scaletrain_cli.engine.evaluation.measures import (
     rows_of_all,
     sum_over,
 )
-from scaletrain_cli.engine.evaluation.regression import Errors
 from scaletrain_cli.engine.evaluation.retrieval import Retrieval
 from scaletrain_cli.engine.losses import LOSSES, LossSettings, uninformed_loss
 from scaletrain_cli.engine.losses.grad_cache import Outputs, joined

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.resource_checks.files import token_ids_of
 from scaletrain_cli.launch.resource_checks.prepared import description_problem, prepared_problem
-from scaletrain_cli.launch.resource_checks.token_sources import token_source_problem
 from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
@@ -284,3 +284,58 @@ def _list_problem(path: Path) -> Reason | None:
         said = getattr(error, "strerror", None) or str(error)
         return Reason("document_steps.file-unreadable", {"file": str(path), "error": said})
     return None if content.strip() else Reason("document_steps.no-bad-words", {"file": str(path)})
+
+
+# Check sources that are already tokenized: no step reads their text, and their ids are those of the tokenizer.
+
+
+_FILES_READ = 2
+
+
+def token_source_problem(
+    view: View, name: str, files: Sequence[SourceFile], *, reads_ids: bool = True
+) -> Reason | None:
+    """Return why the files of a source cannot be used with the settings, if they hold tokens.
+
+    ``reads_ids``: compare their first ids with the tokenizer. Raises UsageError if only some of them hold tokens.
+    """
+    from scaletrain_cli.data.pipeline.chain import applies
+    from scaletrain_cli.data.pipeline.tasks import Source
+
+    source = Source(name, tuple(files), "")
+    if not source.is_tokenized:
+        return None
+    if view.spec.data.tokenizer.kind == "bpe":
+        return Reason("data.tokens-without-tokenizer", {"source": name})
+    try:
+        for step in view.spec.data.prepare:
+            applies(step, source)
+    except UsageError as error:
+        return error.reason
+    return _id_problem(view, files) if reads_ids else None
+
+
+def _id_problem(view: View, files: Sequence[SourceFile]) -> Reason | None:
+    """Return the problem of the first id that the tokenizer does not have, among the beginnings of some files."""
+    from scaletrain_cli.data.sources.beginning import read_beginning
+    from scaletrain_cli.data.sources.records import Columns, TokenRecord
+
+    size = _size_of_vocabulary(view)
+    if size is None:
+        return None
+    for file in files[:: -(-len(files) // _FILES_READ)]:
+        for record in read_beginning(file, Columns()).documents:
+            if isinstance(record, TokenRecord) and len(record.tokens) and (found := int(record.tokens.max())) >= size:
+                return Reason("sources.id-outside-vocabulary", {"id": found, "size": size})
+    return None
+
+
+def _size_of_vocabulary(view: View) -> int | None:
+    """Return the number of ids of the tokenizer; None if it cannot be read here, which is another problem."""
+    path = view.spec.data.tokenizer.path
+    if path is None or is_reference(path) or view.unseen(path):
+        return None
+    try:
+        return max(token_ids_of(view.folder / expand_home(path), view.spec).values()) + 1
+    except (OSError, UsageError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return None

@@ -26,6 +26,7 @@ from scaletrain_cli.plan.memory.buffers import (
     BufferBytes,
     communication_buffer_bytes,
     flat_reduction_bytes,
+    pipeline_buffers,
     second_gradient_bytes,
     step_temporary_bytes,
     zero_buffers,
@@ -39,7 +40,6 @@ from scaletrain_cli.plan.memory.engine_states import (
 from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
 from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.pipeline_buffers import pipeline_buffers
 from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.muon import muon_temporary_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory

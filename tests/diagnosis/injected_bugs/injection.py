@@ -202,7 +202,7 @@ def labels_of_the_same_token() -> None:
 
 
 def _with_labels(labels: Callable[[Any], Any]) -> None:
-    from scaletrain_cli.engine.objectives.next_token import NextToken
+    from scaletrain_cli.engine.objectives.base import NextToken
 
     loss = NextToken.loss
 

@@ -15,7 +15,7 @@ import torch
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch, PaddedTo, padded_to
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
 from scaletrain_cli.engine.model.document_attention import segments_of
-from scaletrain_cli.engine.objectives.next_token import NextToken
+from scaletrain_cli.engine.objectives.base import NextToken
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from tests.engine.data.test_batches import CUTS, WITH_CONTEXT

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from scaletrain_cli.engine.evaluation.classification import (
     Accuracy,
+    Errors,
     MeanAveragePrecision,
     average_precision,
     rank_of_target,
 )
 from scaletrain_cli.engine.evaluation.measures import Figures, Measures
-from scaletrain_cli.engine.evaluation.regression import Errors
 from scaletrain_cli.engine.parallel.mesh import Axis
 from tests.engine.ranks import on_ranks
 

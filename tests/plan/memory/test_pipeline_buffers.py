@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scaletrain_cli.plan.axes import resolve_axes
-from scaletrain_cli.plan.memory.pipeline_buffers import PipelineBuffers, pipeline_buffers
+from scaletrain_cli.plan.memory.buffers import PipelineBuffers, pipeline_buffers
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import Stage

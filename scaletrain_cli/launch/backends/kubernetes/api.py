@@ -17,8 +17,15 @@ from typing import Any, TypeVar
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import EVENT, POD, Kind, Object, as_newest, kind_of
-from scaletrain_cli.launch.backends.kubernetes.api_versions import ServedVersions
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
+    EVENT,
+    POD,
+    Kind,
+    Object,
+    ServedVersions,
+    as_newest,
+    kind_of,
+)
 from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied, missing_right, reason
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason

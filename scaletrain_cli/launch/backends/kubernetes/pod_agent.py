@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.errors import DoNotRequeueError, ExitCode, ScaletrainError, WrongNodesError
+from scaletrain_cli.errors import DoNotRequeueError, ExitCode, PreemptedError, ScaletrainError, WrongNodesError
 from scaletrain_cli.full_disk import FULL_DISK_ERRORS
 from scaletrain_cli.launch.backends.kubernetes.code_store import fetch_code
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.own_data import prepare_own_data
 from scaletrain_cli.launch.backends.kubernetes.termination_message import PATH, PodEnd, write_termination_message
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.log_setup import set_up_logging
@@ -389,3 +388,45 @@ def _reason_of(error: Exception) -> Reason:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def prepare_own_data(run: RunDir, record: RunRecord) -> None:
+    """Prepare the data on the volume of this pod, which no other pod could do.
+
+    Raises the error of the preparation, and PreemptedError once the pod is terminated.
+    """
+    from scaletrain_cli.launch import preparation
+
+    spec = record.spec
+    if spec.cluster.kubernetes.runs.per_pod and preparation.reads_prepared_data(spec):
+        logger.info("preparing the data on the volume of this pod")
+        with _ended_by_termination():
+            preparation.prepare_here(spec, run.path.parent, known=record.hub)
+
+
+@contextlib.contextmanager
+def _ended_by_termination() -> Iterator[None]:
+    """End the block with PreemptedError at SIGTERM or SIGINT, which are blocked before and after it."""
+    terminated = False
+
+    def end(*_: object) -> None:
+        nonlocal terminated
+        if not terminated:  # a second signal must not interrupt the end
+            terminated = True
+            raise PreemptedError(reason("preparation-interrupted"))
+
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers.keys())
+        yield
+    except Exception as error:
+        if terminated and not isinstance(error, PreemptedError):
+            raise PreemptedError(reason("preparation-interrupted")) from error
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if terminated:  # and the block has ended in spite of it
+        raise PreemptedError(reason("preparation-interrupted"))

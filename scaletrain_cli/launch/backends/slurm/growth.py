@@ -20,10 +20,9 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import read_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
-from scaletrain_cli.launch.backends.slurm.gpu_types import has_gpus
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, query_site
+from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, has_gpus, query_site
 from scaletrain_cli.launch.backends.slurm.tables import gpus, node_names
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder

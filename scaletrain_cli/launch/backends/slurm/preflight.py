@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
-from scaletrain_cli.launch.backends.slurm.gpu_types import gpus_for, type_of_accelerator, types_of
 from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import Site, preemption_notes
+from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
 from scaletrain_cli.launch.backends.slurm.tables import (
     AT_LEAST,
     GPU,

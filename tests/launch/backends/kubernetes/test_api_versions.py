@@ -20,10 +20,10 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     LOCAL_QUEUE,
     NATIVE_POD_GROUP,
     Kind,
+    ServedVersions,
     as_newest,
     kind_of,
 )
-from scaletrain_cli.launch.backends.kubernetes.api_versions import ServedVersions
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.submit import submit_run
 from tests.launch.backends.kubernetes.conftest import SETTINGS

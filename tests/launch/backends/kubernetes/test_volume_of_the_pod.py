@@ -14,7 +14,7 @@ from scaletrain_cli.launch import engine_process, preparation
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.manifest import documents_for, manifest, require_submittable
-from scaletrain_cli.launch.backends.kubernetes.own_data import prepare_own_data
+from scaletrain_cli.launch.backends.kubernetes.pod_agent import prepare_own_data
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.conftest import IMAGE
 from tests.launch.backends.kubernetes.fake_api import FakeApi

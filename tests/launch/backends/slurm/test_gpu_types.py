@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from scaletrain_cli.launch.backends.slurm import site as site_module
-from scaletrain_cli.launch.backends.slurm.gpu_types import type_of_accelerator
 from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import Site, usable_nodes
+from scaletrain_cli.launch.backends.slurm.site import Site, type_of_accelerator, usable_nodes
 from scaletrain_cli.launch.backends.slurm.tables import gpus, nodes, partitions
 from tests.launch.backends.slurm.test_preflight import ask
 
