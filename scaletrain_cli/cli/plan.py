@@ -178,8 +178,8 @@ def command(
         in_data = {"data": None if data is None else data.to_json()}
         print_json(found.to_json() | in_data | {"epochs": None if epochs is None else epochs.to_json()})
     else:
+        from scaletrain_cli.ui.plan import show_data
         from scaletrain_cli.ui.plan_answer import show_answer
-        from scaletrain_cli.ui.plan_data import show_data
 
         show_answer(found, everything=everything)
         if data is not None:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from scaletrain_cli.safe_files import open_to_read
-from scaletrain_cli.telemetry.bounded_file import BoundedFile
 from scaletrain_cli.telemetry.segments import (
     FACTOR,
     TIERS,
+    BoundedFile,
     Cell,
     Part,
     Row,

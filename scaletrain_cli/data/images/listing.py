@@ -11,10 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.data.images.folders import FolderUnit, class_of_path, label_suffixes, reads_beside
-from scaletrain_cli.data.images.samples import CLASS_NAMES, DigitsUnit, ImageSettings, Unit, labels_named
+from scaletrain_cli.data.images.samples import (
+    CLASS_NAMES,
+    MOST_IMAGE_BYTES,
+    Bad,
+    DigitsUnit,
+    Found,
+    ImageSettings,
+    Unit,
+    labels_named,
+)
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
+from scaletrain_cli.data.images.targets import Member, TargetError
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote, list_files
 from scaletrain_cli.data.sources.records import SourceFile
@@ -341,3 +350,80 @@ def _hashed(lines: Iterator[str]) -> str:
 
 def _unusable(key: str, path: str, problem: Reason) -> UsageError:
     return UsageError(Reason("images.source-unusable", {"where": f"{key} = {path}", "problem": problem}))
+
+
+# Beside a.jpg: a.cls, a.txt and a.json, as the members of a tar shard.
+LABEL, CAPTION = ("cls",), ("txt",)
+
+
+@dataclass(frozen=True)
+class FolderUnit:
+    """Files below ``root`` by their relative paths. ``has_splits``: the first folder is a split, the next a class.
+
+    ``labels_beside``: labels are in files beside the images; else the folder of an image is its class.
+    """
+
+    root: str
+    names: tuple[str, ...]
+    has_splits: bool
+    labels_beside: bool = False
+
+    def samples(self, settings: ImageSettings) -> Iterator[Found | Bad]:
+        """Yield the image of each file."""
+        for name in self.names:
+            path = os.path.join(self.root, name)
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                yield Bad(ascii(path), Reason("images.name-not-utf-8"))
+                continue
+            try:
+                yield self._sample(name, path, settings)
+            except TargetError as error:
+                yield Bad(path, error.reason)
+            except OSError as error:
+                yield Bad(path, Reason("images.file-unreadable", {"error": error.strerror or str(error)}))
+
+    def _sample(self, name: str, path: str, settings: ImageSettings) -> Found | Bad:
+        with open(path, "rb") as file:
+            image = file.read(MOST_IMAGE_BYTES + 1)
+        if len(image) > MOST_IMAGE_BYTES:
+            return Bad(path, Reason("images.file-too-large", {"most": MOST_IMAGE_BYTES}))
+        label: object = class_of_path(name, self.has_splits)
+        if self.labels_beside:
+            label = _beside(path, Member.of(settings.label, LABEL))
+        caption = _beside(path, Member.of(settings.caption, CAPTION)) if settings.captions else None
+        split = split_of_folder(name) if self.has_splits else ""
+        return Found(split, 0, 0, name, "", image, label, caption, path)
+
+
+def class_of_path(name: str, has_splits: bool) -> str | None:
+    """Return the folder that is the class of an image; None if it lies in no folder."""
+    folders = name.split("/")[:-1]
+    return next(iter(folders[1:] if has_splits else folders), None)
+
+
+def reads_beside(settings: ImageSettings) -> tuple[str, ...]:
+    """Return the suffixes of files beside the images that are read."""
+    found: list[str] = []
+    found += label_suffixes(settings)
+    if settings.captions:
+        found += Member.of(settings.caption, CAPTION).suffixes
+    return tuple(dict.fromkeys(found))
+
+
+def label_suffixes(settings: ImageSettings) -> tuple[str, ...]:
+    """Return the suffixes of the files beside images that may have their labels; empty if the folder is the class."""
+    if settings.targets == "none" or (settings.label == "auto" and settings.targets == "class"):
+        return ()
+    return Member.of(settings.label, LABEL).suffixes
+
+
+def _beside(path: str, member: Member) -> object:
+    contents: dict[str, bytes] = {}
+    for suffix in member.suffixes:
+        beside = Path(path).with_suffix(f".{suffix}")
+        if beside.is_file():
+            contents[suffix] = beside.read_bytes()
+            break
+    return member.value(contents)

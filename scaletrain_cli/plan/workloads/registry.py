@@ -30,6 +30,6 @@ def _vision() -> Workload:
 @cache
 def _llava() -> Workload:
     """Return the workload of LLaVA, whose modules are imported only for it."""
-    from scaletrain_cli.plan.workloads.llava import LlavaWorkload
+    from scaletrain_cli.plan.workloads.vision import LlavaWorkload
 
     return LlavaWorkload()

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 
+from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
@@ -19,15 +20,17 @@ from scaletrain_cli.plan.trained_parameters import Stage, base_names
 from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.plan.vision import advice
 from scaletrain_cli.plan.vision.image_feed import is_fed
+from scaletrain_cli.plan.vision.llava import language_spec, llava_flops, llava_stage_memory, llava_stage_time
 from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive
 from scaletrain_cli.plan.vision.memory import stage_memory
-from scaletrain_cli.plan.vision.networks import network, vision_model, vision_size
+from scaletrain_cli.plan.vision.networks import llava_tower, network, vision_model, vision_size
 from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.plan.vision.step_time import vision_stage_time
 from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.plan.workloads.base import Workload
+from scaletrain_cli.plan.workloads.text import TextWorkload
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.run import AnyModel
 
@@ -174,3 +177,52 @@ def _mixes(spec: RunSpec) -> bool:
     """Return whether mixup or CutMix mixes pairs of images."""
     images: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
     return images.augment.mixes
+
+
+class LlavaWorkload(ImageWorkload):
+    """A vision-language model; samples are sequences with one image each."""
+
+    def size(self, model: AnyModel) -> ModelSize:
+        assert isinstance(model, LlavaSpec)
+        language, every = model.text_config, sum(each.numel for each in model_parameters(model))
+        idle = architecture.parameter_count(language) - architecture.active_parameter_count(language)
+        flops = language.seq_len * architecture.training_flops_per_token(language) + llava_tower(model).training_flops
+        return ModelSize(every, every - idle, float(flops))
+
+    def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
+        return llava_flops(spec, stage)
+
+    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
+        return llava_stage_memory(spec, layout, device, stage)
+
+    def stage_time(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
+    ) -> tuple[Time, Network]:
+        return llava_stage_time(spec, layout, device, stage, least=least)
+
+    def cross_entropy(
+        self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
+    ) -> str:
+        text = language_spec(spec)
+        return framework.cross_entropy(text, tokens * text.units_per_sample, tensor_parallel, device_bytes)
+
+    def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
+        text = language_spec(spec)
+        for rule in TextWorkload().engine_problems(text):
+            key = rule.key
+            yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
+        if spec.training.precision == "fp8":
+            yield Rule("training.precision", "fp8", "engine-vision-fp8")
+        if spec.planner.autocast:
+            yield Rule("planner.autocast", "true", "engine-autocast")
+
+    def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+        return advice.loader_warnings(spec, layout, time)
+
+    def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
+        samples = spec.total_steps * spec.training.global_batch_size
+        yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
+        yield Reason("plan.assumes-logits", {"bytes_per_entry": framework_of(spec).logit_bytes})
+        yield Reason("plan.assumes-llava", {"seq_len": language_spec(spec).transformer.seq_len})
+        yield Reason("plan.assumes-vision-flops", {"unit": spec.unit})
+        yield Reason("plan.assumes-samples", {"samples": samples, "unit": spec.unit})
