@@ -1,4 +1,7 @@
-"""The latest telemetry: memory of every rank, parts of a step, use, clocks and temperature of the GPUs."""
+"""The latest telemetry: memory of every rank, parts of a step, use, clocks and temperature of the GPUs.
+
+And the checks of the nodes: errors of their GPUs, their memory, and the limits of their CPUs.
+"""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import scaletrain_cli.diagnosis
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, Dataset
 from scaletrain_cli.diagnosis.checks import CHECKS, diagnose
-from scaletrain_cli.diagnosis.dataset import Dataset
 from scaletrain_cli.diagnosis.history import Validation
 from scaletrain_cli.plan.result import MeasuredError, Range, Ranges
 from scaletrain_cli.reason_texts.diagnosis import TEXTS

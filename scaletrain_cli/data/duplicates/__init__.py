@@ -21,9 +21,6 @@ from scaletrain_cli.safe_files import make_folder
 __all__ = [
     "PHASES",
     "Corpus",
-    "Document",
-    "Phase",
-    "RemovedDocument",
     "Settings",
     "Texts",
     "read_removed",

@@ -78,14 +78,10 @@ LOSSES: dict[str, Loss] = {
 
 __all__ = [
     "LOSSES",
-    "Loss",
     "LossSettings",
     "binary_cross_entropy",
     "cross_entropy",
-    "huber",
     "info_nce",
-    "mean_absolute_error",
-    "mean_squared_error",
     "nt_xent",
     "sigmoid_loss",
     "uninformed_loss",

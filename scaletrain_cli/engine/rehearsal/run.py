@@ -29,7 +29,7 @@ from scaletrain_cli.diagnosis.rehearsal import (
     write_rehearsal,
 )
 from scaletrain_cli.engine import faults
-from scaletrain_cli.engine.rehearsal import data_items, durability_items, step_items
+from scaletrain_cli.engine.rehearsal import data_items, step_items
 from scaletrain_cli.engine.rehearsal.learning_rate import learning_rate
 from scaletrain_cli.engine.rehearsal.overfit import overfit
 from scaletrain_cli.engine.rehearsal.trials import Trials
@@ -73,12 +73,12 @@ def _after_preemption(trainer: Trainer, options: Options, preempted_at: int, kno
     if known is not None and (seconds := known.measured.get("step", {}).get("step_seconds")):
         steps = min(_MOST_TIMED, int(_TIMED_SHARE * options.budget_seconds / seconds))
     steps = trainer.step_sync.consensus.follow_rank_zero(steps if steps >= _FEWEST_TIMED else 0)
-    trainer.most_steps = durability_items.STEPS + steps
+    trainer.most_steps = step_items.STEPS + steps
     code = trainer.fit()
     if code == ExitCode.DONE and known is not None:
         expected = {int(step): loss for step, loss in known.measured.get("losses", {}).items()}
         on_cpu = trainer.device.type == "cpu"
-        item = durability_items.preemption(trainer.run, expected, preempted_at, on_cpu=on_cpu)
+        item = step_items.preemption(trainer.run, expected, preempted_at, on_cpu=on_cpu)
         timed = known.measured.get("step", {}) | step_items.times_of_run(trainer.run, trainer.attempt, _FEWEST_TIMED)
         found = replace(known.with_items([item]), running=None, measured={**known.measured, "step": timed})
         _write(trainer, found)
@@ -143,7 +143,7 @@ class _Course:
             ("speed", lambda: step_items.speed(trials, steps)),
             ("memory", lambda: step_items.memory(trials, steps)),
             ("data-rate", lambda: step_items.data_rate(trials, steps)),
-            ("restore", lambda: durability_items.restore(trials, len(steps.measures))),
+            ("restore", lambda: step_items.restore(trials, len(steps.measures))),
         ]
         for name, work in judged:
             if name in wanted:
@@ -169,12 +169,12 @@ class _Course:
     def preempted_run(self) -> ExitCode:
         """Train the first steps as a run that the last rank sends SIGTERM to; return 75 once the state is saved."""
         trainer = self.trainer
-        at = min(durability_items.PREEMPTED_AT, trainer.record.spec.total_steps)
+        at = min(step_items.PREEMPTED_AT, trainer.record.spec.total_steps)
         injected = f"sigterm rank={trainer.ranks.world_size - 1} step={at} attempt={trainer.attempt}"
         given = os.environ.get(faults.VARIABLE, "")
         text = f"{given}; {injected}" if given else injected
         trainer.faults = faults.Faults(text, trainer.ranks.rank, trainer.attempt, trainer.checkpointer.folder)
-        trainer.most_steps = durability_items.STEPS
+        trainer.most_steps = step_items.STEPS
         self.found = replace(self.found, running="preemption", preempted_at=at)
         _write(trainer, self.found)
         return trainer.fit()

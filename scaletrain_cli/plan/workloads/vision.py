@@ -1,4 +1,4 @@
-"""Vision networks: ResNet, ConvNeXt, ViT and CLIP, planned with data parallelism and ZeRO."""
+"""Models of images, planned with data parallelism and ZeRO: ResNet, ConvNeXt, ViT, CLIP, and LLaVA."""
 
 from __future__ import annotations
 
