@@ -20,7 +20,7 @@ from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.tracking.prometheus import classic_text, families
 from scaletrain_cli.ui.watch.layout import Choices
 from scaletrain_cli.ui.watch.screen import screen_lines
-from scaletrain_cli.worker.run_figures import run_figures
+from scaletrain_cli.worker.trackers import run_figures
 from tests.counting import bytes_read_by, calls_of
 from tests.launch.large_run import make_large_run
 

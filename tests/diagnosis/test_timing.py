@@ -18,7 +18,7 @@ from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, add_revision, read_record, read_spec_lines
 from scaletrain_cli.ui.status import cost_text, step_text, times_text
-from scaletrain_cli.worker.run_figures import run_figures as figures_of_trackers
+from scaletrain_cli.worker.trackers import run_figures as figures_of_trackers
 from tests.diagnosis.histories import planned
 
 PRICE = ("cluster.price_per_gpu_hour=3.0",)

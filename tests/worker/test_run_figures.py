@@ -16,7 +16,7 @@ from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.tracking.base import Spread
 from scaletrain_cli.tracking.prometheus import families, openmetrics_text
-from scaletrain_cli.worker.run_figures import run_figures
+from scaletrain_cli.worker.trackers import run_figures
 
 
 def record_of(price: float | None = 2.0) -> Any:

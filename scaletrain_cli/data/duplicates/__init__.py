@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scaletrain_cli.data.duplicates.candidates import write_band, write_identical, write_pairs
-from scaletrain_cli.data.duplicates.clusters import RemovedDocument, read_removed, write_clusters
-from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Settings, Texts
+from scaletrain_cli.data.duplicates.clusters import read_removed, write_clusters
+from scaletrain_cli.data.duplicates.corpus import Corpus, Settings, Texts
 from scaletrain_cli.data.duplicates.signatures import write_signatures
 from scaletrain_cli.data.duplicates.verification import parts, write_shingles, write_verified
 from scaletrain_cli.safe_files import make_folder

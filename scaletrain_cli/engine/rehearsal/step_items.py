@@ -1,4 +1,4 @@
-"""Items of a rehearsal that real steps show: gradients, speed, memory, the rate of the data, checkpoints and resumes."""
+"""Items of a rehearsal that real steps show: gradients, speed, memory, data rate, checkpoints and preemption."""
 
 from __future__ import annotations
 
