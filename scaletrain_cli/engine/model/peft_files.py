@@ -115,7 +115,7 @@ class PeftFolder:
             config = json.loads((folder / CONFIG).read_bytes())
             if not isinstance(config, dict):
                 raise ValueError(f"{CONFIG} holds no JSON object")
-            self._file = safe_open(folder / WEIGHTS, framework="pt")
+            self._file: Any = safe_open(folder / WEIGHTS, framework="pt")
             self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in list(self._file.keys())}
         except (OSError, SafetensorError, ValueError) as error:
             failure = {"path": str(folder), "error": str(error) or type(error).__name__}
