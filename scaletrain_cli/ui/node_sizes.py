@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.reliability.node_sizes import NodeSize, range_advice
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.text import dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stdout_console
 from scaletrain_cli.ui.plan import layout_text
@@ -52,7 +52,7 @@ def show_sizes(
 ) -> None:
     """Print the table, when the range pays, and the comparison on a spot trace, if there is one."""
     parts: list[RenderableType] = ["", Text("Sizes of the range", "bold"), sizes_view(sizes)]
-    if (advice := range_advice(sizes)) is not None:
+    if (advice := NodeSize.range_advice(sizes)) is not None:
         parts.append(escaped_text(f"{advice}."))
     if outcome is not None:
         parts += ["", escaped_text(f"{outcome.advice}.", "bold"), _comparison(outcome)]

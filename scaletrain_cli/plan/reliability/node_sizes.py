@@ -26,6 +26,11 @@ class NodeSize:
     plan: RunPlan | None
     why_not: Reason | None = None
 
+    @staticmethod
+    def range_advice(sizes: Sequence[NodeSize]) -> Reason | None:
+        """Return when the range of nodes with these sizes pays."""
+        return break_even(usable_plans(sizes))
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures of the table: nodes, usable, layout, step and total seconds, dollars, and why not."""
         plan = self.plan
@@ -131,11 +136,6 @@ def growth(plans: Mapping[int, RunPlan], now: int, then: int, *, left: float, pa
     cost = old.durability.save_seconds + new.durability.restart_seconds
     horizon = min(left * old.time.to_train * pace, new.durability.seconds_between_interruptions or math.inf)
     return Growth(then, cost, horizon * max(0.0, 1 - new.time.step / old.time.step))
-
-
-def range_advice(sizes: Sequence[NodeSize]) -> Reason | None:
-    """Return when the range of nodes pays."""
-    return break_even(usable_plans(sizes))
 
 
 def break_even(plans: Mapping[int, RunPlan]) -> Reason | None:

@@ -12,9 +12,9 @@ from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
+from scaletrain_cli.plan.trained_parameters import trained_at
 from scaletrain_cli.plan.vision.memory import saved_vision_bytes
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import stage_of_step
 from scaletrain_cli.spec import RunSpec
 from tests.plan.vision.test_vision_modules import MODELS
 
@@ -94,7 +94,7 @@ def held(row: tuple[Any, ...]) -> tuple[ModelStates, ModelStates, int, int]:
 
     warnings.simplefilter("ignore")
     spec, layout, cpu = Row(*row).spec, Row(*row).layout, torch.device("cpu")
-    mesh, stage = build_mesh(layout), stage_of_step(spec, 1)
+    mesh, stage = build_mesh(layout), trained_at(spec, 1)
     composed = compose(spec, layout, mesh, cpu, trained=stage)
     steps = build_stepper(composed, mesh, cpu, spec.training)
     model: Any = spec.model

@@ -12,9 +12,9 @@ from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
-from scaletrain_cli.plan.trained_parameters import stage_at
+from scaletrain_cli.plan.trained_parameters import stage_at, trained_at
 from scaletrain_cli.plan.vision.image_feed import allowed_workers, core_seconds, image_feed, reader_bytes
-from scaletrain_cli.plan.vision.trained import stage_of_step, trained_network
+from scaletrain_cli.plan.vision.trained import trained_network
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
@@ -41,7 +41,7 @@ def test_blocks_below_all_that_train_save_nothing_and_have_no_backward_pass() ->
     assert memory.activations < 0.05 * whole_memory.activations
     assert time.compute == pytest.approx(whole_time.compute / 3, rel=0.15)
     model: Any = head.model
-    network = trained_network(whole("vit-base-patch16"), model, stage_of_step(head, 1))
+    network = trained_network(whole("vit-base-patch16"), model, trained_at(head, 1))
     assert {block.training for block in network.blocks} == {"frozen", "trained"}
     assert network.training_flops == pytest.approx(2 * network.macs, rel=1e-3)
 
@@ -49,7 +49,7 @@ def test_blocks_below_all_that_train_save_nothing_and_have_no_backward_pass() ->
 def test_a_frozen_tower_of_clip_costs_its_forward_pass_alone() -> None:
     spec = spec_of("clip-vit-base-patch32", training__trainable=TEXT_TOWER)
     model: Any = spec.model
-    network = trained_network(whole("clip-vit-base-patch32"), model, stage_of_step(spec, 1))
+    network = trained_network(whole("clip-vit-base-patch32"), model, trained_at(spec, 1))
     image = [block for block in network.blocks if block.tower == "image"]
     assert {block.training for block in image} == {"frozen"}
     assert {block.training for block in network.blocks if block.tower == "text"} == {"trained"}
