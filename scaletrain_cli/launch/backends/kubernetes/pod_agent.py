@@ -386,10 +386,6 @@ def _reason_of(error: Exception) -> Reason:
     return (error.reason if isinstance(error, ScaletrainError) else None) or recorded(str(error).rstrip("."))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def prepare_own_data(run: RunDir, record: RunRecord) -> None:
     """Prepare the data on the volume of this pod, which no other pod could do.
 
@@ -430,3 +426,7 @@ def _ended_by_termination() -> Iterator[None]:
             signal.signal(number, handler)
     if terminated:  # and the block has ended in spite of it
         raise PreemptedError(reason("preparation-interrupted"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
