@@ -115,8 +115,9 @@ class PeftFolder:
             config = json.loads((folder / CONFIG).read_bytes())
             if not isinstance(config, dict):
                 raise ValueError(f"{CONFIG} holds no JSON object")
-            self._file: Any = safe_open(folder / WEIGHTS, framework="pt")
-            self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in list(self._file.keys())}
+            file: Any = safe_open(folder / WEIGHTS, framework="pt")
+            self._file = file
+            self._stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError) as error:
             failure = {"path": str(folder), "error": str(error) or type(error).__name__}
             raise UsageError(Reason("engine.adapter-unreadable", failure)) from error
