@@ -78,7 +78,7 @@ def fetch_to_shared_cache(
     OSError.
     """
     settings = shared_cache(spec, environment)
-    if settings is None or not commits or spec.env.get(MEASURES_ONLY):
+    if settings is None or not commits or spec.env.get(ONLY) == MEASURES_ONLY:
         return
     here = environment_here(spec, environment) | {"HF_HUB_CACHE": str(settings.cache)}
     fetch(hub_uses(spec), commits, here, on_progress=on_progress)

@@ -236,6 +236,9 @@ def test_the_shared_cache_is_filled_before_the_job_is_submitted(
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "hub").mkdir()
     monkeypatch.setattr(hub_files, "is_shared", lambda path: True)
+    measured = spec.model_copy(update={"env": {**spec.env, "SCALETRAIN_ONLY": "preflight"}})
+    fetch_to_shared_cache(measured, commits, os.environ)  # reads no files
+    assert not list((tmp_path / "shared").rglob("*.safetensors"))
     fetch_to_shared_cache(spec, commits, os.environ)
     assert len(list((tmp_path / "shared").rglob("snapshots/*/*.safetensors"))) == 2
     assert shared_cache(made_spec(), os.environ) is None  # on this machine the agent fetches
