@@ -52,7 +52,7 @@ def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None =
                 raise ValueError("names a data set; give a model: hf://org/name")
             listing = resolve(reference, settings)
             config, name, restricted = read_hub_config(text, settings), reference.repo, listing.restricted
-            has_tokenizer = listing.find(f"{reference.path}/{TOKENIZER}".lstrip("/")) is not None
+            has_tokenizer = listing.find(reference.below(TOKENIZER)) is not None
         else:
             folder = expand_home(text)
             config, name = folder / "config.json", str(folder.absolute())

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,21 +160,16 @@ def cached_commit(settings: HubSettings, reference: HubReference) -> str | None:
 
 def cached_listing(settings: HubSettings, reference: HubReference, commit: str) -> Listing | None:
     """Return the list of files that was kept with an earlier answer of the hub, else the files found in the cache."""
-    noted = _read_notes(settings, reference, commit)
-    if noted is not None:
-        return Listing(reference, commit, noted.files, restricted=noted.restricted)
+    listing, _ = _read_notes(settings, reference, commit)
+    if listing is not None:
+        return listing
     folder = settings.snapshot(reference, commit)
-    found = tuple(_files_in(folder)) if folder.is_dir() else ()
-    return Listing(reference, commit, found, from_hub=False) if found else None
-
-
-def _files_in(folder: Path) -> Iterator[HubFile]:
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(parent, name)
-            with contextlib.suppress(OSError):
-                yield HubFile(path.relative_to(folder).as_posix(), path.stat().st_size)
+    found = []
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                found.append(HubFile(path.relative_to(folder).as_posix(), path.stat().st_size))
+    return Listing(reference, commit, tuple(found), from_hub=False) if found else None
 
 
 def missing_files(settings: HubSettings, listing: Listing, files: tuple[HubFile, ...]) -> list[HubFile]:
@@ -183,57 +178,47 @@ def missing_files(settings: HubSettings, listing: Listing, files: tuple[HubFile,
     Files of a listing without hashes only have to exist.
     """
     folder = settings.snapshot(listing.reference, listing.commit)
-    verified = _verified(settings, listing)
-    found = []
-    for file in files:
+    _, verified = _read_notes(settings, listing.reference, listing.commit)
+
+    def is_missing(file: HubFile) -> bool:
         try:
             state = (folder / file.path).stat()
         except OSError:
-            found.append(file)
-            continue
+            return True
         wrong_size = file.size is not None and state.st_size != file.size
         has_hash = file.sha256 is not None or file.blob_id is not None
-        if wrong_size or (has_hash and verified.get(file.path) != [state.st_size, state.st_mtime_ns]):
-            found.append(file)
-    return found
+        return wrong_size or (has_hash and verified.get(file.path) != [state.st_size, state.st_mtime_ns])
 
-
-@dataclass(frozen=True)
-class _Notes:
-    files: tuple[HubFile, ...]
-    restricted: bool
-    verified: dict[str, list[int]]
+    return [file for file in files if is_missing(file)]
 
 
 def _notes_path(settings: HubSettings, reference: HubReference, commit: str) -> Path:
     return settings.repo_folder(reference) / _NOTES / f"{commit}.json"
 
 
-def _read_notes(settings: HubSettings, reference: HubReference, commit: str) -> _Notes | None:
+def _read_notes(
+    settings: HubSettings, reference: HubReference, commit: str
+) -> tuple[Listing | None, dict[str, list[int]]]:
+    """Return the list of files, and the size and time of modification of the verified ones by path."""
     try:
         data: Any = json.loads(_notes_path(settings, reference, commit).read_bytes())
         files = tuple(HubFile(**file) for file in data["files"])
         verified = {str(path): [int(size), int(time)] for path, (size, time) in data["verified"].items()}
-        return _Notes(files, bool(data["restricted"]), verified)
+        return Listing(reference, commit, files, restricted=bool(data["restricted"])), verified
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # not there, or of another version: asked for again
-
-
-def _verified(settings: HubSettings, listing: Listing) -> dict[str, list[int]]:
-    noted = _read_notes(settings, listing.reference, listing.commit)
-    return {} if noted is None else noted.verified
+        return None, {}  # not there, or of another version: asked for again
 
 
 def keep_listing(settings: HubSettings, listing: Listing, verified: tuple[HubFile, ...] = ()) -> None:
     """Keep the hub's list of files, with ``verified`` added to the verified ones. Raises OSError."""
-    before = _verified(settings, listing)
+    _, known = _read_notes(settings, listing.reference, listing.commit)
     folder = settings.snapshot(listing.reference, listing.commit)
     for file in verified:
         state = (folder / file.path).stat()
-        before[file.path] = [state.st_size, state.st_mtime_ns]
+        known[file.path] = [state.st_size, state.st_mtime_ns]
     path = _notes_path(settings, listing.reference, listing.commit)
     make_folder(path.parent, mode=FOLDER_MODE)
-    data = {"files": [asdict(file) for file in listing.files], "restricted": listing.restricted, "verified": before}
+    data = {"files": [asdict(file) for file in listing.files], "restricted": listing.restricted, "verified": known}
     replace_file(path, json.dumps(data), public=True)
 
 
@@ -260,16 +245,13 @@ def differing_hash(path: Path, file: HubFile) -> str | None:
     SHA-256 for large files (LFS), git's hash for all others. Raises OSError.
     """
     if file.sha256 is not None:
-        return None if _hex(hashlib.sha256(), path) == file.sha256.lower() else "SHA-256"
-    if file.blob_id is not None and len(file.blob_id) == 40:
-        digest = hashlib.sha1(usedforsecurity=False)  # git's, of a header and the content
-        digest.update(b"blob %d\0" % path.stat().st_size)
-        return None if _hex(digest, path) == file.blob_id.lower() else "git hash"
-    return None
-
-
-def _hex(digest: hashlib._Hash, path: Path) -> str:
+        name, expected, digest = "SHA-256", file.sha256, hashlib.sha256()
+    elif file.blob_id is not None and len(file.blob_id) == 40:
+        name, expected = "git hash", file.blob_id
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    else:
+        return None
     with path.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
             digest.update(chunk)
-    return digest.hexdigest()
+    return None if digest.hexdigest() == expected.lower() else name

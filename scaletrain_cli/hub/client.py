@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
-from urllib.parse import urlsplit
+from typing import Any
 
 from scaletrain_cli.errors import MissingPackageError
 from scaletrain_cli.extras import install_command
@@ -34,11 +33,8 @@ from scaletrain_cli.hub.cache import (
 )
 from scaletrain_cli.hub.reference import HubError, HubReference, is_commit
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import closing_descriptor, locked, make_folder, open_to_append, process_umask
+from scaletrain_cli.safe_files import locked, make_folder, open_to_append, process_umask
 from scaletrain_cli.secret_text import hide_values
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 _TIMEOUT_SECONDS = 20.0
 _DOWNLOADS = 3  # of one file whose content differs from its hash
@@ -48,11 +44,10 @@ _LONGEST_SAID = 300
 _UNFINISHED = ".scaletrain-incomplete"
 
 
-# Answers of the last minutes by endpoint, reference and cache, so that all references of one submission agree.
-_listings: dict[tuple[str, HubReference, Path, bool], tuple[float, Listing]] = {}
+# Answers by endpoint, reference, cache and offline mode, and when they expire: all references of one submission agree,
+# and a silent mirror is not waited for again for each use of a repository.
+_answers: dict[tuple[str, HubReference, Path, bool], tuple[float, Listing | HubError]] = {}
 _REMEMBERED_SECONDS = 600.0
-# Requests without an answer, by what was asked: a silent mirror is not waited for again for each use of a repository.
-_unanswered: dict[tuple[HubReference, HubSettings], tuple[float, HubError]] = {}
 _UNANSWERED_SECONDS = 30.0
 
 
@@ -64,11 +59,18 @@ def resolve(reference: HubReference, settings: HubSettings, commit: str | None =
     """
     pinned = replace(reference, revision=commit or reference.revision, path="")
     key = (settings.endpoint, pinned, settings.cache, settings.offline)
-    asked, listing = _listings.get(key, (float("-inf"), None))
-    if listing is None or time.monotonic() - asked > _REMEMBERED_SECONDS:
-        listing = _resolve(pinned, settings)
-        _listings[key] = time.monotonic(), listing
-    return replace(listing, reference=reference)
+    expires, answer = _answers.get(key, (0.0, None))
+    if answer is None or time.monotonic() > expires:
+        try:
+            answer, seconds = _resolve(pinned, settings), _REMEMBERED_SECONDS
+        except HubError as error:
+            if error.why.code != "hub.unreachable":
+                raise
+            answer, seconds = error, _UNANSWERED_SECONDS
+        _answers[key] = time.monotonic() + seconds, answer
+    if isinstance(answer, HubError):
+        raise answer
+    return replace(answer, reference=reference)
 
 
 def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
@@ -77,10 +79,9 @@ def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
     if cached is not None and (settings.offline or (reference.is_pinned and cached.from_hub)):
         return cached
     if settings.offline:
-        params = {"cache": str(settings.cache), "place": reference.place}
-        raise HubError(Reason("hub.offline-commit", params))
+        raise HubError(Reason("hub.offline-commit", {"cache": str(settings.cache), "place": reference.place}))
     try:
-        listing = _ask_once(reference, settings)
+        listing = _ask(reference, settings)
     except HubError as error:
         if error.temporary and cached is not None:
             return cached
@@ -91,21 +92,20 @@ def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
     return listing
 
 
-def _ask_once(reference: HubReference, settings: HubSettings) -> Listing:
-    """Return the answer of the hub; a hub that could not be reached a short time ago is not asked again."""
-    tried, before = _unanswered.get((reference, settings), (float("-inf"), None))
-    if before is not None and time.monotonic() - tried < _UNANSWERED_SECONDS:
-        raise HubError(before.why, temporary=before.temporary) from before
+def _library() -> Any:
+    """Return huggingface_hub, which sends every request. Raises MissingPackageError if it is not installed."""
     try:
-        return _ask(reference, settings)
-    except HubError as error:
-        if error.why.code == "hub.unreachable":
-            _unanswered[reference, settings] = time.monotonic(), error
-        raise
+        import huggingface_hub.errors
+        import huggingface_hub.file_download
+        import huggingface_hub.utils
+    except ImportError as error:
+        what = "References that begin with hf:// require huggingface_hub, which is not installed."
+        raise MissingPackageError(what, install_command("hub")) from error
+    return huggingface_hub
 
 
 def _ask(reference: HubReference, settings: HubSettings) -> Listing:
-    api = _api(settings)
+    api = _library().HfApi(endpoint=settings.endpoint, token=settings.token or False)
     with _readable_errors(reference, settings):
         info: Any = api.repo_info(
             reference.repo,
@@ -114,26 +114,38 @@ def _ask(reference: HubReference, settings: HubSettings) -> Listing:
             files_metadata=True,
             timeout=_TIMEOUT_SECONDS,
         )
-    files = []
-    for entry in info.siblings or ():
-        large = getattr(entry, "lfs", None)
-        digest = large.get("sha256") if isinstance(large, dict) else getattr(large, "sha256", None)
-        try:
-            files.append(HubFile(entry.rfilename, entry.size, digest, None if digest else entry.blob_id))
-        except ValueError as error:
-            raise HubError(Reason("hub.not-a-hub", {"endpoint": settings.endpoint, "said": str(error)})) from error
-    restricted = bool(getattr(info, "gated", False) or getattr(info, "private", False))
-    if not isinstance(info.sha, str) or not is_commit(info.sha):
-        raise HubError(Reason("hub.not-a-hub", {"endpoint": settings.endpoint, "said": "an answer without a commit"}))
-    return Listing(reference, info.sha, tuple(files), restricted=restricted)
+        if not isinstance(info.sha, str) or not is_commit(info.sha):
+            raise ValueError("an answer without a commit")
+        files = []
+        for entry in info.siblings or ():
+            sha256 = entry.lfs.sha256 if entry.lfs else None
+            files.append(HubFile(entry.rfilename, entry.size, sha256, None if sha256 else entry.blob_id))
+    return Listing(reference, info.sha, tuple(files), restricted=bool(info.gated or info.private))
 
 
 def require_readable(listing: Listing, file: HubFile, settings: HubSettings) -> None:
     """Send a request for the head of one file: the list of a gated repository is public, its files are not.
 
-    Raises HubError and MissingPackageError.
+    Raises HubError, also for another commit or size than those of the listing, and MissingPackageError.
     """
-    _metadata(listing, file, settings)
+    reference, library = listing.reference, _library()
+    with _readable_errors(reference, settings, file.path):
+        found = library.get_hf_file_metadata(
+            _url(listing, file, settings),
+            token=settings.token or False,
+            timeout=_TIMEOUT_SECONDS,
+            endpoint=settings.endpoint,
+        )
+        if found.commit_hash not in (None, listing.commit):
+            raise ValueError(f"it serves commit {found.commit_hash} in place of {listing.commit}")
+    if found.size is not None and file.size is not None and found.size != file.size:
+        params = {"path": file.path, "place": reference.place, "bytes": found.size, "expected": file.size}
+        raise HubError(Reason("hub.size-differs", params))
+
+
+def _url(listing: Listing, file: HubFile, settings: HubSettings) -> str:
+    of_repo = {"repo_type": listing.reference.kind, "revision": listing.commit, "endpoint": settings.endpoint}
+    return str(_library().hf_hub_url(listing.reference.repo, file.path, **of_repo))
 
 
 def read_small_file(listing: Listing, file: HubFile, settings: HubSettings) -> Path:
@@ -179,16 +191,24 @@ def require_online(listing: Listing, files: tuple[HubFile, ...], settings: HubSe
 
 
 def read_range(listing: Listing, file: HubFile, settings: HubSettings, first: int, length: int) -> bytes:
-    """Return the ``length`` bytes of a file from ``first`` on, without fetching the rest. Raises HubError."""
-    require_library()
-    from huggingface_hub.file_download import http_get
+    """Return the ``length`` bytes of a file from ``first`` on, without fetching the rest.
 
-    found = _metadata(listing, file, settings)
-    target = _AtMost(length)
-    headers = {**_headers(settings, found.url, found.location), "Range": f"bytes={first}-{first + length - 1}"}
-    with _readable_errors(listing.reference, settings, file.path), _no_bars():
-        http_get(found.location, cast(BinaryIO, target), headers=headers, expected_size=length)
+    Raises HubError and MissingPackageError.
+    """
+    target, header = _AtMost(length), {"Range": f"bytes={first}-{first + length - 1}"}
+    _get(listing, file, settings, target, header, expected_size=length)
     return target.getvalue()
+
+
+def _get(
+    listing: Listing, file: HubFile, settings: HubSettings, target: io.IOBase, headers: dict[str, str], **sizes: int
+) -> None:
+    library = _library()
+    # The HTTP library sends the token to the hub alone, not to another host to which the hub redirects.
+    headers |= library.utils.build_hf_headers(token=settings.token or False)
+    headers["Accept-Encoding"] = "identity"  # a compressed answer could not be resumed
+    with _readable_errors(listing.reference, settings, file.path), _no_bars():
+        library.file_download.http_get(_url(listing, file, settings), target, headers=headers, **sizes)
 
 
 class _AtMost(io.BytesIO):
@@ -199,7 +219,6 @@ class _AtMost(io.BytesIO):
         self._length = length
 
     def write(self, data: Any) -> int:
-        """Append the data."""
         if self.tell() + len(data) > self._length:
             raise ValueError("it ignores the Range of a request")
         return super().write(data)
@@ -208,80 +227,25 @@ class _AtMost(io.BytesIO):
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
     """Hide the progress bars of huggingface_hub: progress is shown by ScaleTrain."""
-    from huggingface_hub import utils
-
-    bars: Any = utils
-    hidden = bars.are_progress_bars_disabled()
-    bars.disable_progress_bars()
+    utils = _library().utils
+    hidden = utils.are_progress_bars_disabled()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
         if not hidden:
-            bars.enable_progress_bars()
-
-
-@dataclass(frozen=True)
-class _Location:
-    url: str  # at the hub
-    location: str  # where the content is: the same, or a content delivery network
-    etag: str
-
-
-def _metadata(listing: Listing, file: HubFile, settings: HubSettings) -> _Location:
-    require_library()
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    reference = listing.reference
-    url = hf_hub_url(
-        reference.repo, file.path, repo_type=reference.kind, revision=listing.commit, endpoint=settings.endpoint
-    )
-    with _readable_errors(reference, settings, file.path):
-        found = get_hf_file_metadata(
-            url, token=settings.token or False, timeout=_TIMEOUT_SECONDS, endpoint=settings.endpoint
-        )
-    if found.commit_hash not in (None, listing.commit):
-        said = f"it serves commit {found.commit_hash} in place of {listing.commit}"
-        raise HubError(Reason("hub.not-a-hub", {"endpoint": settings.endpoint, "said": said}))
-    if found.size is not None and file.size is not None and found.size != file.size:
-        params = {"path": file.path, "place": reference.place, "bytes": found.size, "expected": file.size}
-        raise HubError(Reason("hub.size-differs", params))
-    return _Location(url, found.location, found.etag or "")
-
-
-def _headers(settings: HubSettings, url: str, location: str) -> dict[str, str]:
-    """Return the headers of a download. Only the hub gets the token, not another host that has the content."""
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    own = urlsplit(url)[:2] == urlsplit(location)[:2]
-    headers: dict[str, str] = build_hf_headers(token=(settings.token or False) if own else False)
-    return {**headers, "Accept-Encoding": "identity"}  # a compressed answer could not be resumed
-
-
-def require_library() -> None:
-    """Raise MissingPackageError if huggingface_hub, which sends every request, is not installed."""
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError as error:
-        what = "References that begin with hf:// require huggingface_hub, which is not installed."
-        raise MissingPackageError(what, install_command("hub")) from error
-
-
-def _api(settings: HubSettings) -> HfApi:
-    require_library()
-    from huggingface_hub import HfApi
-
-    return HfApi(endpoint=settings.endpoint, token=settings.token or False)
+            utils.enable_progress_bars()
 
 
 @contextlib.contextmanager
 def _readable_errors(reference: HubReference, settings: HubSettings, path: str = "") -> Iterator[None]:
-    """Turn the errors of huggingface_hub and of its HTTP library into HubError."""
-    from huggingface_hub import errors
-
-    expected: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, *_http_errors())
+    errors = _library().errors
+    # Its HTTP library depends on its version: requests, whose errors are OSErrors, httpx or httpx2.
+    libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    of_http = [error for library in libraries for error in (library.HTTPError, library.InvalidURL)]
     try:
         yield
-    except expected as error:
+    except (OSError, ValueError, RuntimeError, *of_http) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             raise  # of the local file system
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -294,12 +258,11 @@ def _readable_errors(reference: HubReference, settings: HubSettings, path: str =
             raise HubError(Reason("hub.token-refused", place)) from error
         if isinstance(error, errors.RepositoryNotFoundError):
             raise HubError(Reason("hub.no-repository", place)) from error
+        named = {"repo": reference.repo, "revision": reference.revision}
         if isinstance(error, errors.RevisionNotFoundError):
-            params = {"repo": reference.repo, "revision": reference.revision}
-            raise HubError(Reason("hub.no-revision", params)) from error
+            raise HubError(Reason("hub.no-revision", named)) from error
         if isinstance(error, errors.EntryNotFoundError):
-            params = {"repo": reference.repo, "revision": reference.revision, "path": path}
-            raise HubError(Reason("hub.no-file", params)) from error
+            raise HubError(Reason("hub.no-file", named | {"path": path})) from error
         if status in (401, 403):
             raise HubError(Reason("hub.forbidden", place)) from error
         if status is not None:
@@ -310,46 +273,53 @@ def _readable_errors(reference: HubReference, settings: HubSettings, path: str =
         raise HubError(Reason(f"hub.{code}", params), temporary=code == "unreachable") from error
 
 
-def _http_errors() -> tuple[type[Exception], ...]:
-    """Return the base errors of the HTTP library of huggingface_hub; which one it is depends on its version."""
-    names = {"httpx2": ("HTTPError", "InvalidURL"), "httpx": ("HTTPError", "InvalidURL")}
-    return tuple(
-        getattr(sys.modules[module], name) for module, found in names.items() if module in sys.modules for name in found
-    )
-
-
 def download(
-    listing: Listing, file: HubFile, settings: HubSettings, on_bytes: Callable[[int], None] = lambda count: None
-) -> int:
-    """Fetch one file into the cache, and return the number of bytes that were received over the network.
+    listing: Listing,
+    file: HubFile,
+    settings: HubSettings,
+    on_bytes: Callable[[int, int], None] = lambda size, count: None,
+) -> None:
+    """Fetch one file into the cache.
 
     Continues an interrupted download of this machine, and compares size and hash before the file appears under its
-    name. ``on_bytes`` is called with the size of the file as it grows. Raises HubError and OSError.
+    name. ``on_bytes`` is called with the size of the file as it grows, and the number of bytes just received. Raises
+    HubError, MissingPackageError and OSError.
     """
-    folder, snapshot = settings.repo_folder(listing.reference), settings.snapshot(listing.reference, listing.commit)
-    make_folder(folder / "blobs", mode=FOLDER_MODE)
-    name = file.sha256 or file.blob_id or _metadata(listing, file, settings).etag.strip('"') or file.path
-    blob = folder / "blobs" / name.replace("/", "--")
-    target = snapshot / file.path
-    make_folder(target.parent, mode=FOLDER_MODE)
-    if _is_good(target, file):  # fetched by another program
-        return 0
-    with _blob_locks.setdefault(blob, threading.Lock()):  # two files may have the same content
-        received = 0 if _is_good(blob, file) else _fill(blob, listing, file, settings, on_bytes)
-    _link(blob, target)
-    return received
+    name = file.sha256 or file.blob_id or f"{listing.commit}/{file.path}"
+    blob = settings.repo_folder(listing.reference) / "blobs" / name.replace("/", "--")
+    target = settings.snapshot(listing.reference, listing.commit) / file.path
+    for folder in (blob.parent, target.parent):
+        make_folder(folder, mode=FOLDER_MODE)
+    if _is_whole(target, file):  # fetched by another program
+        return
+    target.unlink(missing_ok=True)
+    with _blob_locks.setdefault(blob, threading.Lock()):
+        if not _is_whole(blob, file):
+            blob.unlink(missing_ok=True)
+            _fill(blob, listing, file, settings, on_bytes)
+    # As huggingface_hub does: a relative link, a hard link if there are none.
+    draft = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        draft.symlink_to(os.path.relpath(blob, target.parent))
+    except OSError:
+        os.link(blob, draft)
+    os.replace(draft, target)
 
 
-def _fill(blob: Path, listing: Listing, file: HubFile, settings: HubSettings, on_bytes: Callable[[int], None]) -> int:
-    """Download the content to ``blob``, and return the bytes received. Raises HubError and OSError."""
+_blob_locks: dict[Path, threading.Lock] = {}  # among threads: two files may have the same content
+
+
+def _fill(
+    blob: Path, listing: Listing, file: HubFile, settings: HubSettings, on_bytes: Callable[[int, int], None]
+) -> None:
     # Of this machine: on some shared file systems a lock of another node has no effect.
     part = blob.with_name(f"{blob.name}.{socket.gethostname()}{_UNFINISHED}")
-    received = 0
-    with contextlib.ExitStack() as stack:
-        if not stack.enter_context(locked(blob.with_name(f"{part.name}.lock"), wait_seconds=0, shared=True)):
+    lock = part.with_name(f"{part.name}.lock")
+    with locked(lock, wait_seconds=0, shared=True) as held:
+        if not held:
             part = part.with_name(f"{part.name}.{os.getpid()}")  # of another process, whose lock was given up
         for number in range(1, _DOWNLOADS + 1):
-            received += _receive(listing, file, settings, part, on_bytes)
+            _receive(listing, file, settings, part, on_bytes)
             algorithm = differing_hash(part, file)
             if algorithm is None:
                 break
@@ -357,101 +327,47 @@ def _fill(blob: Path, listing: Listing, file: HubFile, settings: HubSettings, on
             if number == _DOWNLOADS:
                 params = {"path": file.path, "place": listing.reference.place, "algorithm": algorithm}
                 raise HubError(Reason("hub.hash-differs", params | {"attempts": number}), temporary=True)
-        with closing_descriptor(open_to_append(part)) as descriptor:  # never a link that another user has made
-            os.fchmod(descriptor, 0o666 & ~process_umask())
         os.replace(part, blob)
         with contextlib.suppress(OSError):
-            blob.with_name(f"{blob.name}.{socket.gethostname()}{_UNFINISHED}.lock").unlink()
-    return received
-
-
-_blob_locks: dict[Path, threading.Lock] = {}
-
-
-def _is_good(path: Path, file: HubFile) -> bool:
-    """Return whether the complete file is there; remove one whose content is wrong."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return False
-    if (file.size is None or size == file.size) and differing_hash(path, file) is None:
-        return True
-    path.unlink()
-    return False
+            lock.unlink()
 
 
 def _receive(
-    listing: Listing, file: HubFile, settings: HubSettings, part: Path, on_bytes: Callable[[int], None]
-) -> int:
-    """Download to ``part`` from its present end on, and return the bytes received. Raises HubError."""
-    require_library()
-    from huggingface_hub.file_download import http_get
-
-    first = received = part.stat().st_size if part.exists() else 0
-    total, tries = 0, 0
+    listing: Listing, file: HubFile, settings: HubSettings, part: Path, on_bytes: Callable[[int, int], None]
+) -> None:
+    """Download to ``part`` from its present end on. Raises HubError after ``_TRIES`` without progress."""
+    reached = tries = 0
     while True:
         try:
-            # Asked again each time: the address of a content delivery network expires.
-            found = _metadata(listing, file, settings)
-            headers = _headers(settings, found.url, found.location)
-            with os.fdopen(open_to_append(part), "r+b") as out, _no_bars():
-                out.seek(0, os.SEEK_END)
-                first = out.tell()
-                if file.size is not None and first > file.size:
-                    out.truncate(first := 0)
+            require_readable(listing, file, settings)
+            # open_to_append: never a link that another user has made.
+            with _Part(io.FileIO(open_to_append(part), "ab"), on_bytes) as out:
+                os.fchmod(out.fileno(), 0o666 & ~process_umask())
+                if file.size is not None and out.tell() > file.size:
+                    out.truncate(0)
                     out.seek(0)
-                if file.size is None or first < file.size:
-                    with _readable_errors(listing.reference, settings, file.path):
-                        http_get(
-                            found.location, cast(BinaryIO, _Growing(out, on_bytes)), resume_size=first, headers=headers
-                        )
+                if file.size is None or out.tell() < file.size:
+                    _get(listing, file, settings, out, {}, resume_size=out.tell())
             size = part.stat().st_size
-            total += max(0, size - first)
-            if file.size is None or size == file.size:
-                return total
+            if file.size in (None, size):
+                return
             params = {"path": file.path, "place": listing.reference.place, "bytes": size, "expected": file.size}
             raise HubError(Reason("hub.size-differs", params), temporary=True)
         except HubError as error:
             size = part.stat().st_size if part.exists() else 0
-            tries = 1 if size > received else tries + 1
-            if error.why.code != "hub.size-differs":
-                total += max(0, size - first)
-            received = size
+            tries = 1 if size > reached else tries + 1
             if not error.temporary or tries >= _TRIES:
                 raise
+            reached = size
             time.sleep(_PAUSE_SECONDS * 2 ** (tries - 1))
 
 
-class _Growing(io.RawIOBase):
-    """A file that reports its size as it grows."""
-
-    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
-        self._file, self._on_bytes = file, on_bytes
+class _Part(io.BufferedWriter):
+    def __init__(self, file: io.FileIO, on_bytes: Callable[[int, int], None]) -> None:
+        super().__init__(file)
+        self._on_bytes = on_bytes
 
     def write(self, data: Any) -> int:
-        """Write, and report the size of the file."""
-        count = self._file.write(data)
-        self._on_bytes(self._file.tell())
+        count = super().write(data)
+        self._on_bytes(self.tell(), count)
         return count
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Change the position."""
-        return self._file.seek(offset, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        """Cut the file."""
-        return self._file.truncate(size)
-
-
-def _link(blob: Path, target: Path) -> None:
-    """Make ``target`` the name of the blob, as huggingface_hub does: a relative link, a hard link if there are none."""
-    draft = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        draft.symlink_to(os.path.relpath(blob, target.parent))
-    except OSError:
-        os.link(blob, draft)
-    os.replace(draft, target)

@@ -52,10 +52,9 @@ class HubReference:
         """Return the repository and revision as a person writes them: ``org/name@main``."""
         return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}@{self.revision}"
 
-    def at(self, commit: str) -> str:
-        """Return the text of this reference at a commit."""
-        kind = "datasets/" if self.kind == "dataset" else ""
-        return f"{PREFIX}{kind}{self.repo}@{commit}" + (f"/{self.path}" if self.path else "")
+    def below(self, name: str) -> str:
+        """Return the path in the repository of a file in the folder ``path``."""
+        return f"{self.path}/{name}" if self.path else name
 
 
 def is_reference(text: str | None) -> bool:
@@ -100,9 +99,8 @@ def _revision_and_path(tail: str) -> tuple[str, str]:
     if special is not None:
         return special[0], tail[special.end() :].removeprefix("/")
     revision, _, path = tail.partition("/")
-    return revision.replace("%2F", "/").replace(
-        "%2f", "/"
-    ), path  # a branch whose name has slashes is written with %2F, as huggingface_hub writes it
+    # A branch whose name has slashes is written with %2F, as huggingface_hub writes it.
+    return revision.replace("%2F", "/").replace("%2f", "/"), path
 
 
 def _is_name(name: str) -> bool:

@@ -1,14 +1,13 @@
 """Fetch the files of the Hugging Face Hub that a run reads into the cache, once per cache, in a process of its own.
 
-``python -m scaletrain_cli.launch.hub_fetch --parent-pid PID`` reads a request from stdin and writes its progress, one
-JSON object per line, to stdout. huggingface_hub reads its variables when it is imported, so the process is started with
+``python -m scaletrain_cli.launch.hub_fetch`` reads a request from stdin and writes its progress, one JSON object per
+line, to stdout. huggingface_hub reads its variables when it is imported, so the process is started with
 the environment of the ranks; the process that starts it stays free of HTTP libraries, and can end it at any time: a
 download goes on where it ended.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +32,12 @@ from scaletrain_cli.hub.cache import (
     HubFile,
     HubSettings,
     Listing,
+    cached_listing,
     keep_commit,
     keep_listing,
     missing_files,
 )
+from scaletrain_cli.hub.client import download, files_to_fetch, read_small_file, require_online, resolve
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.node.processes import die_with_parent
 from scaletrain_cli.own_processes import absolute_paths, python_command
@@ -92,17 +93,12 @@ def fetch(
     FetchError for what one may, MissingPackageError and FetchStopped.
     """
     settings = HubSettings.from_environment(environment)
-    if not uses or all(_is_complete(use, commits, settings) for use in uses):
+    if all(_is_complete(use, commits, settings) for use in uses):
         return FetchProgress("done", cache=str(settings.cache))
-    request = {
-        "uses": [dataclasses.asdict(use) for use in uses],
-        "commits": {use.text: commits[use.text] for use in uses},
-    }
-    command = python_command("scaletrain_cli.launch.hub_fetch", "--parent-pid", str(os.getpid()))
-    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=absolute_paths({**environment, **quiet})
-    ) as process:
+    request = {"uses": [dataclasses.asdict(use) for use in uses], "commits": dict(commits), "parent_pid": os.getpid()}
+    command = python_command("scaletrain_cli.launch.hub_fetch")
+    variables = absolute_paths({**environment, "HF_HUB_DISABLE_TELEMETRY": "1"})
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as process:
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code is reported
@@ -112,13 +108,19 @@ def fetch(
         except BaseException:
             process.kill()
             raise
-    return _result(last, process.returncode)
+    if last.get("state") == "done":
+        return FetchProgress(**last)
+    if last.get("state") != "failed":
+        said = f"the process that fetches ended with {process.returncode}"
+        raise FetchError(Reason("hub.fetch-failed", {"said": said}))
+    if "command" in last:
+        raise MissingPackageError(last["what"], last["command"])
+    reason = reason_from(last["reason"])
+    raise FetchError(reason) if last["temporary"] else HubError(reason)
 
 
 def _is_complete(use: HubUse, commits: Mapping[str, str], settings: HubSettings) -> bool:
     """Return whether the cache is known to hold the files; sends no request."""
-    from scaletrain_cli.hub.cache import cached_listing
-
     reference, commit = use.reference, commits[use.text]
     listing = cached_listing(settings, reference, commit)
     if listing is None or not listing.from_hub:
@@ -135,7 +137,6 @@ def _follow(
     on_progress: Callable[[FetchProgress], None],
     is_stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Return the last line of the process as a JSON object."""
     assert process.stdout is not None
     last: dict[str, Any] = {}
     rest = b""
@@ -156,52 +157,32 @@ def _follow(
                     on_progress(FetchProgress(**last))
 
 
-def _result(last: Mapping[str, Any], exit_code: int) -> FetchProgress:
-    state = last.get("state")
-    if state == "done":
-        return FetchProgress(**last)
-    if state != "failed":
-        said = f"the process that fetches ended with {exit_code}"
-        raise FetchError(Reason("hub.fetch-failed", {"said": said}))
-    reason = reason_from(last["reason"])
-    if last.get("command") is not None:
-        raise MissingPackageError(last["what"], last["command"])
-    raise FetchError(reason) if last["temporary"] else HubError(reason)
-
-
 # ---- the process itself ---------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Fetch what the request on stdin names; return the exit code."""
-    parser = argparse.ArgumentParser(prog="hub_fetch", description="Fetch files of the Hugging Face Hub.")
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the agent's mask is inherited
-    if not die_with_parent(options.parent_pid, signal.SIGKILL):
-        return ExitCode.CRASHED
     request = json.loads(sys.stdin.read())
+    if not die_with_parent(request["parent_pid"], signal.SIGKILL):
+        return ExitCode.CRASHED
     uses = [HubUse(**{**use, "kinds": tuple(use["kinds"])}) for use in request["uses"]]
     settings = HubSettings.from_environment(os.environ)
-    if settings.endpoint != HubSettings(settings.cache).endpoint:
-        os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # mirrors speak HTTP only
+    failure: dict[str, Any]
     try:
         done = Fetch(settings).run(uses, request["commits"])
     except MissingPackageError as error:
-        found = {"reason": {"code": "", "text": str(error)}, "what": error.what, "command": error.command}
-        _report({"state": "failed", "temporary": False, **found})
-        return error.exit_code
+        failure = {"what": error.what, "command": error.command}
     except HubError as error:
-        _report({"state": "failed", "reason": error.why.to_document(), "temporary": error.temporary})
-        return error.exit_code
+        failure = {"reason": error.why.to_document(), "temporary": error.temporary}
     except OSError as error:
-        reason = Reason("hub.fetch-failed", {"said": str(error)})
-        if is_full(error):
-            reason = Reason("hub.disk-full", {"cache": str(settings.cache), "said": os.strerror(error.errno or 0)})
-        _report({"state": "failed", "reason": reason.to_document(), "temporary": not is_full(error)})
-        return ExitCode.CRASHED
-    _report(dataclasses.asdict(done))
-    return ExitCode.DONE
+        reason = _disk_full(settings, error) if is_full(error) else Reason("hub.fetch-failed", {"said": str(error)})
+        failure = {"reason": reason.to_document(), "temporary": not is_full(error)}
+    else:
+        _report(dataclasses.asdict(done))
+        return ExitCode.DONE
+    _report({"state": "failed", **failure})
+    return ExitCode.CRASHED
 
 
 def _report(line: Mapping[str, Any]) -> None:
@@ -209,12 +190,28 @@ def _report(line: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _disk_full(settings: HubSettings, error: OSError) -> Reason:
+    return Reason("hub.disk-full", {"cache": str(settings.cache), "said": os.strerror(error.errno or 0)})
+
+
+@contextlib.contextmanager
+def _errors_of_cache(settings: HubSettings, count: int = 1) -> Iterator[None]:
+    """Turn the error of a cache that has no space or cannot be written, for ``count`` files, into HubError."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise HubError(_disk_full(settings, error)) from error
+        params = {"count": count, "cache": str(settings.cache), "said": error.strerror or str(error)}
+        raise HubError(Reason("hub.not-writable", params)) from error
+
+
 class Fetch:
     """One fetch into one cache. Reports its progress each second, and keeps its locks alive."""
 
     def __init__(self, settings: HubSettings, stale_seconds: float = STALE_SECONDS) -> None:
         self._settings, self._stale_seconds = settings, stale_seconds
-        self._sizes: dict[tuple[str, str], int] = {}
+        self._sizes: dict[Path, int] = {}
         self._received = self._total = self._files = 0
         self._held: list[Path] = []
         self._state = "checking"
@@ -229,47 +226,32 @@ class Fetch:
             with contextlib.ExitStack() as locks:
                 # In one order, so that two fetches cannot each hold the lock that the other waits for.
                 ordered = sorted(uses, key=lambda use: str(self._settings.repo_folder(use.reference)))
-                wanted = {use: self._wanted(use, commits[use.text], locks) for use in ordered}
-                groups: dict[tuple[Path, str], tuple[Listing, dict[str, HubFile]]] = {}
-                for use, (listing, files) in wanted.items():
-                    key = (self._settings.repo_folder(use.reference), listing.commit)
-                    groups.setdefault(key, (listing, {}))[1].update({file.path: file for file in files})
-                self._fetch_missing([(listing, tuple(files.values())) for listing, files in groups.values()])
-                for use, (listing, _) in wanted.items():
+                by_snapshot: dict[Path, tuple[Listing, dict[str, HubFile]]] = {}
+                for use in ordered:
+                    listing, files = self._select(use, commits[use.text], locks)
+                    snapshot = self._settings.snapshot(use.reference, listing.commit)
+                    by_snapshot.setdefault(snapshot, (listing, {}))[1].update({file.path: file for file in files})
+                self._fetch_missing(by_snapshot.values())
+                for use in ordered:
                     with contextlib.suppress(OSError):
-                        keep_commit(self._settings, use.reference, listing.commit, fetched=True)
+                        keep_commit(self._settings, use.reference, commits[use.text], fetched=True)
         finally:
             self._ended.set()
             reporter.join()
         return dataclasses.replace(self._progress(), state="done")
 
-    def _wanted(self, use: HubUse, commit: str, locks: contextlib.ExitStack) -> tuple[Listing, tuple[HubFile, ...]]:
-        from scaletrain_cli.hub.client import resolve
+    def _select(self, use: HubUse, commit: str, locks: contextlib.ExitStack) -> tuple[Listing, tuple[HubFile, ...]]:
+        listing = resolve(use.reference, self._settings, commit)
+        self._lock(self._settings.repo_folder(use.reference), locks)
+        with _errors_of_cache(self._settings):
+            return listing, selected_files(use, listing, lambda file: read_small_file(listing, file, self._settings))
 
-        reference = use.reference
-        listing = resolve(reference, self._settings, commit)
-        self._lock(use, commit, locks)
-        return listing, selected_files(use, listing, lambda file: self._read(listing, file))
-
-    def _read(self, listing: Listing, file: HubFile) -> Path:
-        """Return the path of a small file in the cache, fetched if necessary. Raises HubError."""
-        from scaletrain_cli.hub.client import read_small_file
-
-        try:
-            return read_small_file(listing, file, self._settings)
-        except OSError as error:
-            cache, said = str(self._settings.cache), error.strerror or str(error)
-            if is_full(error):
-                raise HubError(Reason("hub.disk-full", {"cache": cache, "said": said})) from error
-            raise HubError(Reason("hub.not-writable", {"count": 1, "cache": cache, "said": said})) from error
-
-    def _lock(self, use: HubUse, commit: str, locks: contextlib.ExitStack) -> None:
-        """Take the lock of the repository, so that of several fetches one downloads and the others find the files.
+    def _lock(self, folder: Path, locks: contextlib.ExitStack) -> None:
+        """Take the lock of a repository, so that of several fetches one downloads and the others find the files.
 
         Gives up when the holder has given no sign of life for a while: two downloads of one file do no harm, as each
         has a file of its own, which is renamed when it is complete.
         """
-        folder = self._settings.repo_folder(use.reference)
         path = folder / _LOCK_NAME
         if path in self._held:
             return
@@ -291,17 +273,18 @@ class Fetch:
                 raise
             return  # a cache that cannot be written: sufficient if it is complete
 
-    def _fetch_missing(self, groups: Sequence[tuple[Listing, tuple[HubFile, ...]]]) -> None:
-        from scaletrain_cli.hub.client import files_to_fetch, require_online
-
-        todo = [(listing, file) for listing, files in groups for file in files_to_fetch(listing, files, self._settings)]
-        if not todo:
+    def _fetch_missing(self, selected: Iterable[tuple[Listing, dict[str, HubFile]]]) -> None:
+        missing = []
+        for listing, files in selected:
+            if lacking := tuple(files_to_fetch(listing, tuple(files.values()), self._settings)):
+                require_online(listing, lacking, self._settings)
+                missing.append((listing, lacking))
+        if not missing:
             return
-        for listing, _ in groups:
-            if missing := tuple(file for other, file in todo if other is listing):
-                require_online(listing, missing, self._settings)
-        self._require_space(todo)
-        self._total, self._files, self._state = sum(file.size or 0 for _, file in todo), len(todo), "fetching"
+        todo = [(listing, file) for listing, files in missing for file in files]
+        self._total, self._files = sum(file.size or 0 for _, file in todo), len(todo)
+        self._require_space({self._settings.repo_folder(listing.reference) for listing, _ in missing})
+        self._state = "fetching"
         _report(dataclasses.asdict(self._progress()))
         pool = ThreadPoolExecutor(_PARALLEL)
         futures = [pool.submit(self._download, listing, file) for listing, file in todo]
@@ -310,43 +293,32 @@ class Fetch:
         pool.shutdown(wait=False, cancel_futures=True)
         for future in finished:
             future.result()
-        for listing, _ in groups:
-            if fetched := tuple(file for other, file in todo if other is listing):
-                keep_listing(self._settings, listing, fetched)
+        for listing, fetched in missing:
+            keep_listing(self._settings, listing, fetched)
 
     def _download(self, listing: Listing, file: HubFile) -> None:
-        from scaletrain_cli.hub.client import download
+        path = self._settings.snapshot(listing.reference, listing.commit) / file.path
 
-        key = (listing.commit, file.path)
+        def note(size: int, received: int) -> None:
+            self._sizes[path] = size
+            with self._counting:
+                self._received += received
 
-        def note(size: int) -> None:
-            self._sizes[key] = size
+        download(listing, file, self._settings, note)
+        self._sizes[path] = file.size or 0
 
-        received = download(listing, file, self._settings, note)
-        with self._counting:
-            self._received += received
-        self._sizes[key] = file.size or 0
-
-    def _require_space(self, todo: Sequence[tuple[Listing, HubFile]]) -> None:
+    def _require_space(self, folders: Collection[Path]) -> None:
         """Raise HubError unless the cache can be written and has space for the files."""
-        cache = self._settings.cache
-        needed = sum(file.size or 0 for _, file in todo)
-        for folder in {self._settings.repo_folder(listing.reference) for listing, _ in todo}:
-            try:
-                make_folder(folder / "blobs", mode=FOLDER_MODE)
-                parts = sum(path.stat().st_size for path in (folder / "blobs").glob("*.scaletrain-incomplete"))
-            except OSError as error:
-                if is_full(error):
-                    raise
-                params = {"count": len(todo), "cache": str(cache), "said": error.strerror or str(error)}
-                raise HubError(Reason("hub.not-writable", params)) from error
-            if not os.access(folder / "blobs", os.W_OK | os.X_OK):
-                params = {"count": len(todo), "cache": str(cache), "said": f"{folder / 'blobs'} is read-only"}
-                raise HubError(Reason("hub.not-writable", params))
-            needed -= parts
-        free = shutil.disk_usage(cache).free
+        needed = self._total
+        for blobs in (folder / "blobs" for folder in folders):
+            with _errors_of_cache(self._settings, self._files):
+                make_folder(blobs, mode=FOLDER_MODE)
+                needed -= sum(path.stat().st_size for path in blobs.glob("*.scaletrain-incomplete"))
+                if not os.access(blobs, os.W_OK | os.X_OK):
+                    raise PermissionError(f"{blobs} is read-only")
+        free = shutil.disk_usage(self._settings.cache).free
         if needed + _RESERVE_BYTES > free:
-            params = {"needed": needed, "cache": str(cache), "free": free}
+            params = {"needed": needed, "cache": str(self._settings.cache), "free": free}
             raise HubError(Reason("hub.no-space", params))
 
     def _progress(self) -> FetchProgress:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.hub.client import resolve
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.spec import RunSpec
@@ -19,20 +20,11 @@ from scaletrain_cli.spec.shared_paths import is_shared
 ONLY, MEASURES_ONLY = "SCALETRAIN_ONLY", "preflight"
 # The sections with the data of a run, for ``fetched_spec``.
 DATA = ("data", ZERO_SHOT)
-# What the job's environment keeps of the submitter's, and the cache depends on.
-_KEPT_ON_NODES = ("HOME", "USER")
 
 
 def environment_here(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for requests from this machine, with the variables of the hub in ``env`` of the spec."""
     return hub_environment(spec.env, spec.secret_env, environment, runs_here=spec.cluster.traits.runs_here)
-
-
-def environment_of_nodes(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the nodes' environment on which the place of the cache depends."""
-    if spec.cluster.traits.runs_here:
-        return {**environment, **spec.env}
-    return {**{name: environment[name] for name in _KEPT_ON_NODES if name in environment}, **spec.env}
 
 
 def resolve_commits(
@@ -42,15 +34,12 @@ def resolve_commits(
 
     A full commit hash needs no request. Raises HubError and MissingPackageError.
     """
-    from scaletrain_cli.hub.client import resolve
-
     settings = HubSettings.from_environment(environment_here(spec, environment))
-    found = dict(known or {})
+    commits = {}
     for use in hub_uses(spec):
-        if not found.get(use.text):
-            named = use.reference
-            found[use.text] = named.revision if named.is_pinned else resolve(named, settings).commit
-    return {use.text: found[use.text] for use in hub_uses(spec)}
+        named, before = use.reference, (known or {}).get(use.text)
+        commits[use.text] = before or (named.revision if named.is_pinned else resolve(named, settings).commit)
+    return commits
 
 
 def shared_cache(spec: RunSpec, environment: Mapping[str, str]) -> HubSettings | None:
@@ -59,8 +48,12 @@ def shared_cache(spec: RunSpec, environment: Mapping[str, str]) -> HubSettings |
     None where each node fetches for itself, and where the run is on this machine.
     """
     traits = spec.cluster.traits
-    settings = HubSettings.from_environment(environment_of_nodes(spec, environment))
-    if traits.runs_here or not traits.shared_run_directory or not is_shared(PurePosixPath(settings.cache)):
+    if traits.runs_here or not traits.shared_run_directory:
+        return None
+    # What the job's environment keeps of the submitter's, and the cache depends on.
+    kept = {name: environment[name] for name in ("HOME", "USER") if name in environment}
+    settings = HubSettings.from_environment({**kept, **spec.env})
+    if not is_shared(PurePosixPath(settings.cache)):
         return None
     in_container = View(spec, Path.cwd(), environment).unseen(str(settings.cache))
     return None if in_container else settings

@@ -30,6 +30,7 @@ from scaletrain_cli.hub.cache import (
     endpoint_of,
     is_offline,
 )
+from scaletrain_cli.hub.client import read_small_file, resolve
 from scaletrain_cli.hub.reference import HubError, HubReference, is_reference, parse_reference
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import (
@@ -166,12 +167,13 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     if spec.code.own_program and not (spec.code.engine or "").startswith(_OWN_PROGRAMS):
         return ()
     adapter, whole = getattr(spec.model, "adapter", None), spec.code.own_program and WHOLE_CHECKPOINT in spec.env
+    reads_data = not (spec.code.own_program and spec.data.tokenizer.path)
     values: tuple[tuple[str, Any, Purpose], ...] = (
         *((each.key, each.path, "beside_weights" if whole else "weights") for each in spec.initial_weights),
         ("model.adapter.weights", None if spec.code.own_program else getattr(adapter, "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
-        *(() if spec.code.own_program and spec.data.tokenizer.path else _sources(spec)),
+        *((key, path, "source") for key, path in (spec.data_paths() if reads_data else ())),
     )
     kinds: tuple[str, ...] = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
     if spec.code.own_program:  # an evaluation, which has no objective
@@ -190,10 +192,6 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
         for key, text, purpose in values
         if is_reference(text)
     )
-
-
-def _sources(spec: "RunSpec") -> Iterator[tuple[str, Any, Purpose]]:
-    yield from ((key, path, "source") for key, path in spec.data_paths())
 
 
 def may_be_frozen(spec: "RunSpec") -> bool:
@@ -215,17 +213,15 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
     if use.purpose == "weights":
         return _weights_files(use.reference, listing, read)
     if use.purpose == "beside_weights":
-        return _beside_weights(listing, path)
+        return _beside_weights(use.reference, listing)
     if use.purpose == "adapter":
-        return tuple(_required(listing, f"{path}/{name}" if path else name) for name in ADAPTER)
+        return tuple(_required(listing, use.reference.below(name)) for name in ADAPTER)
     name = TOKENIZER if use.purpose == "tokenizer" else TEMPLATE
-    is_folder = listing.find(f"{path}/{name}") is not None
-    if use.purpose == "template" and path and not is_folder and not path.endswith(_TEMPLATES):
+    in_folder = use.reference.below(name)
+    if use.purpose == "template" and path and not listing.find(in_folder) and not path.endswith(_TEMPLATES):
         raise HubError(Reason("hub.not-a-template", {"path": path}))
-    found = listing.find(path) if path else None
-    if found is None:
-        found = _required(listing, f"{path}/{name}" if path else name)
-    return (found, *_beside(listing, str(PurePosixPath(found.path).parent), but=found.path))
+    found = listing.find(path) or _required(listing, in_folder)
+    return (found, *_beside(listing, found.path.rpartition("/")[0], but=found.path))
 
 
 def _required(listing: Listing, path: str) -> HubFile:
@@ -237,7 +233,7 @@ def _required(listing: Listing, path: str) -> HubFile:
 
 
 def _beside(listing: Listing, folder: str, but: str = "") -> Iterator[HubFile]:
-    below = "" if folder == "." else f"{folder}/"
+    below = f"{folder}/" if folder else ""
     for file in listing.files:
         parts = PurePosixPath(file.path.removeprefix(below)).parts
         if file.path.startswith(below) and file.path != but and any(path_matches(parts, name) for name in _BESIDE):
@@ -245,37 +241,39 @@ def _beside(listing: Listing, folder: str, but: str = "") -> Iterator[HubFile]:
 
 
 def _weights_files(reference: HubReference, listing: Listing, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
-    folder = f"{reference.path}/" if reference.path else ""
+    folder = reference.below("")
     index, single = listing.find(folder + INDEX), listing.find(folder + SINGLE)
     if index is not None:
-        weights = _indexed(listing, index, folder, read)
+        weights = (index, *_indexed(listing, index, folder, read(index)))
     elif single is not None:
         weights = (single,)
     else:
         others = sorted({f.path for f in listing.files if f.path.startswith(folder) and f.path.endswith(_PICKLED)})
         params = {"place": reference.place, "others": f", only {others[0]}" if others else ""}
         raise HubError(Reason("hub.no-safetensors", params))
-    return (*((index,) if index is not None else ()), *_beside_weights(listing, reference.path), *weights)
+    return (*_beside_weights(reference, listing), *weights)
 
 
-def _beside_weights(listing: Listing, folder: str) -> tuple[HubFile, ...]:
-    tokenizer = listing.find(f"{folder}/{TOKENIZER}" if folder else TOKENIZER)
-    return (*_beside(listing, folder or "."), *((tokenizer,) if tokenizer is not None else ()))
+def _beside_weights(reference: HubReference, listing: Listing) -> tuple[HubFile, ...]:
+    tokenizer = listing.find(reference.below(TOKENIZER))
+    return (*_beside(listing, reference.path), *((tokenizer,) if tokenizer is not None else ()))
 
 
-def _indexed(listing: Listing, index: HubFile, folder: str, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
+def _indexed(listing: Listing, index: HubFile, folder: str, local: Path) -> tuple[HubFile, ...]:
+    """Return the files that an index names, which is at ``local`` in the cache. Raises HubError."""
     try:
-        with read(index).open("rb") as content:
-            shards = {str(name) for name in json.loads(content.read(_LARGEST_INDEX_BYTES))["weight_map"].values()}
+        with local.open("rb") as content:
+            names = {str(name) for name in json.loads(content.read(_LARGEST_INDEX_BYTES))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         where = {"path": index.path, "place": listing.reference.place}
         raise HubError(Reason("hub.index-unreadable", where)) from error
-    wrong = [name for name in shards if not name.endswith(".safetensors") or "/" in name]
-    missing = sorted(name for name in shards if listing.find(folder + name) is None)
-    if wrong or missing or not shards:
-        params = {"place": listing.reference.place, "files": sorted(wrong) or missing, "index": index.path}
+    wrong = sorted(name for name in names if not name.endswith(".safetensors") or "/" in name)
+    shards = [(name, listing.find(folder + name)) for name in sorted(names)]
+    missing = wrong or [name for name, file in shards if file is None]
+    if missing or not names:
+        params = {"place": listing.reference.place, "files": missing, "index": index.path}
         raise HubError(Reason("hub.incomplete", params))
-    return tuple(file for name in sorted(shards) if (file := listing.find(folder + name)) is not None)
+    return tuple(file for _, file in shards if file is not None)
 
 
 def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tuple[HubFile, ...]:
@@ -285,16 +283,16 @@ def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tu
     """
     reference, kinds, named = use.reference, use.kinds, use.format
     path = reference.path
-    exact = listing.find(path) if path else None
+    exact = listing.find(path)
     if exact is None and not listing.from_hub:
         raise HubError(_part_of_the_files(reference, listing))
-    below = f"{path}/" if path else ""
-    in_folder = [f for f in listing.files if f.path.startswith(below)] if not path or exact is None else []
+    below = reference.below("")
+    in_folder = [f for f in listing.files if f.path.startswith(below)] if exact is None else []
     if exact is not None:
         found = [exact]
     elif in_folder:
-        kept = ((f, PurePosixPath(f.path.removeprefix(below))) for f in in_folder)
-        found = [f for f, name in kept if not _is_hidden(name) and not is_about_the_corpus(Path(name))]
+        names = ((f, f.path.removeprefix(below)) for f in in_folder)
+        found = [f for f, name in names if "/." not in f"/{name}" and not is_about_the_corpus(Path(name))]
         if SHARD_SUFFIX not in kinds:  # of text often a description of the files beside it; of images their captions
             kinds = tuple(kind for kind in kinds if kind != "json")
     else:
@@ -303,15 +301,14 @@ def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tu
     if named is None:
         found = [f for f in found if kind_of(Path(f.path)) in kinds]
     else:
-        is_folder = exact is None and bool(in_folder)
-        names = set(chosen_text([f.path for f in found], named, in_folder=is_folder))
-        names |= {f"{name.removesuffix('.idx')}.bin" for name in names if name.endswith(".idx")}
-        found, formats = [f for f in listing.files if f.path in names], suffixes_of(named)
+        chosen = set(chosen_text([f.path for f in found], named, in_folder=bool(in_folder)))
+        chosen |= {f"{name.removesuffix('.idx')}.bin" for name in chosen if name.endswith(".idx")}
+        found, formats = [f for f in listing.files if f.path in chosen], suffixes_of(named)
     if not found:
         shown = f" {path}" if path else ""
         params = {"place": reference.place, "path": shown, "formats": formats}
         raise HubError(Reason("hub.no-source", params))
-    if exact is None and in_folder and use.one_split:
+    if in_folder and use.one_split:
         # Rows may name images of any folder.
         rows = [f.path for f in found if kind_of(Path(f.path)) not in IMAGE_SUFFIXES]
         kept_rows, of_splits = read_split(rows, below, evaluation=use.key.startswith("evaluation."))
@@ -332,7 +329,7 @@ def _part_of_the_files(reference: HubReference, listing: Listing) -> Reason:
         for number in range(min(int(match["count"]), _MOST_SHARDS))
     }
     absent = all_names - {file.path for file in listing.files}
-    below, pattern = f"{reference.path}/" if reference.path else "", PurePosixPath(reference.path).parts
+    below, pattern = reference.below(""), PurePosixPath(reference.path).parts
     missing = sorted(
         name for name in absent if name.startswith(below) or path_matches(PurePosixPath(name).parts, pattern)
     )
@@ -341,10 +338,6 @@ def _part_of_the_files(reference: HubReference, listing: Listing) -> Reason:
         shown = missing[:_MOST_SHOWN] + (["..."] if len(missing) > _MOST_SHOWN else [])
         return Reason("hub.files-missing", params | {"count": len(missing), "files": shown})
     return Reason("hub.list-missing", params | {"count": len(listing.files)})
-
-
-def _is_hidden(path: PurePosixPath) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def path_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
@@ -371,12 +364,10 @@ def local_path(use: HubUse, settings: HubSettings, commit: str) -> str:
 
 def with_local_files(spec: "RunSpec", commits: Mapping[str, str], settings: HubSettings) -> "RunSpec":
     """Return the RunSpec with the local path in place of each reference that has a commit. Sends no request."""
-    changed: dict[str, Any] = {}
-    for use in hub_uses(spec):
-        if use.text in commits:
-            changed[use.key] = local_path(use, settings, commits[use.text])
-    found: RunSpec = _with_values(spec, changed) if changed else spec
-    return found
+    uses = [use for use in hub_uses(spec) if use.text in commits]
+    paths = {use.key: local_path(use, settings, commits[use.text]) for use in uses}
+    local: RunSpec = _with_values(spec, paths) if paths else spec
+    return local
 
 
 def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
@@ -398,11 +389,7 @@ def read_hub_config(text: str, settings: HubSettings, commit: str | None = None)
     ``text`` names the repository, a folder in it, or the file. Raises HubError, MissingPackageError, and ValueError for
     a text that is no reference.
     """
-    from scaletrain_cli.hub.client import read_small_file, resolve
-
     reference = parse_reference(text)
     listing = resolve(reference, settings, commit)
-    found = listing.find(reference.path) if reference.path else None
-    if found is None:
-        found = _required(listing, f"{reference.path}/{CONFIG}" if reference.path else CONFIG)
+    found = listing.find(reference.path) or _required(listing, reference.below(CONFIG))
     return read_small_file(listing, found, settings)

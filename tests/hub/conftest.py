@@ -48,5 +48,4 @@ def fetched_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Forget the answers that this process remembers, as a new process would."""
-    client._listings.clear()
-    client._unanswered.clear()
+    client._answers.clear()

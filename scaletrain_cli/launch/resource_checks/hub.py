@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import MissingPackageError, Problem, UsageError
 from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, missing_files
+from scaletrain_cli.hub.client import read_range, read_small_file, require_online, require_readable, resolve
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.hub_files import environment_here, shared_cache
@@ -68,8 +69,6 @@ def _is_for_nodes_alone(view: View, settings: HubSettings, why: Reason) -> bool:
 
 def _first_refusal(view: View, settings: HubSettings) -> Reason | None:
     """Return why the first reference cannot be resolved or, offline, read; None if all can."""
-    from scaletrain_cli.hub.client import resolve
-
     for use in hub_uses(view.spec):
         try:
             resolve(use.reference, settings, view.hub.get(use.text))
@@ -104,8 +103,6 @@ def hub_notes(view: View) -> Iterator[Reason]:
 
 def _files_not_read(view: View) -> Iterator[Reason]:
     """Yield the files of splits that are not read; nothing for what cannot be listed here, which is a problem."""
-    from scaletrain_cli.hub.client import resolve
-
     settings = HubSettings.from_environment(environment_here(view.spec, view.environment))
     for use in hub_uses(view.spec):
         if use.purpose == "source":
@@ -116,8 +113,6 @@ def _files_not_read(view: View) -> Iterator[Reason]:
 
 
 def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason]:
-    from scaletrain_cli.hub.client import read_small_file, require_online, require_readable, resolve
-
     listing = resolve(use.reference, settings, view.hub.get(use.text))
     files = selected_files(use, listing, lambda file: read_small_file(listing, file, settings))
     missing = missing_files(settings, listing, files)
@@ -155,8 +150,6 @@ def _nodes_may_read(view: View) -> bool:
 def _weights(
     view: View, use: HubUse, listing: Listing, files: tuple[HubFile, ...], missing: list[HubFile], settings: HubSettings
 ) -> Iterator[Reason]:
-    from scaletrain_cli.hub.client import read_small_file
-
     folder = Path(local_path(use, settings, listing.commit))
     weights = next(each for each in view.spec.initial_weights if each.key == use.key)
     if not missing:
@@ -201,8 +194,6 @@ def _factors(view: View, listing: Listing, file: HubFile, settings: HubSettings,
 
 def _headers(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str, Header]:
     """Return the tensors of a safetensors file of the hub, by its header. Raises DamagedHeaderError."""
-    from scaletrain_cli.hub.client import read_range
-
     size = file.size or 0
     data = read_range(listing, file, settings, 0, min(_FIRST_BYTES, size)) if size else b""
     length = header_bytes(data, size)
