@@ -16,8 +16,8 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.plan.trained_parameters import trained_at
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import stage_of_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.validations import read_validation
 from scaletrain_cli.spec import RunSpec, load_spec
@@ -53,7 +53,7 @@ def test_a_staged_run_continues_bit_exactly_within_the_planned_bytes(tmp_path: P
         assert torch.equal(resumed.trained.weights[name], values)
         assert torch.equal(values, first[name]) == name.startswith("vision_tower."), name
     for rank, held in enumerate(whole.states):
-        planned = vision_states(spec, whole.record.plan.layout, stage_of_step(spec, spec.total_steps), rank)
+        planned = vision_states(spec, whole.record.plan.layout, trained_at(spec, spec.total_steps), rank)
         assert {name: getattr(held, name) for name in planned._fields} == planned._asdict()
 
 
