@@ -145,7 +145,7 @@ def _sharded_features(module: Adapted, weight: Parameter) -> str | None:
 def block_tensors(model: ModelSpec, parts: BlockParts) -> tuple[EngineTensor, ...]:
     """Return the tensors of a block that consists of ``parts``, without adapters. Takes no longer for more experts."""
     path, count = "transformer.h.0" if model.has_fused_qkv else "model.layers.0", model.num_experts
-    found = _gpt_block(model, path, 0) if model.has_fused_qkv else _llama_block(model, path, 0, parts, 1)
+    found = (_gpt_block if model.has_fused_qkv else _llama_block)(model, path, 0, parts, 1)
     return tuple(
         tensor._replace(elements=count * tensor.elements, experts=count) if tensor.experts else tensor
         for tensor, _ in engine_tensors(found)
@@ -165,7 +165,7 @@ def _parameters(model: ModelSpec) -> Iterator[Parameter]:
     for block in range(model.num_hidden_layers):
         path = f"{outer}.{layers}.{block}"
         parts, experts = model.parts(block), model.num_experts
-        yield from _gpt_block(model, path, block) if gpt else _llama_block(model, path, block, parts, experts)
+        yield from (_gpt_block if gpt else _llama_block)(model, path, block, parts, experts)
     yield from _norm(model, f"{outer}.ln_f" if gpt else f"{outer}.norm", hidden, "closing", None)
     if not model.tie_word_embeddings:
         yield Parameter("lm_head.weight", (model.vocab_size, hidden), "closing", None, 0, "lm_head.weight")
@@ -292,8 +292,11 @@ def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Param
     yield from _linear(path, block, _Linear("o_proj", hidden, heads * value, "inputs", False))
 
 
-def _gpt_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
-    """Yield the parameters of a GPT-2 block, whose matrices are [inputs, outputs]."""
+def _gpt_block(model: ModelSpec, path: str, block: int, parts: BlockParts, experts: int) -> Iterator[Parameter]:
+    """Yield the parameters of a GPT-2 block, whose matrices are [inputs, outputs], and of its first ``experts``.
+
+    Routed experts in place of the MLP are planned only, as Megatron-LM has them.
+    """
     hidden, bias = model.hidden_size, model.has_bias
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     yield from _norm(model, f"{path}.ln_1", hidden, "block", block)
@@ -305,6 +308,9 @@ def _gpt_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     for name in ("q_norm", "k_norm") if model.qk_norm else ():
         yield _vector(f"{path}.attn.{name}.weight", model.head_dim, block, None)
     yield from _norm(model, f"{path}.ln_2", hidden, "block", block)
+    if parts.experts:
+        yield from _experts(model, f"{path}.mlp", block, experts)
+        return
     inner = model.intermediate_size
     for name in ("c_gate", "c_fc") if model.has_gated_mlp else ("c_fc",):
         yield from _linear(path, block, _Linear(f"mlp.{name}", inner, hidden, "outputs", bias), transposed=True)
