@@ -52,7 +52,7 @@ def main() -> None:
         values = host.sample()
     print(f"reading this machine: {1e3 * (time.process_time() - began) / SAMPLES:.2f} ms of CPU per sample")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "node.series"
+        path = Path(folder) / "node.jsonl.gz"
         writer, began, spent = SeriesWriter(path), time.time(), 0.0
         for second in range(SECONDS):
             rows = [(f"rank {rank}", rank_values(draw)) for rank in range(RANKS)]

@@ -11,7 +11,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.series import Series, read_series
 
 MOST_NODES = 64
-_NODE_FILE = re.compile(r"node-(\d{4,})-(.+)\.series")
+_NODE_FILE = re.compile(r"node-(\d{4,})-(.+)\.jsonl\.gz")
 _SUBJECT = re.compile(r"(rank|gpu|layer) (.+)")
 
 
@@ -39,12 +39,12 @@ def telemetry_folder(run: RunDir, attempt: int) -> Path:
 
 def node_file(run: RunDir, attempt: int, node: str) -> Path:
     """Return the file of a node: its ranks, its GPUs and itself. ``node``: as in its record, ``node-0000-HOST``."""
-    return telemetry_folder(run, attempt) / f"{node}.series"
+    return telemetry_folder(run, attempt) / f"{node}.jsonl.gz"
 
 
 def layers_file(run: RunDir, attempt: int) -> Path:
     """Return the file of the layers, which rank 0 writes."""
-    return telemetry_folder(run, attempt) / "layers.series"
+    return telemetry_folder(run, attempt) / "layers.jsonl.gz"
 
 
 def read_telemetry(
@@ -58,7 +58,7 @@ def read_telemetry(
     numbers = reversed(run.attempts()) if attempt is None else (attempt,)
     for number in numbers:
         folder = telemetry_folder(run, number)
-        names = sorted(path.name for path in folder.iterdir() if path.suffix == ".series") if folder.is_dir() else []
+        names = sorted(path.name for path in folder.glob("*.jsonl.gz"))
         if names:
             return _read_folder(folder, names, number, newest, most_nodes)
     return Telemetry(attempt)
@@ -85,7 +85,7 @@ def _read_folder(folder: Path, names: list[str], attempt: int, newest: int | Non
                 ranks[int(kind[2])] = series
             elif kind is not None and kind[1] == "gpu":
                 gpus[f"{node}/{kind[2]}"] = series
-    for subject, series in _read(folder / "layers.series", newest).items():
+    for subject, series in _read(folder / "layers.jsonl.gz", newest).items():
         if (kind := _SUBJECT.fullmatch(subject)) is not None and kind[1] == "layer":
             layers[kind[2]] = series
     return Telemetry(attempt, dict(sorted(ranks.items())), gpus, nodes, layers, number == len(found))

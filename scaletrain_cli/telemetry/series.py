@@ -1,50 +1,50 @@
 """One series file: values of many subjects over time, the older the coarser, in at most a fixed number of bytes.
 
-One process writes a file; any number of others may read it meanwhile. Added rows are appended, and summed into rows of
-10, 100, ... 10^6 with mean, lowest and highest. Once the file reaches its largest size it is replaced by one without
-the oldest rows that coarser rows stand for as well. A torn or damaged segment loses its own rows only, or the detail
-of them.
+One process writes a file; any number of others may read it meanwhile. A file has JSON lines, and each line is a gzip
+member of its own, so that ``zcat`` prints the file and the CRC-32 of a member tells whether its line is whole. A torn
+or damaged line loses its own rows only. A line has the rows of some seconds::
+
+    {"level": 0, "columns": ["a", ...], "subjects": {"rank 0": [times, steps, counts, values of a, ...], ...}}
+
+Values of a column are the means, followed by the lowest and the highest ones where they differ. NaN and Infinity are
+written as Python's json does; a column that a subject does not have is null.
+Rows of level k stand for about 10^k rows as they were added. Once the file reaches its largest size, the oldest lines
+of a level become one line of the next level, with one row for ten.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import errno
+import gzip
 import itertools
+import json
 import math
 import os
 import threading
+import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
-from scaletrain_cli.safe_files import open_to_read
-from scaletrain_cli.telemetry.segments import (
-    FACTOR,
-    TIERS,
-    BoundedFile,
-    Cell,
-    Part,
-    Row,
-    Segment,
-    find_segments,
-    read_segment,
-)
+from scaletrain_cli.safe_files import closing_descriptor, make_folder, open_to_append, open_to_read, replace_file
 
 LARGEST_FILE = 1 << 20  # bytes
 MOST_SUBJECTS = 1024
 MOST_COLUMNS = 64  # of a subject
-_CELLS_PER_SEGMENT = 1 << 14
+_FACTOR = 10  # lines and rows of a level that become one of the next level
+_COARSEST = 6  # level
+_KEPT_SHARE = 0.75  # of the largest size, when the oldest rows become coarser
 _MOST_PENDING = 20_000  # rows that are not written yet, where the file system does not respond
-_COARSE_ROWS_PER_SEGMENT = 8
 _LONGEST_NAME = 200
-_NUMBERS = FACTOR ** (TIERS - 1)
-_LATEST, _LAST_STEP = 1e11, 1 << 62
+_LATEST = 1e11  # Unix seconds
+_LARGEST_LINE = 1 << 26  # bytes; far above what the writer makes
 # With ``newest``: bytes read at first, and at most.
-_FIRST_BYTES, _MOST_BYTES = 1 << 14, 1 << 17
+_FIRST_BYTES, _MOST_BYTES = 1 << 15, 1 << 18
+_MEMBER = b"\x1f\x8b\x08\0\0\0\0\0"  # begins each gzip member, as none has a time
+_GZIP = 31  # bits of the window, with the header of gzip
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Series:
     """The values of one subject over time, oldest row first; rows may stand for one value or for many.
 
     ``times``: Unix seconds of the last value in the row (resolution 1 ms); ``steps``: its step; ``counts``: the values
-    that the row stands for; ``mean``, ``lowest`` and ``highest``: float32, by column. NaN: not measured.
+    that the row stands for; ``mean``, ``lowest`` and ``highest``: by column, to seven digits in files. NaN: not
+    measured.
     """
 
     subject: str
@@ -64,35 +65,6 @@ class Series:
     highest: Mapping[str, Sequence[float]]
 
 
-@dataclass
-class _Sum:
-    """The row of a tier that is being summed."""
-
-    first: int
-    rows: int = 0
-    count: int = 0
-    cells: dict[str, Cell] = field(default_factory=dict)
-
-    def add(self, row: Row) -> Row | None:
-        """Add a row of the tier below. Return the finished row, if this was its last."""
-        self.rows += 1
-        self.count += row.count
-        for name, cell in row.cells.items():
-            old = self.cells.get(name)
-            self.cells[name] = cell if old is None else _merged(old, cell)
-        if self.rows < FACTOR:
-            return None
-        return Row(self.first, row.time, row.step, self.count, self.cells)
-
-
-def _merged(one: Cell, other: Cell) -> Cell:
-    weight = one.weight + other.weight
-    mean = one.mean + (other.mean - one.mean) * (other.weight / weight)
-    if not math.isfinite(mean):  # one of them is infinite
-        mean = one.mean + other.mean
-    return Cell(mean, min(one.lowest, other.lowest), max(one.highest, other.highest), weight)
-
-
 class SeriesWriter:
     """Writer of one file, which only this process writes. A method never raises OSError: then values are lost.
 
@@ -100,14 +72,10 @@ class SeriesWriter:
     """
 
     def __init__(self, path: Path, *, largest_bytes: int = LARGEST_FILE) -> None:
-        self._file = BoundedFile(path, largest_bytes)
+        self._path, self._largest = path, largest_bytes
         self._lock, self._file_lock = threading.Lock(), threading.Lock()
-        self._next: dict[str, int] = {}
-        self._sums: dict[str, list[_Sum | None]] = {}
-        self._pending: list[dict[str, list[Row]]] = [{} for _ in range(TIERS)]
-        self._rows_pending = 0
-        # Numbers begin at the next row of the coarsest tier, as the sums of rows that a file has already are not known.
-        self._begun = -(-self._file.last // _NUMBERS) * _NUMBERS
+        self._subjects: set[str] = set()
+        self._pending: list[Series] = []  # of one row each
 
     def add(
         self,
@@ -125,228 +93,216 @@ class SeriesWriter:
         ``count``: how many values each of ``values`` is the mean of, with ``lowest`` and ``highest`` among them. A row
         is ignored if its time is not finite, or beyond MOST_SUBJECTS; so are columns beyond MOST_COLUMNS.
         """
-        if not (abs(time) < _LATEST and 0 <= step < _LAST_STEP and 0 < count < _LAST_STEP // _NUMBERS):
+        if not (abs(time) < _LATEST and 0 <= step < math.inf and 0 < count < math.inf):
             return
-        cells: dict[str, Cell] = {}
-        for name, value in values.items():
-            if math.isnan(value) or len(cells) == MOST_COLUMNS or len(name) > _LONGEST_NAME:
-                continue
-            low = value if lowest is None else lowest.get(name, value)
-            high = value if highest is None else highest.get(name, value)
-            cells[name] = Cell(float(value), min(low, value), max(high, value), count)
+        names = [name for name, value in values.items() if not math.isnan(value) and len(name) <= _LONGEST_NAME]
+        mean = low = high = {name: [values[name]] for name in names[:MOST_COLUMNS]}
+        if lowest is not None:
+            low = {name: [min(value, lowest.get(name, value))] for name, (value,) in mean.items()}
+        if highest is not None:
+            high = {name: [max(value, highest.get(name, value))] for name, (value,) in mean.items()}
+        row = Series(subject, [round(time, 3)], [int(step)], [count], mean, low, high)
         with self._lock:
-            if subject not in self._next:
-                if len(self._next) >= MOST_SUBJECTS or len(subject) > _LONGEST_NAME:
+            if subject not in self._subjects:
+                if len(self._subjects) >= MOST_SUBJECTS or len(subject) > _LONGEST_NAME:
                     return
-                self._next[subject] = self._begun
-                self._sums[subject] = [None] * TIERS
-            row: Row | None = Row(self._next[subject], time, int(step), count, cells)
-            self._next[subject] += 1
-            sums = self._sums[subject]
-            for tier in range(TIERS):
-                assert row is not None
-                if self._rows_pending < _MOST_PENDING:
-                    self._pending[tier].setdefault(subject, []).append(row)
-                    self._rows_pending += 1
-                if tier + 1 == TIERS:
-                    return
-                summed = sums[tier + 1] or _Sum(row.first)
-                row = summed.add(row)
-                sums[tier + 1] = summed if row is None else None
-                if row is None:
-                    return
+                self._subjects.add(subject)
+            if len(self._pending) < _MOST_PENDING:
+                self._pending.append(row)
 
     def flush(self) -> None:
         """Write the added rows to the file."""
         with self._file_lock, contextlib.suppress(OSError):
-            self._write(_COARSE_ROWS_PER_SEGMENT)
+            with self._lock:
+                rows, self._pending = self._pending, []
+            if rows:
+                self._append(_encode(0, _by_subject(rows)))
 
     def close(self) -> None:
         """Write all that is not written yet."""
-        with self._file_lock, contextlib.suppress(OSError):
-            self._write(1)
+        self.flush()
 
-    def _write(self, least_rows: int) -> None:
-        """Write the rows as they were added, and rows of coarser tiers where a subject has ``least_rows``.
-
-        Until then a segment would not be worth its index, and the file still has their finer rows.
-        """
-        for tier, piece in self._take(0, least_rows):
-            self._file.append(tier, piece, lambda: self._take(1, 1))
-
-    def _take(self, first: int, least_rows: int) -> list[tuple[int, dict[str, Sequence[Row]]]]:
-        """Return the pending rows of tiers from ``first`` on, in pieces for one segment each, and forget them.
-
-        The coarsest are first: the rows that they stand for may be removed to make room for the others.
-        """
-        taken = []
-        with self._lock:
-            for tier in reversed(range(first, TIERS)):
-                rows = self._pending[tier]
-                if rows and (tier == 0 or max(map(len, rows.values())) >= least_rows):
-                    taken.append((tier, rows))
-                    self._pending[tier] = {}
-                    self._rows_pending -= sum(map(len, rows.values()))
-        return [(tier, piece) for tier, rows in taken for piece in _pieces(tier, rows)]
-
-
-def _pieces(tier: int, rows: Mapping[str, Sequence[Row]]) -> Iterator[dict[str, Sequence[Row]]]:
-    """Yield the rows in pieces for one segment each: _CELLS_PER_SEGMENT values at most, consecutive rows only."""
-    values = sum(len(row.cells) + 3 for own in rows.values() for row in own)
-    number = -(-values // _CELLS_PER_SEGMENT)
-    for index in range(number):
-        cut = {name: own[len(own) * index // number : len(own) * (index + 1) // number] for name, own in rows.items()}
-        runs = {name: list(_runs(own, FACTOR**tier)) for name, own in cut.items() if own}
-        for layer in range(max(map(len, runs.values()), default=0)):
-            yield {name: own[layer] for name, own in runs.items() if layer < len(own)}
-
-
-def _runs(rows: Sequence[Row], span: int) -> Iterator[Sequence[Row]]:
-    """Yield the rows in runs of consecutive numbers: where too many were pending, some are missing."""
-    start = 0
-    for index in range(1, len(rows) + 1):
-        if index == len(rows) or rows[index].first - rows[index - 1].first != span:
-            yield rows[start:index]
-            start = index
+    def _append(self, line: bytes) -> None:
+        """Append a line, and make the oldest ones coarser where there is no room for it. Raises OSError."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size + len(line) > self._largest:
+            with open_to_read(self._path) as file:
+                lines = [*_lines(file.read()), line] if size else [line]
+            replace_file(self._path, b"".join(_shortened(lines, int(_KEPT_SHARE * self._largest))))
+            return
+        if size == 0:
+            make_folder(self._path.parent, parents=False)  # not where the run was removed
+        # Opened for each line: on NFS other hosts see what was written once the file is closed.
+        with closing_descriptor(open_to_append(self._path)) as descriptor:
+            try:
+                if os.write(descriptor, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
 
 
 def read_series(path: Path, *, newest: int | None = None) -> dict[str, Series]:
     """Return the series in a file by subject; what is damaged is left out. Raises OSError.
 
-    ``newest``: maximum number of rows of each subject, read from the end of the file. At most 128 KiB are read for it,
+    ``newest``: maximum number of rows of each subject, read from the end of the file. At most 256 KiB are read for it,
     so that a subject with few rows may have fewer, or be absent.
     """
     if newest is not None and newest < 1:
         raise ValueError(f"newest must be at least 1, not {newest}")
     with open_to_read(path) as file:
-        if newest is None:
-            data = file.read()
-            parts = _parts(data, list(find_segments(data)))
-        else:
-            parts = _newest_parts(file, newest)
-    return {subject: _series(subject, own, newest) for subject, own in parts.items()}
+        size = os.fstat(file.fileno()).st_size
+        window = size if newest is None else min(size, _FIRST_BYTES)
+        while True:
+            file.seek(size - window)
+            parts, is_enough = _last_parts(file.read(window), newest)
+            if is_enough or window >= min(size, _MOST_BYTES):
+                return _by_subject(reversed(parts), newest)
+            window = min(size, _MOST_BYTES, 4 * window)
 
 
-def _newest_parts(file: BinaryIO, newest: int) -> dict[str, list[Part]]:
-    """Return the parts at the end of the file: fine rows, and coarser ones too if the fine ones are too few."""
-    size = os.fstat(file.fileno()).st_size
-    window, found = min(size, _FIRST_BYTES), {}
-    while True:
-        file.seek(size - window)
-        data = file.read(window)
-        segments = list(find_segments(data))
-        found = _parts(data, [segment for segment in segments if segment.tier == 0], newest)
-        if found and all(sum(part.rows for part in parts) >= newest for parts in found.values()):
-            return found
-        if window >= min(size, _MOST_BYTES):
-            return _parts(data, segments)
-        window = min(size, _MOST_BYTES, 4 * window)
+def _last_parts(data: bytes, newest: int | None) -> tuple[list[Series], bool]:
+    """Return the series of the last lines, newest first, and whether each subject has ``newest`` rows in them."""
+    parts: list[Series] = []
+    rows: Counter[str] = Counter()
+    for line in reversed(_lines(data)):
+        found = _decode(line)
+        parts += reversed(found)
+        rows.update({part.subject: len(part.times) for part in found})
+        if newest is not None and rows and min(rows.values()) >= newest:
+            return parts, True
+    return parts, False
 
 
-def _parts(data: bytes, segments: Sequence[Segment], newest: int | None = None) -> dict[str, list[Part]]:
-    """Return the parts of each subject; with ``newest`` of no more of the last segments than are needed."""
-    found: dict[str, list[Part]] = {}
-    rows: dict[str, int] = {}
-    for segment in reversed(segments):
-        try:
-            parts = read_segment(data, segment)
-        except ValueError:
+def _by_subject(parts: Iterable[Series], newest: int | None = None) -> dict[str, Series]:
+    """Return the rows of each subject, at most the ``newest``, from parts in order of time."""
+    subjects: dict[str, list[Series]] = {}
+    for part in parts:
+        subjects.setdefault(part.subject, []).append(part)
+    return {subject: _joined(subject, own, newest) for subject, own in subjects.items()}
+
+
+def _joined(subject: str, parts: Sequence[Series], newest: int | None) -> Series:
+    """Return the rows of all parts, in their order. Columns without a range have one array for all three values."""
+    if len(parts) == 1 and newest is None:
+        return parts[0]
+    cut = slice(None if newest is None else -newest, None)
+    absent = [array("d", [math.nan]) * len(part.times) for part in parts]
+    means = [part.mean for part in parts]
+    lows, highs = [part.lowest for part in parts], [part.highest for part in parts]
+
+    def column(tables: Sequence[Mapping[str, Sequence[float]]], name: str) -> array[float]:
+        joined = array("d")
+        for table, nans in zip(tables, absent, strict=True):
+            joined.extend(table.get(name, nans))
+        return joined[cut]
+
+    mean = {name: column(means, name) for name in sorted({name for table in means for name in table})}
+    ranged = {name for low, high in zip(lows, highs, strict=True) for name in low if low[name] is not high[name]}
+    return Series(
+        subject,
+        [time for part in parts for time in part.times][cut],
+        [step for part in parts for step in part.steps][cut],
+        [count for part in parts for count in part.counts][cut],
+        mean,
+        {name: column(lows, name) if name in ranged else mean[name] for name in mean},
+        {name: column(highs, name) if name in ranged else mean[name] for name in mean},
+    )
+
+
+def _encode(level: int, subjects: Mapping[str, Series]) -> bytes:
+    columns = sorted({name for series in subjects.values() for name in series.mean})
+    rows = {
+        subject: [list(series.times), list(series.steps), list(series.counts), *(_cells(series, c) for c in columns)]
+        for subject, series in subjects.items()
+    }
+    line = json.dumps({"level": level, "columns": columns, "subjects": rows}, separators=(",", ":"))
+    return gzip.compress(line.encode() + b"\n", 6, mtime=0)
+
+
+def _cells(series: Series, name: str) -> list[float] | None:
+    if name not in series.mean:
+        return None
+    mean, lowest, highest = series.mean[name], series.lowest[name], series.highest[name]
+    ranged = any(low < high for low, high in zip(lowest, highest, strict=True))
+    values = itertools.chain(mean, lowest, highest) if ranged else mean
+    return [float(f"{value:.7g}") for value in values]
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Return the gzip members in ``data``, each with what follows it before the next one."""
+    return [_MEMBER + part for part in data.split(_MEMBER)[1:]]
+
+
+def _decode(line: bytes) -> list[Series]:
+    """Return the series of a line; none of a line that is torn or damaged."""
+    unpacker = zlib.decompressobj(_GZIP)
+    parts = []
+    try:
+        text = unpacker.decompress(line, _LARGEST_LINE)
+        if not unpacker.eof:
+            return []
+        found = json.loads(text)
+        for subject, (times, steps, counts, *values) in found["subjects"].items():
+            rows = len(times)
+            columns: list[dict[str, array[float]]] = [{}, {}, {}]
+            for name, cells in zip(found["columns"], values, strict=True):
+                if cells is not None:
+                    numbers = array("d", cells)
+                    is_ranged = len(numbers) > rows
+                    for place, column in enumerate(columns):
+                        column[name] = numbers[place * rows : (place + 1) * rows] if is_ranged else numbers
+            parts.append(Series(subject, times, steps, counts, *columns))
+    except (zlib.error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        return []  # not written by SeriesWriter
+    return parts
+
+
+def _shortened(lines: Sequence[bytes], largest: int) -> list[bytes]:
+    """Return the lines in at most ``largest`` bytes: the older the coarser, and the coarsest ones only if they fit."""
+    kept = [(_level(line), line) for line in lines]
+    while sum(len(line) for _, line in kept) > largest:
+        levels = [level for level, _ in kept]
+        sizes: Counter[int] = Counter()
+        for level, line in kept:
+            sizes[level] += len(line) * (level + 1)  # the finer a level, the larger its share of the file
+        level = max(sizes, key=sizes.__getitem__)
+        first = levels.index(level)
+        last = first + min(levels.count(level), _FACTOR)
+        if level >= _COARSEST:
+            del kept[first]
             continue
-        for subject, part in parts.items():
-            found.setdefault(subject, []).append(part)
-            rows[subject] = rows.get(subject, 0) + part.rows
-        if newest is not None and min(rows.values(), default=0) >= newest:
-            break
-    return found
+        found = _by_subject(part for _, line in kept[first:last] for part in _decode(line))
+        coarse = {subject: _coarser(series) for subject, series in found.items()}
+        kept[first:last] = [(level + 1, _encode(level + 1, coarse))]
+    return [line for _, line in kept]
 
 
-def _series(subject: str, parts: Sequence[Part], newest: int | None) -> Series:
-    """Return the rows of the parts in order: each added row once, in the finest row that is left of it."""
-    rows = [
-        _Place(first, 1, part, index) for part in parts if not part.tier for index, first in enumerate(part.firsts())
-    ]
-    rows.sort(key=_first)
-    if newest is None or len(rows) < newest:
-        for tier in range(1, TIERS):
-            span = FACTOR**tier
-            coarse = (
-                _Place(first, span, part, index)
-                for part in parts
-                if part.tier == tier
-                for index, first in enumerate(part.firsts())
-            )
-            rows = _with_coarse(rows, sorted(coarse, key=_first))
-    return _joined(subject, rows if newest is None else rows[-newest:])
+def _level(line: bytes) -> int:
+    """Return the level of a line, by its beginning; that of the lines to remove first where it has none."""
+    with contextlib.suppress(zlib.error, ValueError, IndexError):
+        return int(zlib.decompressobj(_GZIP).decompress(line, len('{"level":0'))[-1:])
+    return _COARSEST
 
 
-class _Place(NamedTuple):
-    """A row of a part, which stands for ``span`` added rows from number ``first`` on."""
-
-    first: int
-    span: int
-    part: Part
-    row: int
-
-
-_first = attrgetter("first")
-
-
-def _with_coarse(rows: Sequence[_Place], coarse: Sequence[_Place]) -> list[_Place]:
-    """Return ``rows`` with the coarse ones for whose added rows they do not stand completely, in order."""
-    merged: list[_Place] = []
-    at = 0
-    for place in coarse:
-        low = bisect.bisect_left(rows, place.first, at, key=_first)
-        high = bisect.bisect_left(rows, place.first + place.span, low, key=_first)
-        merged += rows[at:low]
-        is_complete = sum(row.span for row in rows[low:high]) == place.span
-        merged += rows[low:high] if is_complete else [place]
-        at = high
-    return [*merged, *rows[at:]]
-
-
-def _joined(subject: str, rows: Sequence[_Place]) -> Series:
-    # Consecutive, as rows of a part are in order.
-    cuts = [(part, places[0].row, places[-1].row + 1) for part, places in _by_part(rows)]
-    return _cut_out(subject, *cuts[0]) if len(cuts) == 1 else _put_together(subject, cuts)
-
-
-def _cut_out(subject: str, part: Part, low: int, high: int) -> Series:
-    """Return rows of one part. Columns without a range have one array for mean, lowest and highest."""
-    block, start, stop = part.block, part.start + low, part.start + high
+def _coarser(series: Series) -> Series:
+    """Return one row for ten, with mean, lowest and highest of the values that were measured."""
+    starts = range(0, len(series.times), _FACTOR)
+    ends = [min(start + _FACTOR, len(series.times)) for start in starts]
     columns: list[dict[str, array[float]]] = [{}, {}, {}]
-    for name, places in block.columns.items():
-        mean = block.values[places[0] + start : places[0] + stop]
-        ranged = places[0] != places[1]
-        columns[0][name] = mean
-        columns[1][name] = block.values[places[1] + start : places[1] + stop] if ranged else mean
-        columns[2][name] = block.values[places[2] + start : places[2] + stop] if ranged else mean
-    return Series(subject, block.times[start:stop], block.steps[start:stop], block.counts[start:stop], *columns)
-
-
-def _put_together(subject: str, cuts: Sequence[tuple[Part, int, int]]) -> Series:
-    times: list[float] = []
-    steps: list[int] = []
-    counts: list[int] = []
-    names = sorted({name for part, _, _ in cuts for name in part.block.columns})
-    columns: dict[str, tuple[array[float], ...]] = {name: (array("f"), array("f"), array("f")) for name in names}
-    for part, low, high in cuts:
-        block, start, stop = part.block, part.start + low, part.start + high
-        times += block.times[start:stop]
-        steps += block.steps[start:stop]
-        counts += block.counts[start:stop]
-        for name, targets in columns.items():
-            places = block.columns.get(name)
-            for number, target in enumerate(targets):
-                if places is None:
-                    target.extend(itertools.repeat(math.nan, high - low))
-                else:
-                    target += block.values[places[number] + start : places[number] + stop]
-    mean, lowest, highest = ({name: targets[number] for name, targets in columns.items()} for number in range(3))
-    return Series(subject, times, steps, counts, mean, lowest, highest)
-
-
-def _by_part(rows: Sequence[_Place]) -> Iterator[tuple[Part, list[_Place]]]:
-    for _, group in itertools.groupby(rows, key=lambda place: id(place.part)):
-        places = list(group)
-        yield places[0].part, places
+    for name, means in series.mean.items():
+        mean, lowest, highest = (column.setdefault(name, array("d", [math.nan]) * len(ends)) for column in columns)
+        for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            known = [row for row in range(start, end) if means[row] == means[row]]
+            if known:
+                weight = sum(series.counts[row] for row in known)
+                mean[place] = sum(means[row] * (series.counts[row] / weight) for row in known)
+                lowest[place] = min(series.lowest[name][row] for row in known)
+                highest[place] = max(series.highest[name][row] for row in known)
+    return Series(
+        series.subject,
+        [series.times[end - 1] for end in ends],
+        [series.steps[end - 1] for end in ends],
+        [sum(series.counts[start:end]) for start, end in zip(starts, ends, strict=True)],
+        *columns,
+    )

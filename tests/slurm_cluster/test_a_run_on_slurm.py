@@ -135,9 +135,9 @@ def sees_the_run_while_it_trains(login: Login, run_id: str, nodes: list[str], pa
         return now["step_seconds"]["measured"] is not None and memory is not None and memory["count"] == 2
 
     now = login.wait(run_id, measures)
-    files = (Path(now["run_dir"]) / "attempts" / "0001" / "telemetry").glob("node-*.series")
+    files = (Path(now["run_dir"]) / "attempts" / "0001" / "telemetry").glob("node-*.jsonl.gz")
     assert sorted(file.name for file in files) == [
-        f"node-{number:04d}-{node}.series" for number, node in enumerate(nodes)
+        f"node-{number:04d}-{node}.jsonl.gz" for number, node in enumerate(nodes)
     ]
     assert now["eta_seconds"] > 0
     screen = login.scaletrain("watch", run_id, "--once").stdout

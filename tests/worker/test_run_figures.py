@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
         for rank in (2 * node, 2 * node + 1):
             writer.add(f"rank {rank}", 1200.0, 40, {"own_seconds": 1.0 + rank, "communication_seconds": 4.0 - rank})
             writer.add(f"gpu {rank % 2}", 1200.0, 40, {"throttled_by_heat": rank / 4, "utilization": 1.0 - rank / 4})
-        writer.add("node", 1200.0, 40, {"memory_available_bytes": 2.0**30 * (node + 1)})
+        writer.add("node", 1200.0, 40, {"memory_available_bytes": 1e9 * (node + 1)})
         writer.close()
     return run
 
@@ -64,7 +64,7 @@ def test_the_figures_of_a_run(run: RunDir) -> None:
     assert found.spreads["rank", "communication_seconds"] == Spread(1.0, 2.5, 4.0, "3")
     assert found.spreads["gpu", "throttled_by_heat_ratio"] == Spread(0.0, 0.375, 0.75, "gpu1/1")
     assert found.spreads["gpu", "utilization_ratio"].worst == "gpu1/1"
-    assert found.spreads["node", "memory_available_bytes"] == Spread(2.0**30, 1.5 * 2.0**30, 2.0**31, "gpu0")
+    assert found.spreads["node", "memory_available_bytes"] == Spread(1e9, 1.5e9, 2e9, "gpu0")
     text = openmetrics_text(families({"run": "r"}, {}, found, {}, training=True))
     assert 'scaletrain_gpu_throttled_by_heat_ratio{run="r",statistic="max"} 0.75' in text
     assert 'scaletrain_rank_own_seconds_worst{run="r",subject="3"} 1.0' in text

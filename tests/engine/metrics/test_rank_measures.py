@@ -211,7 +211,7 @@ def test_a_file_system_that_hangs_delays_no_step(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(rank_measures, "_CLOSE_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(SeriesWriter, "flush", hang)
-        file = LayersFile(tmp_path / "layers.series")
+        file = LayersFile(tmp_path / "layers.jsonl.gz")
         monitored.wait()
         file.add(MeasuredLayers(3, {"head": {"weight_norm": 2.0}}))
         file.close()
@@ -219,4 +219,4 @@ def test_a_file_system_that_hangs_delays_no_step(tmp_path: Path, monkeypatch: py
         assert file._thread.is_alive()  # it hangs still
     released.set()
     file._thread.join()
-    assert read_series(tmp_path / "layers.series")["layer head"].mean["weight_norm"][0] == 2.0
+    assert read_series(tmp_path / "layers.jsonl.gz")["layer head"].mean["weight_norm"][0] == 2.0

@@ -76,16 +76,16 @@ def test_ranks_gpus_and_the_node_are_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "FLUSH_SECONDS", 0.0)
     monkeypatch.setattr(module, "_FIRST_FLUSH_SECONDS", 0.0)
     rows = deque([(0, row(1, 0.5)), (1, row(1, 0.75))])
-    telemetry = node(tmp_path / "x.series", rows)
+    telemetry = node(tmp_path / "x.jsonl.gz", rows)
     monkeypatch.setattr(module, "FINISH_SECONDS", threading.TIMEOUT_MAX)
     began = time.time()
     telemetry.start(GPUS)
     assert len(telemetry.pids) == 1
-    wait_until((tmp_path / "x.series").exists, "the file is written")
-    wait_until(lambda: "gpu 1" in read_series(tmp_path / "x.series"), "GPUs are written")
+    wait_until((tmp_path / "x.jsonl.gz").exists, "the file is written")
+    wait_until(lambda: "gpu 1" in read_series(tmp_path / "x.jsonl.gz"), "GPUs are written")
     rows.append((0, row(2, 0.25)))
     telemetry.finish(threading.TIMEOUT_MAX)
-    found = read_series(tmp_path / "x.series")
+    found = read_series(tmp_path / "x.jsonl.gz")
     assert found.keys() == {"rank 0", "rank 1", "gpu 0", "gpu 1", "node"}  # the ranks have two of the GPUs
     assert list(found["rank 0"].mean["step_seconds"]) == [0.5, 0.25]
     assert list(found["rank 0"].steps) == [1, 2]
@@ -107,7 +107,7 @@ def test_a_call_that_never_returns_does_not_delay_the_end(
 
     monkeypatch.setattr(module, "FINISH_SECONDS", 0.3)
     monkeypatch.setattr(module, "_FIRST_FLUSH_SECONDS", 0.0)
-    telemetry = node(tmp_path / "x.series")
+    telemetry = node(tmp_path / "x.jsonl.gz")
     if call == "host":
         monkeypatch.setattr(telemetry.host, "sample", hang)
     else:
@@ -126,7 +126,7 @@ def test_a_node_that_cannot_be_measured_loses_its_own_rows_only(
     def fail() -> dict[str, float]:
         raise RuntimeError("unexpected")
 
-    telemetry = node(tmp_path / "x.series", deque([(0, row(1, 0.5))]))
+    telemetry = node(tmp_path / "x.jsonl.gz", deque([(0, row(1, 0.5))]))
     monkeypatch.setattr(telemetry.host, "sample", fail)
     telemetry.start(CPU)
     wait_until(lambda: not telemetry.rows and not telemetry._measures_host, "a row is taken")
@@ -134,7 +134,7 @@ def test_a_node_that_cannot_be_measured_loses_its_own_rows_only(
     monkeypatch.setattr(module, "FINISH_SECONDS", threading.TIMEOUT_MAX)
     telemetry.finish(threading.TIMEOUT_MAX)
     assert caplog.text.count("the node is not measured: RuntimeError: unexpected") == 1
-    found = read_series(tmp_path / "x.series")
+    found = read_series(tmp_path / "x.jsonl.gz")
     assert found.keys() == {"rank 0"}
     assert list(found["rank 0"].steps) == [1, 2]
 
@@ -146,7 +146,7 @@ def test_an_error_ends_telemetry_with_a_warning(
         raise RuntimeError("unexpected")
 
     monkeypatch.setattr(SeriesWriter, "add", fail)
-    telemetry = node(tmp_path / "x.series", deque([(0, row(1, 0.5))]))
+    telemetry = node(tmp_path / "x.jsonl.gz", deque([(0, row(1, 0.5))]))
     telemetry.start(CPU)
     assert telemetry._thread is not None
     telemetry._thread.join()
@@ -156,7 +156,7 @@ def test_an_error_ends_telemetry_with_a_warning(
 
 def test_a_run_folder_that_cannot_be_written_loses_telemetry_alone(tmp_path: Path) -> None:
     (tmp_path / "telemetry").touch()
-    telemetry = node(tmp_path / "telemetry/x.series")
+    telemetry = node(tmp_path / "telemetry/x.jsonl.gz")
     telemetry.start(CPU)
     telemetry.finish()
     assert telemetry._thread is not None
