@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.architecture import parameter_count
+from scaletrain_cli.plan.architecture import architecture, parameter_count
 from scaletrain_cli.plan.parameters import model_parameters, stored_shapes
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.trained_parameters import Settings, Stage, training_stages
@@ -85,6 +85,17 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("model", [*MODELS.values(), MIXTURE, *PLANNED_ONLY.values()])
 def test_the_parameters_add_up_to_the_architecture(model: ModelSpec) -> None:
     assert sum(parameter.numel for parameter in model_parameters(model)) == parameter_count(model)
+
+
+def test_the_experts_of_a_gpt_block_are_planned_with_all_their_matrices() -> None:
+    """As in Megatron-LM, whose GPT blocks may have experts: the engine has none."""
+    dense = model_of("gpt2", **GPT, bias=False)
+    sparse = dense.model_copy(update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40})
+    mlp, expert = 2 * dense.hidden_size * dense.intermediate_size, 2 * dense.hidden_size * 40
+    more = dense.num_hidden_layers * (8 * expert + 8 * dense.hidden_size - mlp)
+    for count in (parameter_count, lambda model: sum(each.numel for each in model_parameters(model))):
+        assert count(sparse) - count(dense) == more
+    assert architecture(sparse, 2, 4).block.expert == expert // 2
 
 
 def test_shards_of_tensor_ranks_are_those_of_the_engine() -> None:
