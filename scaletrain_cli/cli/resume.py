@@ -180,10 +180,9 @@ def _branch(
     """Submit a new run that continues a checkpoint of another one, after the confirmation."""
     from scaletrain_cli.api import find_run, prepare_branch
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.cli.submit import print_submitted
+    from scaletrain_cli.cli.submit import checked, print_submitted
     from scaletrain_cli.ui.console import document, say, warn
     from scaletrain_cli.ui.resume import branch_json, show_resize
-    from scaletrain_cli.ui.submission import show_before_submission
 
     found = find_run(run)
     if cluster is not None:
@@ -212,11 +211,7 @@ def _branch(
     if prepared.earlier is not None:
         print_submitted(prepared.submit(), details, as_json, before=True)
         return
-    summary = prepared.check()
-    for note in summary.notes:
-        warn(note)
-    if not as_json:
-        show_before_submission(summary, run_id)
+    summary = checked(prepared, run_id, as_json)
     confirm(f"Submit to {prepared.backend.name}?", yes)
     done = prepared.submit(prepare=as_choice(prepare), on_preparation=say_preparation)
     print_submitted(done, details | summary.to_json(), as_json)

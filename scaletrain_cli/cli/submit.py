@@ -28,6 +28,7 @@ from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
+    from scaletrain_cli.launch.backends.base import SubmissionSummary
     from scaletrain_cli.launch.node_sizes import PlannedRun
     from scaletrain_cli.launch.preparation import Choice
     from scaletrain_cli.launch.rehearse import RehearsalResult
@@ -142,7 +143,7 @@ def command(
     from scaletrain_cli.api import Run, load_spec, prepare_submission
     from scaletrain_cli.cli.options import confirm, show_fetch
     from scaletrain_cli.launch.backends.registry import all_backends, backend_for
-    from scaletrain_cli.ui.console import say, warn
+    from scaletrain_cli.ui.console import say
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
@@ -171,13 +172,7 @@ def command(
     if prepared.earlier is not None:
         print_submitted(prepared.submit(), {}, as_json, before=True)
         return
-    summary = prepared.check()
-    for note in summary.notes:
-        warn(note)
-    if not as_json:
-        from scaletrain_cli.ui.submission import show_before_submission
-
-        show_before_submission(summary, run_id)
+    summary = checked(prepared, run_id, as_json)
     if probe:
         from scaletrain_cli.ui.submission import show_probe
 
@@ -229,6 +224,19 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
         print_json(shown | {"scheduler": prepared.backend.name, "would_send": text})
     else:
         typer.echo(document(text), nl=False)
+
+
+def checked(prepared: PreparedSubmission, run_id: str | None, as_json: bool) -> SubmissionSummary:
+    """Query the scheduler about a submission and print what is to be confirmed. Raises SchedulerError."""
+    from scaletrain_cli.ui.console import warn
+    from scaletrain_cli.ui.submission import show_before_submission
+
+    summary = prepared.check()
+    for note in summary.notes:
+        warn(note)
+    if not as_json:
+        show_before_submission(summary, run_id)
+    return summary
 
 
 def print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:

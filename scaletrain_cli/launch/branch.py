@@ -51,7 +51,7 @@ class Branch:
 
     @property
     def point(self) -> BranchPoint:
-        """What the record of the new run says about its beginning."""
+        """The run and the step that the record of the new run names as its origin."""
         return BranchPoint(self.run.run_id, str(self.run.path), self.checkpoint.step)
 
     def fill(self, draft: RunDir, final: RunDir, record: RunRecord) -> None:

@@ -40,7 +40,10 @@ MAY_CHANGE = (
     *SCHEDULE_KEYS,
 )
 # Paths that may change in a run that was moved to another cluster, beside those of ``data.sources``.
-_PATHS = ("data.source", "data.tokenizer.path", "model.weights", "data.cache.path", "evaluation.zero_shot.source")
+_PATHS = (
+    *("data.source", "data.validation_source", "data.tokenizer.path", "model.weights", "data.cache.path"),
+    "evaluation.zero_shot.source",
+)
 # Fields that the planner sets where they are `auto`; a user may have pinned them. One context rank is the default.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
@@ -188,7 +191,7 @@ def _trained_batch(run: RunDir, spec: RunSpec, step: int) -> int:
 
 def _is_path(key: str) -> bool:
     """Return whether a key has another value on another cluster, without a change of what is trained."""
-    return key in _PATHS or (key.startswith("data.sources.") and key.endswith(".path"))
+    return key in _PATHS or (key.startswith("data.sources.") and key.endswith((".path", ".validation_path")))
 
 
 def _is_of_data(key: str) -> bool:

@@ -35,7 +35,7 @@ class WasNow:
 
 @dataclass(frozen=True)
 class NewSchedule:
-    """What another length or schedule means for a run that has trained ``step`` steps.
+    """The effect of another length or schedule on a run that has trained ``step`` steps.
 
     ``learning_rate``: of the next step. ``same_past``: the learning rates up to ``step`` are those of a run with the
     new schedule from the start. Both are None for a program of the user's, which has a schedule of its own, and where

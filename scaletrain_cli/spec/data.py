@@ -163,7 +163,9 @@ class DataSpec(Section):
     tokenizer: Annotated[TokenizerSpec, _WITH_WORDS] = LEFT_OUT
     validation_split: Fraction = Field(default=0.05, description="share of the data; default 0 with validation_source")
     validation_source: Annotated[DataPath | None, _WITH_ROWS] = Field(
-        default=None, description="rows to validate on, as source, in place of a part of source"
+        default=None,
+        description="rows to validate on, as source, in place of a part of source; of a folder with splits that for "
+        "validation, else that for testing",
     )
     loss_mask: Annotated[Literal["none", "document_starts"], _WITH_TEXT] = Field(
         default="none", description="document_starts: exclude the first token of each document from the loss"

@@ -127,6 +127,11 @@ class HubUse:
         """Return the parsed reference."""
         return parse_reference(self.text)
 
+    @property
+    def is_for_validation(self) -> bool:
+        """Return whether the files are data of which a run or an evaluation reads the split for validation."""
+        return self.key.startswith("evaluation.") or self.key.endswith((".validation_source", ".validation_path"))
+
 
 def hub_environment(
     env: Mapping[str, Any], secret_env: Iterable[str], environment: Mapping[str, str], *, runs_here: bool
@@ -311,7 +316,7 @@ def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tu
     if in_folder and use.one_split:
         # Rows may name images of any folder.
         rows = [f.path for f in found if kind_of(Path(f.path)) not in IMAGE_SUFFIXES]
-        kept_rows, of_splits = read_split(rows, below, evaluation=use.key.startswith("evaluation."))
+        kept_rows, of_splits = read_split(rows, below, evaluation=use.is_for_validation)
         left_out.update(of_splits)
         found = [f for f in found if f.path not in set(rows).difference(kept_rows)]
     return tuple(sorted(found, key=lambda file: file.path))

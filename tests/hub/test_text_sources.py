@@ -13,8 +13,10 @@ from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.hub_files import fetched_spec
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec.corpus_files import ROW_FORMATS, find_files
 from tests.hub import tiny
 from tests.hub.server import Hub
+from tests.spec.samples import SPEC, load
 
 pytestmark = pytest.mark.usefixtures("fetched_here")
 
@@ -71,6 +73,23 @@ def test_the_train_split_alone_is_fetched_and_the_others_are_named(hub: Hub) -> 
     assert note == "data.sources.0.path = hf://datasets/org/split: these files are not read: 1 of the test split"
     fetched = fetched_spec(wanted, "data")
     assert names(fetched) == [["train-00000-of-00001.txt"], ["test-00000-of-00001.txt"]]
+
+
+def test_one_data_set_gives_the_rows_for_training_and_those_for_validation(hub: Hub) -> None:
+    row = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}\n'
+    tiny.publish(hub)
+    hub.add("org/rows", {f"data/{split}.jsonl": row for split in ("train", "validation", "test")}, kind="dataset")
+    wanted = load(
+        SPEC,
+        *("training.objective=sft", "data.source=hf://datasets/org/rows"),
+        "data.validation_source=hf://datasets/org/rows",
+    )
+    data = fetched_spec(wanted, "data").data
+    assert data.source is not None
+    assert data.validation_source is not None
+    assert [path.name for path in find_files(data.source, kinds=ROW_FORMATS).files] == ["train.jsonl"]
+    of_validation = find_files(data.validation_source, kinds=ROW_FORMATS, evaluation=True)
+    assert [path.name for path in of_validation.files] == ["validation.jsonl"]
 
 
 def test_an_estimate_of_epochs_sends_no_request_and_counts_data_that_are_in_the_cache(hub: Hub) -> None:

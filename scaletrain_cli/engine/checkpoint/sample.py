@@ -54,11 +54,11 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
             pad_token_id=stops[0] if stops else None,
             **sampling,
         )
-        found = whole[0, len(ids) :].tolist()
-        stopped = bool(found) and found[-1] in stops
-        text = tokenizer.decode(found[:-1] if stopped else found, skip_special_tokens=False)
+        answer = whole[0, len(ids) :].tolist()
+        stopped = bool(answer) and answer[-1] in stops
+        text = tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=False)
         answers.append(
-            {"prompt": prompt, "text": text, "prompt_tokens": len(ids), "tokens": len(found), "stopped": stopped}
+            {"prompt": prompt, "text": text, "prompt_tokens": len(ids), "tokens": len(answer), "stopped": stopped}
         )
     return {"answers": answers, "chat": not request["raw"]}
 
@@ -76,8 +76,9 @@ def _encoded(tokenizer: Any, prompt: str, request: dict[str, Any], stops: list[i
         return ids[:-1] if len(ids) > 1 and ids[-1] in stops else ids  # some tokenizers add the end of a text
     system = [] if request["system"] is None else [{"role": "system", "content": request["system"]}]
     messages = [*system, {"role": "user", "content": prompt}]
-    tokens = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    template = compile_template(tokenizer.chat_template, SpecialTokens(tokens), request["date"], request["variables"])
-    text = template.render(messages, None, {}, prompt=True).text
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
+    tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    source = tokenizer.get_chat_template()  # of several that for conversations without tools
+    template = compile_template(source, SpecialTokens(tokens), request["date"], request["variables"])
+    text = template.render(messages, None, prompt=True).text
+    rendered: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return rendered

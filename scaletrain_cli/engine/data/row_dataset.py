@@ -110,7 +110,7 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         template_hash(template_files(spec)),
         json.dumps(settings, sort_keys=True),
         repr(data.validation_split),
-        "" if data.validation_source is None else rows_content(data.validation_source, runs_root),
+        "" if data.validation_source is None else rows_content(data.validation_source, runs_root, validation=True),
     ]
     if isinstance(spec.model, LlavaSpec):
         folder = "" if data.images.folder is None else str(expand_home(data.images.folder).absolute())

@@ -60,21 +60,25 @@ class Row(NamedTuple):
 
 
 def rows_of(
-    data: DataSpec, objective: str, tally: Tally | None = None, *, images: bool = False
+    data: DataSpec, objective: str, tally: Tally | None = None, *, images: bool = False, validation: bool = False
 ) -> tuple[str, Iterator[Row]]:
     """Return the format of the rows and the rows. ``images``: rows may have images.
+
+    ``validation``: the rows of data.validation_source, which must be set, in place of those of data.source.
 
     Raises UsageError, also while they are read; with data.on_bad: skip not for a row that cannot be used, which
     ``tally`` counts.
     """
     tally = tally or Tally()
-    raw = _raw_rows(data.only_source, objective, tally, _ROWS_WITH_IMAGES if images else None)
+    source = data.validation_source if validation else data.only_source
+    assert source is not None
+    raw = _raw_rows(source, objective, tally, _ROWS_WITH_IMAGES if images else None, validation=validation)
     row_format: str = data.format
     first: list[RawRow] = []
     while row_format == "auto" or not first:
         row = next(raw, None)
         if row is None:
-            raise UsageError(Reason("data.no-rows", {"source": data.source}))
+            raise UsageError(Reason("data.no-rows", {"source": source}))
         try:
             if row_format == "auto":
                 row_format = format_of(row.content, objective, data.fields)
@@ -109,11 +113,15 @@ def _refuse_or_leave_out(error: UsageError, data: DataSpec, tally: Tally) -> Non
     tally.leave_out(str(error))
 
 
-def rows_content(source: str, runs_root: Path) -> str:
-    """Return a hash of what a source of rows contains, computed or remembered. Raises UsageError."""
+def rows_content(source: str, runs_root: Path, *, validation: bool = False) -> str:
+    """Return a hash of what a source of rows contains, computed or remembered. Raises UsageError.
+
+    ``validation``: of a folder with splits, what is read for validation.
+    """
     if source in EMBEDDED:
         return embedded_content(source)
-    return known_content(source, [local_file(path, kind_of(path)) for path in _files(source)], runs_root)
+    files = [local_file(path, kind_of(path)) for path in _files(source, validation=validation)]
+    return known_content(f"{source} for validation" if validation else source, files, runs_root)
 
 
 def row_error(where: str, error: RowError) -> UsageError:
@@ -134,19 +142,18 @@ def _digest(value: object) -> str:
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
-def _raw_rows(source: str, objective: str, tally: Tally, at_once: int | None) -> Iterator[RawRow]:
+def _raw_rows(source: str, objective: str, tally: Tally, at_once: int | None, *, validation: bool) -> Iterator[RawRow]:
     if source == PYTHON_DOCSTRINGS:
         yield from (RawRow(*row) for row in docstring_rows(pairs=objective == "dpo"))
         return
-    for path in _files(source):
+    for path in _files(source, validation=validation):
         yield from rows_in(path, tally, at_once)
 
 
-def _files(source: str) -> tuple[Path, ...]:
+def _files(source: str, *, validation: bool) -> tuple[Path, ...]:
     """Return the files of a source in a fixed order. Raises UsageError if there are none or one cannot be read."""
-    files = find_files(source, kinds=ROW_FORMATS).files
+    files = find_files(source, kinds=ROW_FORMATS, evaluation=validation).files
     if problem := unreadable_among(files):
-        raise UsageError(
-            Reason("engine.data-source-unreadable", {"key": "data.source", "source": source, "problem": problem})
-        )
+        key = "data.validation_source" if validation else "data.source"
+        raise UsageError(Reason("engine.data-source-unreadable", {"key": key, "source": source, "problem": problem}))
     return files

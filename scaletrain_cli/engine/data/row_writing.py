@@ -257,8 +257,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     row_format, rows = rows_of(data, objective, tally, images=is_llava)
     parts = [(rows, data.validation_split)]
     if data.validation_source is not None:
-        of_validation = data.model_copy(update={"source": data.validation_source})
-        parts.append((rows_of(of_validation, objective, tally, images=is_llava)[1], 1.0))
+        parts.append((rows_of(data, objective, tally, images=is_llava, validation=True)[1], 1.0))
     encoder = RowEncoder(chat, data, seq_len, tally)
     weighted = False
     with ExitStack() as opened:

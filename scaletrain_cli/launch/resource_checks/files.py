@@ -60,13 +60,13 @@ def row_problems(view: View) -> Iterator[Problem]:
     for section, (key, source) in zip(view.spec.data.all_sources, view.spec.data.paths(), strict=True):
         prepared = view.folder / expand_home(source)
         if not _is_seen(view, source) or not (prepared / "dataset.json").is_file():
-            yield from _problems_of_rows(view, key, source)
+            yield from _problems_of_rows(view, key, source, validation=False)
         elif reason := prepared_problem(prepared, view):
             yield view.problem(key, reason, source)
         elif section.validation_path is not None:
             yield view.problem(key, Reason("data.validation-rows-of-prepared"), source)
     for key, source in view.spec.data.validation_paths():
-        yield from _problems_of_rows(view, key, source)
+        yield from _problems_of_rows(view, key, source, validation=True)
 
 
 def _is_seen(view: View, source: str) -> bool:
@@ -75,11 +75,11 @@ def _is_seen(view: View, source: str) -> bool:
     return is_local and not view.spec.code.own_program and not view.unseen(parent_of_glob(source))
 
 
-def _problems_of_rows(view: View, key: str, source: str) -> Iterator[Problem]:
+def _problems_of_rows(view: View, key: str, source: str, *, validation: bool) -> Iterator[Problem]:
     if not _is_seen(view, source):
         return
     try:
-        found = find_files(source, view.folder, ROW_FORMATS)
+        found = find_files(source, view.folder, ROW_FORMATS, evaluation=validation)
     except NoCorpusError as error:
         yield view.problem(key, Reason("checks.no-source", {"why": error.why}), source)
         return
@@ -306,7 +306,7 @@ def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     if view.spec.training.objective not in ("sft", "dpo") or view.prepared:
         return
-    for key, source in (*view.spec.data.paths(), *view.spec.data.validation_paths()):
+    for key, source in view.spec.data.paths():
         if not _is_seen(view, source) or (view.folder / expand_home(source) / "dataset.json").is_file():
             continue
         with contextlib.suppress(UsageError):

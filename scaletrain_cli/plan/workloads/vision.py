@@ -114,6 +114,12 @@ class ImageWorkload(Workload):
     def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         return advice.feed_assumptions(spec, layout, time)
 
+    def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
+        if spec.training.precision == "fp8":
+            yield Rule("training.precision", "fp8", "engine-vision-fp8")
+        if spec.planner.autocast:
+            yield Rule("planner.autocast", "true", "engine-autocast")
+
 
 class VisionWorkload(ImageWorkload):
     """A vision network; samples are images, or pairs of image and text."""
@@ -156,10 +162,7 @@ class VisionWorkload(ImageWorkload):
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         if isinstance(spec.model, ClipSpec) and spec.data.tokenizer.kind != "file":
             yield Rule("data.tokenizer.kind", spec.data.tokenizer.kind, "engine-captions-tokenizer")
-        if spec.training.precision == "fp8":
-            yield Rule("training.precision", "fp8", "engine-vision-fp8")
-        if spec.planner.autocast:
-            yield Rule("planner.autocast", "true", "engine-autocast")
+        yield from super().engine_problems(spec)
 
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         return advice.layout_warnings(spec, layout, time)
@@ -211,10 +214,7 @@ class LlavaWorkload(ImageWorkload):
         for rule in TextWorkload().engine_problems(text):
             key = rule.key
             yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
-        if spec.training.precision == "fp8":
-            yield Rule("training.precision", "fp8", "engine-vision-fp8")
-        if spec.planner.autocast:
-            yield Rule("planner.autocast", "true", "engine-autocast")
+        yield from super().engine_problems(spec)
 
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         return advice.loader_warnings(spec, layout, time)

@@ -123,14 +123,16 @@ def test_ten_memorized_answers_are_generated_and_end(
     ]
     assert thoughts == [name == THINKING] * 10
 
-    told = [answer["text"] for answer in found]
+    answers = [answer["text"] for answer in found]
     folder = exported("chats", "out", "--dtype", "fp32")
-    assert generated(AutoModelForCausalLM.from_pretrained(folder), folder) == told
+    assert generated(AutoModelForCausalLM.from_pretrained(folder), folder) == answers
     if name == LORA:
         from peft import PeftModel
 
         folder = exported("chats", "adapter", "--format", "peft")
-        assert generated(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder), folder) == told
+        assert (
+            generated(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder), folder) == answers
+        )
 
 
 def generated(model: Any, folder: str) -> list[str]:

@@ -65,6 +65,19 @@ def test_rows_for_validation_are_validated_on_and_no_others(folder: Path) -> Non
     assert rows_folder(given, folder / "runs") != rows_folder(spec(folder, source), folder / "runs")
 
 
+def test_a_folder_with_splits_may_be_both_the_source_and_the_rows_for_validation(folder: Path) -> None:
+    splits = folder / "splits"
+    splits.mkdir()
+    for name, split in (("chats", "train"), ("held", "validation"), ("code", "test")):
+        (splits / f"{split}.jsonl").write_bytes((folder / f"{name}.jsonl").read_bytes())
+    given = spec(folder, f"data.source={splits}", f"data.validation_source={splits}")
+    for _ in range(2):  # the second time with what is remembered of the files
+        _, train, validation = open_data_of(given, prepare_rows(given, folder / "runs"))
+        assert (len(train), len(validation)) == (FILES["chats"], FILES["held"])
+    notes = {path.name: json.loads(path.read_text()) for path in (folder / "runs" / "datasets").glob(".content-*")}
+    assert sorted(Path(name).name for note in notes.values() for name in note) == ["train.jsonl", "validation.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
