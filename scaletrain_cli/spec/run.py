@@ -373,11 +373,13 @@ class RunSpec(Section):
 
     def of_sources(self) -> dict[str, "RunSpec"]:
         """Return this spec with each source of rows alone, by the name of the source."""
-        found = {}
+        specs = {}
         for section in self.data.all_sources:
-            alone = {"source": section.path, "validation_source": section.validation_path, "sources": (), "stages": ()}
-            found[section.name] = self.model_copy(update={"data": self.data.model_copy(update=alone)})
-        return found
+            alone: dict[str, Any] = {"source": section.path, "sources": (), "stages": ()}
+            if section.validation_path is not None:
+                alone |= {"validation_source": section.validation_path, "validation_split": 0.0}
+            specs[section.name] = self.model_copy(update={"data": self.data.model_copy(update=alone)})
+        return specs
 
     def evaluates_after(self, step: int) -> bool:
         """Return whether the validation loss is measured after ``step`` steps."""

@@ -63,6 +63,9 @@ def test_rows_for_validation_are_validated_on_and_no_others(folder: Path) -> Non
     assert isinstance(validation, RowSequences)
     assert texts(validation) == texts(open_data_of(held, prepare_rows(held, folder / "runs"))[1])  # type: ignore[arg-type]
     assert rows_folder(given, folder / "runs") != rows_folder(spec(folder, source), folder / "runs")
+    several = mixed(folder, f"data.sources.0.validation_path={folder}/held.jsonl", "data.validation_split=0.5")
+    assert rows_folder(several.of_sources()["chats"], folder / "runs") == rows_folder(given, folder / "runs")
+    assert several.of_sources()["code"].data.validation_split == 0.5
 
 
 def test_a_folder_with_splits_may_be_both_the_source_and_the_rows_for_validation(folder: Path) -> None:
