@@ -248,10 +248,10 @@ class Trainer:
         self.metrics.flush()
         self.metrics.finished = state.is_complete
         unsaved = self._save_before_exit(state.step)
-        if state.is_complete:
+        self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
+        if state.is_complete:  # reported before: the deletion of old checkpoints may take minutes
             self.checkpointer.clean_up()
             self.step_sync.clear_save_request()
-        self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
 
     def optimizer_step(self, step: int) -> None:
         """Run optimizer step ``step`` (1-based); its measures become available from ``deferred_metrics``."""

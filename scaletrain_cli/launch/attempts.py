@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, has_all_files, read_checkpoint
 from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
-from scaletrain_cli.rundir.journal import last_logged_step
+from scaletrain_cli.rundir.journal import last_logged_step, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import make_folder
@@ -186,9 +187,12 @@ def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
 def attempt_outcome(
     run: RunDir, spec: RunSpec, number: int, *, cancelled: bool, launcher_exit_code: int | None = None
 ) -> Outcome:
-    """Classify the end of the attempt; ``launcher_exit_code`` is that of the agent or of srun itself."""
+    """Classify the end of the attempt; ``launcher_exit_code`` is that of the agent or of srun itself.
+
+    A run of this engine that recorded its end has finished, whatever ended its processes afterwards.
+    """
     attempt = read_attempt(run, number)
-    return classify_exit(
+    outcome = classify_exit(
         read_node_records(run, number),
         read_failures(run, number),
         _planned_nodes(spec, attempt),
@@ -197,6 +201,20 @@ def attempt_outcome(
         names=attempt.nodes if attempt is not None else (),
         saves=spec.code.command is None,
     )
+    # A program of the user's may still have work after its last step: its exit code decides.
+    if outcome.reason != "done" and not spec.code.own_program and _has_recorded_its_end(run, number):
+        return Outcome(ExitCode.DONE, "done", Reason("launch.finished-then", {"end": outcome.why}))
+    return outcome
+
+
+def _has_recorded_its_end(run: RunDir, number: int) -> bool:
+    """Return whether attempt ``number``, which is the last one or has no record of its end, trained the last step."""
+    for event in reversed(read_events(run)):
+        if event["event"] == "attempt-ended" or event.get("attempt", number) != number:  # what follows is older
+            return False
+        if event["event"] == "finished":
+            return True
+    return False
 
 
 def _planned_nodes(spec: RunSpec, attempt: AttemptRecord | None) -> int:

@@ -371,8 +371,8 @@ def failed_preparation(run: RunDir, record: RunRecord, job: Job) -> Reason | Non
 
 def _of_cause(reason: ExitReason | None) -> RunState:
     """Return the state of a run that is over, by its exit reason."""
-    if reason == "idle":
-        return "ended-idle"
+    if reason == "idle" or reason == "done":
+        return "ended-idle" if reason == "idle" else "finished"
     return reason if reason == "cancelled" or reason == "preempted" else "failed"
 
 

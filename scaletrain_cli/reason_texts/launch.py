@@ -95,6 +95,7 @@ TEXTS: dict[str, Text] = {
     ),
     "calibration-not-written": Text("{path}: the measurement cannot be written: {why}"),
     "all-ranks-finished": Text("every rank finished"),
+    "finished-then": Text("the run recorded its last step as finished; afterwards: {end}"),
     "all-ranks-saved": Text("preempted; the ranks stopped with their state saved"),
     "programs-ended": Text("preempted; the programs of code.command ended within the grace period"),
     "rank-failed": Text("rank {rank} on {node}: {failure}"),

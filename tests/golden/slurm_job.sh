@@ -79,7 +79,7 @@ env "${dropped[@]}" \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=96 \
     "$python" \
-    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &
+    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
 step=$!
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
 wait "$step"

@@ -33,7 +33,6 @@ keep_absolute() {
     done
 }
 keep_absolute PATH PYTHONPATH
-keep_absolute PATH PYTHONPATH
 python=/opt/st/bin/python
 # Python code that runs a module, without the current folder in sys.path.
 start='import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_module(sys.argv.pop(1), run_name=__name__, alter_sys=True)'
@@ -55,7 +54,7 @@ env "${dropped[@]}" \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 \
     "$python" \
-    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &
+    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
 step=$!
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
 wait "$step"

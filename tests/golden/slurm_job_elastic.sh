@@ -32,7 +32,6 @@ keep_absolute() {
     done
 }
 keep_absolute PATH PYTHONPATH
-keep_absolute PATH PYTHONPATH
 python=/opt/st/bin/python
 # Python code that runs a module, without the current folder in sys.path.
 start='import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_module(sys.argv.pop(1), run_name=__name__, alter_sys=True)'
@@ -54,7 +53,7 @@ env "${dropped[@]}" \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --nodelist="$names" \
     "$python" \
-    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &
+    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
 step=$!
 # While the run has fewer nodes than it could use: look for idle ones, and stop the ranks if a restart pays.
 growth=

@@ -69,7 +69,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``save_seconds``: duration of a save after a signal. ``echo``: variables to print. ``touch``: a file to create.
     ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which the rank
     sleeps}; the ranks in ``stopped`` stop themselves by SIGSTOP instead. ``silence``: seconds that a step may take.
-    ``agent_watch``: limits of the watchdog over the node agent. $SCALETRAIN_FAULT injects faults as in the engine.
+    ``linger``: rank 0 waits for ``go`` after it has finished. ``agent_watch``: limits of the watchdog over the agent. $SCALETRAIN_FAULT injects faults as in the engine.
     """
     heartbeat = Heartbeat.from_environment(os.environ)
     telemetry = RankTelemetry.from_environment(os.environ, interval_seconds=0.0)
@@ -103,6 +103,9 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
             commit(run_folder, step)
     if RANK == 0:
         append(run_folder / "events.jsonl", {"time": time.time(), "event": "finished", "step": step})
+        while "linger" in fake and not (run_folder / "go").exists():  # as a tracker that still sends
+            time.sleep(0.05)
+            heartbeat.beat(step, "end")
     return 0
 
 

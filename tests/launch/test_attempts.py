@@ -15,6 +15,8 @@ from scaletrain_cli.launch.attempts import (
 )
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
+from scaletrain_cli.launch.restart import conclude_abandoned
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.worker.failures import Failure
 from tests.launch.conftest import MakeRun
 from tests.rundir.test_checkpoints import save
@@ -154,6 +156,29 @@ def test_an_attempt_without_a_live_supervisor_is_closed_by_its_records(make_run:
     close_unended(made.run, made.record.spec)
     assert [attempt.reason for attempt in read_attempts(made.run)] == ["preempted", "node"]
     assert close_unended(made.run, made.record.spec) == []
+
+
+def test_a_run_that_recorded_its_last_step_has_finished_whatever_ends_its_nodes(make_run: MakeRun) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+    write_node_record(made.run, number, node(0, rank(1, 0), number=1))
+    write_node_record(made.run, number, node(None, rank(0, 0)))  # its agent was killed
+    assert attempt_outcome(made.run, made.record.spec, number, cancelled=False).reason == "node"
+    record_event(made.run, "finished", step=20)
+    outcome = attempt_outcome(made.run, made.record.spec, number, cancelled=True)
+    assert (outcome.exit_code, outcome.reason, outcome.against) == (0, "done", ())
+    assert "node-0000-n0" in outcome.message
+    conclude_abandoned(made.run, made.record)
+    more = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+    assert attempt_outcome(made.run, made.record.spec, more, cancelled=False).reason == "node"
+
+
+def test_the_exit_code_of_a_program_counts_after_its_last_step(make_run: MakeRun) -> None:
+    made = make_run("code.command=[python, train.py]", "cluster.gpus_per_node=1")
+    number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+    record_event(made.run, "finished", step=20)
+    write_node_record(made.run, number, node(1, rank(0, 1)))
+    assert attempt_outcome(made.run, made.record.spec, number, cancelled=False).reason == "crash"
 
 
 def test_a_checkpoint_with_a_missing_or_shortened_file_is_not_the_newest(make_run: MakeRun) -> None:

@@ -33,10 +33,19 @@ from scaletrain_cli.launch.node.processes import (
     adopt_orphans,
     die_with_parent,
     kill_descendants,
+    next_signal,
     own_identity,
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, program_command, rank_environment
-from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, announce_failure, write_node_record
+from scaletrain_cli.launch.node.record import (
+    NodeRecord,
+    RankRecord,
+    announce_end,
+    announce_failure,
+    has_ended,
+    read_node_records,
+    write_node_record,
+)
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry, measures_gpus
 from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
@@ -52,6 +61,7 @@ from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
 
 _LAST_SUBMISSION_SECONDS = 5.0  # for which the job keeps its nodes after the last rank has ended
+_TOGETHER_SECONDS, _TOGETHER_POLL_SECONDS = 1800.0, 1.0
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
 logger = logging.getLogger(__name__)
@@ -171,6 +181,24 @@ def run_node(options: AgentOptions) -> int:
         write_failure(run, options.attempt, f"{node.node}-disk", watch.disk_full)
     write_node_record(run, options.attempt, ended)
     return code
+
+
+def wait_for_other_nodes(options: AgentOptions) -> None:
+    """Wait until every node of the attempt has recorded its end, or a signal arrives; _TOGETHER_SECONDS at most.
+
+    srun ends the other agents some seconds after the first one, but the end of a node may take minutes: trackers, the
+    deletion of old checkpoints, the last copy to a mirror. The first node reads the records, the others its mark.
+    """
+    run = RunDir(options.run_folder.absolute())
+    until = time.monotonic() + _TOGETHER_SECONDS
+    with contextlib.suppress(ScaletrainError, OSError):
+        nodes = read_record_of(run, options.attempt).spec.cluster.nodes
+        while nodes > 1 and not has_ended(run, options.attempt) and time.monotonic() < until:
+            records = read_node_records(run, options.attempt) if options.node_rank == 0 else []
+            if sum(node.ended is not None for node in records) >= nodes:
+                announce_end(run, options.attempt)
+            elif next_signal((signal.SIGTERM, signal.SIGINT), _TOGETHER_POLL_SECONDS) is not None:
+                return
 
 
 def node_exit_code(ranks: Sequence[RankRecord], first_failure: int | None) -> int:

@@ -18,7 +18,10 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, s
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """The options of an agent. ``parent_pid``: the agent ends when this process does; None: no such process."""
+    """The options of an agent. ``parent_pid``: the agent ends when this process does; None: no such process.
+
+    ``end_together``: the agent ends when all nodes of the attempt have ended.
+    """
 
     run_folder: Path
     attempt: int
@@ -28,6 +31,7 @@ class AgentOptions:
     master_port: int
     parent_pid: int | None
     engine: str
+    end_together: bool = False
 
 
 def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> AgentOptions:
@@ -42,6 +46,7 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
     parser.add_argument("--master-addr", default=address, required=address is None)
     parser.add_argument("--master-port", type=int, default=port, required=port is None)
     parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent process dies")
+    parser.add_argument("--end-together", action="store_true", help="end when all nodes of the attempt have ended")
     engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # tests of the launcher use a stub
     parser.add_argument("--engine", default=engine, help=argparse.SUPPRESS)
     return AgentOptions(**vars(parser.parse_args(arguments)))

@@ -97,6 +97,16 @@ def is_hung(run: RunDir, attempt: int) -> bool:
     return (run.attempt(attempt) / "hung").exists()
 
 
+def announce_end(run: RunDir, attempt: int) -> None:
+    """Inform the agents of the other nodes that all nodes have ended. Raises OSError."""
+    touch(run.attempt(attempt) / "ended")
+
+
+def has_ended(run: RunDir, attempt: int) -> bool:
+    """Return whether the first node has announced that all nodes have ended."""
+    return (run.attempt(attempt) / "ended").exists()
+
+
 def _documents(run: RunDir, attempt: int, folder: str) -> list[dict[str, Any]]:
     paths = sorted((run.attempt(attempt) / folder).glob("[!.]*.json"))
     return [data for path in paths if (data := read_document(path)) is not None]

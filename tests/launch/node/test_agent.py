@@ -268,6 +268,25 @@ def test_two_agents_on_one_machine_keep_their_ranks_and_files_apart(make_run: Ma
     assert attempt_outcome(made.run, made.record.spec, 1, cancelled=False).reason == "done"
 
 
+def test_agents_that_end_together_wait_for_the_node_that_ends_last(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", linger=True)
+    agents = [start_agent(made, None, "--end-together", node_rank=number) for number in range(2)]
+    wait_until(lambda: len(read_node_records(made.run, 1)) == 2 and agents[1].node.ended is not None, "node 1 ended")
+    assert (agents[0].node.ended, agents[1].process.poll()) == (None, None)
+    (made.run.path / "go").touch()
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert (made.run.attempt(1) / "ended").stat().st_mtime >= max(agent.node.ended or 0 for agent in agents)
+
+
+def test_an_agent_that_waits_for_the_others_ends_on_a_signal(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", linger=True)
+    agents = [start_agent(made, None, "--end-together", node_rank=number) for number in range(2)]
+    wait_until(lambda: len(read_node_records(made.run, 1)) == 2 and agents[1].node.ended is not None, "node 1 ended")
+    agents[1].process.send_signal(signal.SIGTERM)
+    assert agents[1].wait() == 0
+    assert agents[0].node.ended is None
+
+
 def test_when_a_rank_dies_the_other_nodes_end_too_and_its_node_is_the_cause(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:

@@ -59,7 +59,6 @@ def preparation_script(
         "",
         *keep_absolute_lines(),
         *module_lines(spec),
-        "keep_absolute PATH PYTHONPATH",
         python_line(spec),
         f"start={shlex.quote(START)}",
         f"folder={shlex.quote(str(folder))}",

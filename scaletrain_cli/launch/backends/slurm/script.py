@@ -59,6 +59,8 @@ def module_lines(spec: RunSpec) -> Iterator[str]:
     if slurm.activate is not None:
         path = shlex.quote(slurm.activate)
         yield f". {path} || {{ echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }}"
+    if slurm.modules or slurm.activate is not None:
+        yield "keep_absolute PATH PYTHONPATH"
 
 
 def _patterns(spec: RunSpec) -> Iterator[str]:
@@ -139,7 +141,6 @@ def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python
         "exec 3>&1 1>&2",
         *keep_absolute_lines(),
         *module_lines(spec),
-        "keep_absolute PATH PYTHONPATH",
         python_line(spec, python),
         "exec 1>&3 3>&-",
         f"exec {interpreter} {shlex.join(words)}",
@@ -147,7 +148,8 @@ def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python
     return "\n".join(lines) + "\n"
 
 
-# After one agent has ended, the others have this time to end by themselves (srun --wait).
+# After one agent has ended, srun ends the others in this time (--wait). All of them end together (--end-together), so
+# this applies where an agent was killed: the others would wait for its ranks.
 _AGENTS_END_WITHIN_SECONDS = 30
 _LEAST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
 _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
@@ -190,7 +192,6 @@ def job_script(
         "",
         *keep_absolute_lines(),
         *module_lines(spec),
-        "keep_absolute PATH PYTHONPATH",
         python_line(spec, python),
         "# Python code that runs a module, without the current folder in sys.path.",
         f"start={shlex.quote(START)}",
@@ -214,7 +215,7 @@ def job_script(
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
         f"    {_srun(spec, run_folder, elastic=elastic)} \\",
         f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
-        '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &',
+        '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &',
         "step=$!",
         *(_growth_lines(sizes[-1]) if grows else ()),
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait',

@@ -203,7 +203,7 @@ def test_bash_passes_every_value_on_unchanged_and_runs_nothing_else(
         begin, step, end, requeue = recorded.calls
         job = python_words("scaletrain_cli.launch.backends.slurm.job")
         assert begin[:2] == ("python", [*job, "begin", str(run)])
-        agent = [str(python), *python_words("scaletrain_cli.launch.node.agent"), str(run), "--attempt", "7"]
+        agent = [str(python), *python_words("scaletrain_cli.launch.node.agent"), str(run), "--attempt", "7", "--end-together"]
         assert (step[0], step[1][-len(agent) :]) == ("srun", agent)
         assert all(option.startswith("--") for option in step[1][: -len(agent)])
         assert end[:2] == ("python", [*job, "end", str(run), "--attempt", "7", "--srun-exit-code", "75"])
@@ -241,7 +241,7 @@ def test_modules_and_the_activation_script_run_before_the_attempt_begins(tmp_pat
     recorded.run(script, tmp_path, MODULESHOME=str(init.parent.parent), MKLROOT="of the submitter")
     begin, step, *_ = recorded.calls
     assert begin[0] == "python3"
-    assert step[1][-7] == str(activate.parent / "python3")
+    assert step[1][-8] == str(activate.parent / "python3")
     assert step[2]["MKLROOT"] == "mkl/1:activated"
 
 
@@ -272,7 +272,7 @@ def test_the_agent_runs_in_the_container_image(tmp_path: Path, runtime: str, gpu
     recorded.run(script, tmp_path, PYTHONPATH="/of/this/machine")
     begin, step, *_ = recorded.calls
     assert begin[0] == "python"
-    agent = ["-s", *python_words("scaletrain_cli.launch.node.agent"), str(root / "r"), "--attempt", "7"]
+    agent = ["-s", *python_words("scaletrain_cli.launch.node.agent"), str(root / "r"), "--attempt", "7", "--end-together"]
     words = [word.format(image=image, root=root) for word in wanted]
     assert step[1][-len(agent) - len(words) :] == [*words, *agent]
     assert "PYTHONPATH" not in step[2]
