@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit
+from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit, ended_with_its_job
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, has_all_files, read_checkpoint
 from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
-from scaletrain_cli.rundir.journal import last_logged_step, read_events
+from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.telemetry.run import read_telemetry
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from scaletrain_cli.worker.failures import read_failures
 
@@ -135,12 +136,17 @@ def revise_decision(run: RunDir, attempt: AttemptRecord, decision: Decision) -> 
 
 
 def with_outcome(
-    run: RunDir, spec: RunSpec, began: AttemptRecord, outcome: Outcome, decision: Decision | None = None
+    run: RunDir,
+    spec: RunSpec,
+    began: AttemptRecord,
+    outcome: Outcome,
+    decision: Decision | None = None,
+    ended: float | None = None,
 ) -> AttemptRecord:
     """Return the ended attempt without writing it: restart.decide needs it as input."""
     return dataclasses.replace(
         began,
-        ended=time.time(),
+        ended=time.time() if ended is None else ended,
         exit_code=outcome.exit_code,
         reason=outcome.reason,
         message=str(outcome.why),
@@ -152,13 +158,38 @@ def with_outcome(
     )
 
 
-def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:
-    """Record the end of earlier attempts that have none, from their records. None of them may still be running."""
-    unended = [attempt for attempt in read_attempts(run) if attempt.ended is None]
-    return [
-        end_attempt(run, spec, attempt.number, attempt_outcome(run, spec, attempt.number, cancelled=False), None)
-        for attempt in unended
-    ]
+def close_unended(
+    run: RunDir, spec: RunSpec, ended_with_job: Callable[[AttemptRecord], bool] = lambda _: False
+) -> list[AttemptRecord]:
+    """Record the end of earlier attempts that have none, from their records. None of them may still be running.
+
+    ``ended_with_job``: whether the scheduler ended the job of an attempt, although all of its nodes work.
+    """
+    closed = []
+    for began in read_attempts(run):
+        if began.ended is None:
+            outcome = attempt_outcome(run, spec, began.number, cancelled=False)
+            if outcome.lost and ended_with_job(began):
+                outcome = ended_with_its_job(outcome)
+            ended = with_outcome(run, spec, began, outcome, ended=last_sign_of(run, began))
+            _write(run, ended)
+            closed.append(ended)
+    return closed
+
+
+def last_sign_of(run: RunDir, attempt: AttemptRecord) -> float:
+    """Return the time of the last record of an attempt that recorded no end, in Unix seconds.
+
+    The next one may begin hours later: the time until then is not the attempt's.
+    """
+    number, times = attempt.number, [attempt.started]
+    for node in read_node_records(run, number):
+        times += [node.started, node.ended or 0.0, *(rank.ended or 0.0 for rank in node.ranks)]
+    times += [event["time"] for event in read_events(run) if event.get("attempt") == number and "time" in event]
+    newest = next(read_lines_backwards(run.metrics), {})
+    times += [newest["time"]] if newest.get("attempt") == number and "time" in newest else []
+    series = read_telemetry(run, attempt=number, newest=1, most_nodes=1).nodes.values()
+    return max([*times, *(one.times[-1] for one in series if len(one.times))])
 
 
 def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
@@ -202,9 +233,25 @@ def attempt_outcome(
         saves=spec.code.command is None,
     )
     # A program of the user's may still have work after its last step: its exit code decides.
+    if outcome.lost and set(_lost_names(run, number, attempt)) <= signaled_nodes(run, number):
+        outcome = ended_with_its_job(outcome)
     if outcome.reason != "done" and not spec.code.own_program and _has_recorded_its_end(run, number):
         return Outcome(ExitCode.DONE, "done", Reason("launch.finished-then", {"end": outcome.why}))
     return outcome
+
+
+def signaled_nodes(run: RunDir, number: int) -> set[str]:
+    """Return the nodes on which a signal to save and exit arrived in attempt ``number``, by the scheduler's names."""
+    signals = (event for event in read_events(run) if event["event"] == "signal")
+    return {str(event.get("node")) for event in signals if event.get("attempt") == number}
+
+
+def _lost_names(run: RunDir, number: int, attempt: AttemptRecord | None) -> set[str]:
+    """Return the nodes that reported no end, by the scheduler's names; where it named none, an empty name."""
+    nodes = read_node_records(run, number)
+    names = set(attempt.nodes) if attempt is not None else set()
+    ended = {node.name for node in nodes if node.ended is not None}
+    return (names or {node.name for node in nodes} or {""}) - ended
 
 
 def _has_recorded_its_end(run: RunDir, number: int) -> bool:

@@ -59,9 +59,10 @@ _BUDGET: dict[ExitReason, str] = {
     "nan": "crash",
     "spike": "crash",
 }
-_PREEMPTED: tuple[ExitReason, ...] = ("preempted", "time-limit")
 # Not the run's fault: preempted on healthy nodes, or not started on unfit ones.
-_NEUTRAL: tuple[ExitReason, ...] = (*_PREEMPTED, "resize", "idle", "cancelled", "wrong-nodes")
+_NEUTRAL: tuple[ExitReason, ...] = (
+    *("preempted", "time-limit", "out-of-grace", "resize", "idle", "cancelled", "wrong-nodes"),
+)
 # Restarts that are charged to no budget.
 _FREE: tuple[ExitReason, ...] = ("time-limit", "resize")
 # How the ranks of an idle run may end on the signal: with their state saved, or without a handler for it.
@@ -97,7 +98,7 @@ def decide(
         why = Reason("launch.stop-no-progress", {"attempts": stuck})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     idle = preemptions_without_progress(history)
-    if progress_known and idle >= PREEMPTIONS_WITHOUT_PROGRESS and (reason in _PREEMPTED or free):
+    if progress_known and idle >= PREEMPTIONS_WITHOUT_PROGRESS and (is_preemption(reason) or free):
         why = Reason("launch.stop-no-progress-preempted", {"attempts": idle})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     if reason in _FREE:
@@ -143,7 +144,8 @@ def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:
 
 def preemptions_without_progress(history: Sequence[AttemptRecord]) -> int:
     """Return how many of the latest attempts were preempted before they committed a newer checkpoint."""
-    return sum(attempt.reason in _PREEMPTED or attempt.free_of_charge for attempt in _since_progress(history))
+    since = _since_progress(history)
+    return sum(attempt.free_of_charge or is_preemption(attempt.reason or "node") for attempt in since)
 
 
 def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]:
@@ -292,12 +294,15 @@ def _ended_idle(outcome: Outcome, idle: Reason) -> Outcome:
     return Outcome(int(ExitCode.PREEMPTED), "idle", why)
 
 
-def conclude_abandoned(run: RunDir, record: RunRecord) -> None:
+def conclude_abandoned(
+    run: RunDir, record: RunRecord, ended_with_job: Callable[[AttemptRecord], bool] = lambda _: False
+) -> None:
     """Record the end of attempts that have none, from their records. None of them may still be running.
 
     No node is excluded for it: the process that watched the attempt may have been killed together with the rest.
+    ``ended_with_job``: as for close_unended().
     """
-    for attempt in close_unended(run, record.spec):
+    for attempt in close_unended(run, record.spec, ended_with_job):
         _record(run, attempt)
 
 

@@ -69,7 +69,8 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``save_seconds``: duration of a save after a signal. ``echo``: variables to print. ``touch``: a file to create.
     ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which the rank
     sleeps}; the ranks in ``stopped`` stop themselves by SIGSTOP instead. ``silence``: seconds that a step may take.
-    ``linger``: rank 0 waits for ``go`` after it has finished. ``agent_watch``: limits of the watchdog over the agent. $SCALETRAIN_FAULT injects faults as in the engine.
+    ``linger``: rank 0 waits for ``go`` after it has finished. ``agent_watch``: limits of the watchdog over the node
+    agent. $SCALETRAIN_FAULT injects faults as in the engine.
     """
     heartbeat = Heartbeat.from_environment(os.environ)
     telemetry = RankTelemetry.from_environment(os.environ, interval_seconds=0.0)

@@ -10,13 +10,14 @@ from scaletrain_cli.launch.attempts import (
     begin_attempt,
     close_unended,
     end_attempt,
+    last_sign_of,
     newest_checkpoint_step,
     read_attempts,
 )
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.launch.restart import conclude_abandoned
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.worker.failures import Failure
 from tests.launch.conftest import MakeRun
 from tests.rundir.test_checkpoints import save
@@ -171,6 +172,34 @@ def test_a_run_that_recorded_its_last_step_has_finished_whatever_ends_its_nodes(
     conclude_abandoned(made.run, made.record)
     more = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
     assert attempt_outcome(made.run, made.record.spec, more, cancelled=False).reason == "node"
+
+
+@pytest.mark.parametrize(("signaled", "reason"), [((), "node"), (("n0",), "node"), (("n0", "n1"), "out-of-grace")])
+def test_nodes_that_were_told_to_save_and_reported_no_end_are_not_lost(
+    make_run: MakeRun, signaled: tuple[str, ...], reason: str
+) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+    for index in range(2):
+        write_node_record(made.run, number, node(None, rank(index, 0), number=index))
+    for name in signaled:
+        record_event(made.run, "signal", signal="SIGTERM", attempt=number, node=name)
+    outcome = attempt_outcome(made.run, made.record.spec, number, cancelled=False)
+    assert outcome.reason == reason
+
+
+def test_an_attempt_without_a_recorded_end_ended_with_its_last_record_and_not_when_the_next_one_began(
+    make_run: MakeRun,
+) -> None:
+    made = make_run()
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0",))
+    (began,) = read_attempts(made.run)
+    assert last_sign_of(made.run, began) == began.started
+    append_line(made.run.metrics, {"step": 1, "time": began.started + 60, "attempt": number})
+    append_line(made.run.metrics, {"step": 2, "time": began.started + 90, "attempt": number})
+    (closed,) = close_unended(made.run, made.record.spec)
+    assert closed.ended == began.started + 90
+    assert read_attempts(made.run) == [closed]
 
 
 def test_the_exit_code_of_a_program_counts_after_its_last_step(make_run: MakeRun) -> None:

@@ -70,14 +70,14 @@ def test_the_findings_that_explain_a_failed_attempt_are_listed(make_run: MakeRun
 def test_a_crash_shows_the_reason_of_the_rank_the_end_of_its_log_and_earlier_attempts(
     make_run: MakeRun, forked_jobs: None
 ) -> None:
-    made = make_run("restarts.crash=1", die={"*:1": 1}, reason="odd")
+    made = make_run("restarts.crash=1", "cluster.gpus_per_node=1", die={"*:0": 1}, reason="odd")
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over")
     explanation = explain(made.run)
     (finding,) = explanation.findings
     assert (explanation.state, finding.cause) == ("failed", "crash")
     assert "odd on request" in reported(finding)
-    assert "-00001.log: " in reported(finding)
+    assert "-00000.log: " in reported(finding)
     assert "dying 1" in reported(finding)
     assert "attempts before it: 1 crash at step" in reported(finding)
     shown = scaletrain("explain", made.run.run_id)

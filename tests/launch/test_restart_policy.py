@@ -142,7 +142,8 @@ def test_without_checkpoints_only_the_budgets_limit_the_restarts_of_a_program_th
 
 def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_name_the_setting_that_is_too_short() -> None:
     assert decide_last(attempts(*[("preempted", None)] * 9)).requeue
-    idle: list[tuple[ExitReason, int | None]] = [("preempted", None)] * 6 + [("time-limit", None)] * 4
+    idle: list[tuple[ExitReason, int | None]] = [("preempted", None)] * 5 + [("time-limit", None)] * 4
+    idle += [("out-of-grace", None)]
     decision = decide_last(attempts(*idle))
     assert (decision.requeue, decision.exit_code) == (False, 93)
     assert "too short to start up" in decision.why

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError
+from scaletrain_cli.launch.attempts import AttemptRecord, signaled_nodes
 from scaletrain_cli.launch.backends.base import Backend, Check, Job, JobNode, NodeCommand, PreflightResult
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.slurm.array import ArrayPlan, array_script, require_one_array, submit_array
@@ -51,7 +52,6 @@ from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
@@ -60,7 +60,6 @@ from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.node.probe import NodeFacts
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
@@ -169,7 +168,9 @@ class SlurmBackend(Backend):
             return cancelled_by_another(job.id)
         if job.cause is not None:
             return True
-        return last is not None and last.ended is None and not (job.forgotten and _was_signaled(run, last))
+        if last is None or last.ended is not None:
+            return False
+        return not (job.forgotten and len(signaled_nodes(run, last.number)) >= max(1, len(last.nodes)))
 
     def cancel_preparation(self, run: RunDir) -> None:
         cancel_preparation(preparation_name(run))
@@ -298,13 +299,6 @@ class SlurmBackend(Backend):
 
     def checks(self) -> Iterator[Check]:
         yield commands_check()
-
-
-def _was_signaled(run: RunDir, attempt: AttemptRecord) -> bool:
-    """Return whether a signal arrived on every node of the attempt."""
-    signals = (event for event in read_events(run) if event["event"] == "signal")
-    nodes = {event.get("node") for event in signals if event.get("attempt") == attempt.number}
-    return len(nodes) >= max(1, len(attempt.nodes))
 
 
 def _check_path(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
-from scaletrain_cli.launch.backends.slurm.tables import is_usable
+from scaletrain_cli.launch.backends.slurm.tables import is_usable, records
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.reasons import Reason, recorded
@@ -78,7 +78,6 @@ def queue_reason(word: str) -> QueueReason:
     return QueueReason("unknown", "slurm.wait-unknown")
 
 
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
 _NO_TIME = ("Unknown", "N/A", "")
 _TRES = ("ReqTRES", "TRES")  # the second one before Slurm 23.02
 
@@ -113,15 +112,8 @@ def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
 
 def job_fields(job_id: str) -> dict[str, str]:
     """Return the fields of ``scontrol show job``; empty if Slurm no longer lists the job."""
-    return parse_fields(call_slurm(["scontrol", "-o", "show", "job", job_id], accept=("Invalid job id",)).stdout)
-
-
-def parse_fields(text: str) -> dict[str, str]:
-    """Return the fields of ``A=1 B=two words C=3``: a value may contain blanks, a name may not."""
-    text = text.strip()
-    starts = [(match.start(1), match.end(), match[1]) for match in _FIELD.finditer(text)]
-    ends = [*(start for start, _, _ in starts[1:]), len(text)]
-    return {name: text[value:end].strip() for (_, value, name), end in zip(starts, ends, strict=False)}
+    answer = call_slurm(["scontrol", "-o", "show", "job", job_id], accept=("Invalid job id",))
+    return next(records(answer.stdout), {})
 
 
 def _queue_evidence(job_id: str, word: str, fields: dict[str, str]) -> Iterator[Evidence]:
@@ -159,7 +151,7 @@ def _ahead_of(job_id: str, partition: str) -> Iterator[Evidence]:
 def _accounting_evidence(job_id: str) -> Iterator[Evidence]:
     command = ["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,ExitCode,NodeList,Start,End"]
     try:
-        rows = call_slurm(command).stdout.split()
+        rows = call_slurm(command).stdout.splitlines()
     except SchedulerError:
         rows = []
     if not rows:

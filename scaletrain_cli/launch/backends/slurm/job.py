@@ -20,12 +20,13 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
+from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
-from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names
+from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names, records
 from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
@@ -91,7 +92,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
         return ExitCode.USAGE
-    conclude_abandoned(run, record)  # of this job, which was killed before it could record the end
+    conclude_abandoned(run, record, was_ended_by_slurm)  # of this job, killed before it could record the end
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
         logger.error("%s", refusal.why)
@@ -112,7 +113,7 @@ def _begin_elastic(run: RunDir, record: RunRecord, environment: Mapping[str, str
     if size is None:  # submitted before the range was changed
         logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
         return ExitCode.USAGE
-    conclude_abandoned(run, record)  # before the record changes: of an attempt of the size before
+    conclude_abandoned(run, record, was_ended_by_slurm)  # before the record changes: of the size before
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
         logger.error("%s", refusal.why)
@@ -165,7 +166,7 @@ def end(
         launcher_exit_code=srun_exit_code,
         stop_reason=stop_reason,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment, time.time()),
-        down=down_nodes(attempt.nodes) if attempt is not None and stop_reason is not None else None,
+        down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
     )
     print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
     may_go_on = decision.requeue or decision.left_to_scheduler
@@ -179,16 +180,40 @@ def not_requeued(run: RunDir, number: int, stop_reason: Reason | None) -> int:
     return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
 
 
-def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
-    """Return those of these nodes that Slurm reports as lost; none if it does not answer."""
-    if not names:
-        return frozenset()
+def was_ended_by_slurm(attempt: AttemptRecord) -> bool:
+    """Return whether Slurm ended the job of an attempt for another reason than a lost node, and requeued it.
+
+    A preemption without a grace time, or a requeue by an administrator while the nodes are set up, leaves no record.
+    The accounting has the end of each start of a job; without it, the nodes tell.
+    """
+    command = ["sacct", "-n", "-P", "-X", "-D", "-j", attempt.job_id, "-o", "Start,State"]
+    rows: list[tuple[float, str]] = []
+    with contextlib.suppress(SchedulerError):
+        lines = (line.partition("|") for line in call_slurm(command).stdout.splitlines())
+        rows = [(start, state) for text, _, state in lines if (start := moment(text)) is not None]
+    # The start is in whole seconds, and before that of the attempt.
+    states = [state for start, state in sorted(rows) if start <= attempt.started]
+    if states and (cause := job_cause(states[-1])) is not None:
+        return cause != "node"
+    return lost_nodes(attempt) == frozenset()
+
+
+def lost_nodes(attempt: AttemptRecord) -> frozenset[str] | None:
+    """Return the nodes of an attempt that Slurm reports as down, or booted since; None if it does not answer."""
+    if not attempt.nodes:
+        return None
     try:
-        answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t", f"--nodes={','.join(names)}"])
+        answer = call_slurm(["scontrol", "--oneliner", "show", "node", ",".join(attempt.nodes)])
     except SchedulerError:
-        return frozenset()
-    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]
-    return frozenset(name for name, state in rows if state.startswith("down") or state.rstrip().endswith("*"))
+        return None
+    return frozenset(node["NodeName"] for node in records(answer.stdout) if _is_lost(node, attempt.started))
+
+
+def _is_lost(node: Mapping[str, str], since: float) -> bool:
+    """Return whether a node does not respond (*), is down, or has booted ``since``."""
+    states = node.get("State", "").split("+")
+    down = any(state.startswith("DOWN") or state.endswith("*") or state == "NOT_RESPONDING" for state in states)
+    return down or (moment(node.get("BootTime", "")) or 0.0) > since
 
 
 def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:

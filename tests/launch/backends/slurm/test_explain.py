@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.launch.backends.slurm import explain
-from scaletrain_cli.launch.backends.slurm.explain import parse_fields, queue_reason, why_it_waits
+from scaletrain_cli.launch.backends.slurm.explain import queue_reason, why_it_waits
+from scaletrain_cli.launch.backends.slurm.tables import records
 from scaletrain_cli.reason_texts.slurm import TEXTS
 
 SEEN = {
@@ -77,14 +78,14 @@ def test_an_unknown_reason_of_slurm_is_reported_as_it_is() -> None:
 
 
 def test_fields_may_contain_blanks_and_equals_signs_or_be_empty() -> None:
-    found = parse_fields(
+    (found,) = records(
         "JobId=7 JobName=a-1 Reason=Nodes required for job are DOWN Dependency=(null) TRES=cpu=2,node=1 Licenses= "
         "Comment=x\n"
     )
     assert found["Reason"] == "Nodes required for job are DOWN"
     assert found["TRES"] == "cpu=2,node=1"
     assert (found["Licenses"], found["Comment"], found["Dependency"]) == ("", "x", "(null)")
-    assert parse_fields("") == {}
+    assert list(records("")) == []
 
 
 def test_nodes_that_do_not_respond_are_not_counted_as_usable(monkeypatch: pytest.MonkeyPatch) -> None:

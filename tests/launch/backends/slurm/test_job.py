@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
+from scaletrain_cli.launch.backends.slurm import job
 from scaletrain_cli.launch.backends.slurm.job import begin, main
 from scaletrain_cli.reasons import recorded
 from tests.launch.conftest import MadeRun, MakeRun
@@ -79,6 +83,43 @@ def test_an_attempt_whose_script_was_killed_is_ended_and_counts_against_the_budg
     assert "restarts.node = 1 is used up" in capfd.readouterr().err
     assert made.run.attempts() == [1, 2]
     assert made.events("stopped")[-1]["exit_code"] == 1
+
+
+UP, DOWN = "NodeName=n1 State=IDLE BootTime=2026-01-01T00:00:00 Reason=x y", "NodeName=n1 State=DOWN*+DRAIN"
+REBOOTED = "NodeName=n1 State=IDLE BootTime=2036-01-01T00:00:00"
+EARLIER, LATER = "2026-01-01T00:00:00", "2036-01-01T00:00:00"
+
+
+@pytest.mark.parametrize(
+    ("accounting", "node", "reason"),
+    [
+        (None, UP, "out-of-grace"),
+        (None, DOWN, "node"),
+        (None, REBOOTED, "node"),
+        (None, None, "node"),
+        (f"{EARLIER}|PREEMPTED\n{LATER}|RUNNING\n", DOWN, "out-of-grace"),
+        (f"{EARLIER}|NODE_FAIL\n{LATER}|RUNNING\n", UP, "node"),
+        (f"{EARLIER}|REQUEUED\n", UP, "out-of-grace"),
+        (f"{LATER}|NODE_FAIL\n", UP, "out-of-grace"),
+    ],
+)
+def test_a_job_that_slurm_requeued_lost_a_node_only_if_slurm_says_so(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, accounting: str | None, node: str | None, reason: str
+) -> None:
+    """As after a preemption without a grace time: nothing of the attempt could record its end."""
+    answers = {"sacct": accounting, "scontrol": node}
+
+    def call(command: list[str], **_: object) -> object:
+        if (text := answers[command[0]]) is None:
+            raise SchedulerError("no answer")
+        return SimpleNamespace(stdout=text)
+
+    monkeypatch.setattr(job, "call_slurm", call)
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=("n1",))
+    assert say(made, "begin") == 0
+    (ended,) = made.events("attempt-ended")
+    assert ended["reason"] == reason
+    assert "reported no start: n1" in ended["message"]
 
 
 def test_a_finished_or_cancelled_run_begins_no_attempt(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:

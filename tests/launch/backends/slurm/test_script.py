@@ -103,6 +103,9 @@ exit $code
 """
 
 
+AGENT = python_words("scaletrain_cli.launch.node.agent")
+
+
 class Recorded:
     """A folder for $PATH with programs that record their arguments and environment."""
 
@@ -203,7 +206,7 @@ def test_bash_passes_every_value_on_unchanged_and_runs_nothing_else(
         begin, step, end, requeue = recorded.calls
         job = python_words("scaletrain_cli.launch.backends.slurm.job")
         assert begin[:2] == ("python", [*job, "begin", str(run)])
-        agent = [str(python), *python_words("scaletrain_cli.launch.node.agent"), str(run), "--attempt", "7", "--end-together"]
+        agent = [str(python), *AGENT, str(run), "--attempt", "7", "--end-together"]
         assert (step[0], step[1][-len(agent) :]) == ("srun", agent)
         assert all(option.startswith("--") for option in step[1][: -len(agent)])
         assert end[:2] == ("python", [*job, "end", str(run), "--attempt", "7", "--srun-exit-code", "75"])
@@ -272,7 +275,7 @@ def test_the_agent_runs_in_the_container_image(tmp_path: Path, runtime: str, gpu
     recorded.run(script, tmp_path, PYTHONPATH="/of/this/machine")
     begin, step, *_ = recorded.calls
     assert begin[0] == "python"
-    agent = ["-s", *python_words("scaletrain_cli.launch.node.agent"), str(root / "r"), "--attempt", "7", "--end-together"]
+    agent = ["-s", *AGENT, str(root / "r"), "--attempt", "7", "--end-together"]
     words = [word.format(image=image, root=root) for word in wanted]
     assert step[1][-len(agent) - len(words) :] == [*words, *agent]
     assert "PYTHONPATH" not in step[2]
