@@ -16,7 +16,8 @@ from scaletrain_cli.launch.finding import Evidence, Explanation, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.status import RunStatus, failed_preparation, run_status, unreported_end
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import preparation_folder
@@ -109,7 +110,7 @@ def _unknown(status: RunStatus) -> Finding:
 
 
 def _running(run: RunDir, status: RunStatus) -> Finding:
-    evidence = [_scheduler_reports(status), *_progress(run, status)]
+    evidence = [_scheduler_reports(status), *_progress(run, status), *_shared_cores(run, status.attempt)]
     if status.straggler is not None:
         evidence.append(Evidence.because("events.jsonl", status.straggler))
     if status.idle is not None:
@@ -117,6 +118,15 @@ def _running(run: RunDir, status: RunStatus) -> Finding:
     params = {"attempt": status.attempt, "run": run.run_id}
     why = Reason("launch.running" if status.attempt else "launch.job-running", params)
     return Finding.because("running", why, tuple(evidence))
+
+
+def _shared_cores(run: RunDir, attempt: int) -> Iterator[Evidence]:
+    """Yield that the ranks of a node share CPU cores, from the inspection of the first node on which they do."""
+    for path in sorted((run.attempt(attempt) / "preflight").glob("[!.]*.json")):
+        reasons = map(reason_from, (read_document(path) or {}).get("note_reasons", ()))
+        if (found := next((reason for reason in reasons if reason.code == "node.few-cores"), None)) is not None:
+            yield Evidence.because(path.stem, found)
+            return
 
 
 def _scheduler_reports(status: RunStatus) -> Evidence:

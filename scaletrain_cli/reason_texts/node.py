@@ -93,6 +93,10 @@ TEXTS: dict[str, Text] = {
         "the installed scaletrain is {installed}, but the run was made with {submitted}: another version, image or "
         "checkout"
     ),
+    "few-cores": Text(
+        "{ranks} ranks share {cores:of CPU core}: kernels are launched, data read and checkpoints written late",
+        ("Request more with cluster.cpus_per_gpu.",),
+    ),
     "shm-small": Text(
         "{folder} has {free_bytes:bytes} free; NCCL may need {needed_bytes:bytes}, and then fails with 'No space left "
         "on device'",

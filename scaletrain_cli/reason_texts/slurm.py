@@ -288,6 +288,16 @@ TEXTS: dict[str, Text] = {
         "it is not known whether reservation {reservation} exists: Slurm shows only those that you may use "
         "(PrivateData)"
     ),
+    "note-reservation-ends": Text(
+        "reservation {reservation} ends at {until}, before the time limit of the job: Slurm then ends the job, without "
+        "the signal to save that comes before a time limit",
+        ("Set cluster.slurm.time to what is left of the reservation.",),
+    ),
+    "note-reservation-small": Text("reservation {reservation} has {count:of node} that fit the job"),
+    "note-test-refused": Text(
+        "sbatch --test-only answers `{said}`, as it does for some jobs that start; the nodes that Slurm lists fit this "
+        "job"
+    ),
     "note-reserved": Text(
         "{what} {name} takes {count} nodes of {partition} from {began} to {until}: the job waits until it is over"
     ),

@@ -1,5 +1,6 @@
 """The Slurm options of the cluster section: each value one word of a `#SBATCH` line, or quoted where bash reads it."""
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,11 +20,34 @@ _SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
 
 
 def _slurm_word(value: Any) -> str:
+    if isinstance(value, int | float):
+        raise PydanticCustomError("slurm_word", "must be text. Put it in quotes.")
     if not isinstance(value, str) or not re.fullmatch(_SLURM_WORD, value):
         raise PydanticCustomError(
             "slurm_word", "must be one word of letters, digits and _.,:=/@%+*[]-&|!(), for a #SBATCH line"
         )
     return value
+
+
+_NUMBERS = r"\d+(?:-\d+)?"
+_HOSTS = rf"(?:[^,\[\]]|\[{_NUMBERS}(?:,{_NUMBERS})*\])+"
+_MOST_NODES = 65_536  # of a range in Slurm (MAX_RANGE in hostlist.c of schedmd/slurm)
+
+
+def _hostlist(value: Any) -> str:
+    word = _slurm_word(value)
+    names, valid = 0, re.fullmatch(f"{_HOSTS}(?:,{_HOSTS})*", word) is not None
+    for part in re.findall(_HOSTS, word):
+        # The last number of a range, or the only one; a range that counts down has no nodes.
+        ranges = [re.findall(r"(\d+)(?:-(\d+))?", numbers) for numbers in re.findall(r"\[(.*?)\]", part)]
+        sizes = [[int(last or first) - int(first) + 1 for first, last in numbers] for numbers in ranges]
+        valid = valid and all(min(each) > 0 for each in sizes)
+        names += math.prod(map(sum, sizes))
+    if valid and names > _MOST_NODES:
+        raise PydanticCustomError("hostlist", f"names {names:,} nodes; Slurm allows {_MOST_NODES:,}")
+    if not valid:
+        raise PydanticCustomError("hostlist", "must be a hostlist, such as n[1-4,7],login1")
+    return word
 
 
 def _slurm_value(value: Any) -> str | int | bool:
@@ -34,6 +58,7 @@ def _slurm_value(value: Any) -> str | int | bool:
 SlurmWord = Annotated[
     str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
 ]
+Hostlist = Annotated[str, PlainValidator(_hostlist), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})]
 SlurmOption = Annotated[
     str,
     Matching(
@@ -131,8 +156,8 @@ class SlurmSpec(BackendSection):
     time: PositiveSeconds | None = None
     reservation: SlurmWord | None = None
     constraint: SlurmWord | None = None
-    exclude: SlurmWord | None = None
-    nodelist: SlurmWord | None = None
+    exclude: Hostlist | None = None
+    nodelist: Hostlist | None = None
     licenses: SlurmWord | None = None
     switches: Annotated[int, Field(strict=True, ge=1, le=10_000)] | None = None
     switches_wait: PositiveSeconds | None = Field(default=None, description="then any nodes will do")
@@ -150,6 +175,12 @@ class SlurmSpec(BackendSection):
             yield "switches_wait", "has no effect without slurm.switches, the maximum number of leaf switches. Set it."
         for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
             yield f"extra.{name}", "is set by the launcher or by another key of this section; remove it from extra."
+        if "clusters" in self.extra:
+            yield (
+                "extra.clusters",
+                "is not possible: the other commands would look for the job in this cluster. Set SLURM_CONF to the "
+                "slurm.conf of that cluster, or submit on its login node (--cluster of clusters.yaml).",
+            )
         for key, message in self.container.inconsistencies() if self.container is not None else ():
             yield f"container.{key}", message
 

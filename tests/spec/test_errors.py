@@ -80,6 +80,13 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
         ("cluster.gpu={name: x}", "cluster.gpu.memory: is missing."),
         ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
         ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!(), for a"),
+        ("cluster.slurm.account=3", "cluster.slurm.account = 3: must be text. Put it in quotes."),
+        ("cluster.slurm.exclude=n1,n[a-c]", "exclude = n1,n[a-c]: must be a hostlist, such as n[1-4,7],login1."),
+        ("cluster.slurm.nodelist=n[]", "nodelist = n[]: must be a hostlist, such as n[1-4,7],login1."),
+        ("cluster.slurm.nodelist=n[4-2]", "nodelist = n[4-2]: must be a hostlist, such as n[1-4,7],login1."),
+        ("cluster.slurm.nodelist=n[1-3", "nodelist = n[1-3: must be a hostlist, such as n[1-4,7],login1."),
+        ("cluster.slurm.nodelist=n[1-9999999]", "= n[1-9999999]: names 9,999,999 nodes; Slurm allows 65,536."),
+        ("cluster.slurm.extra={clusters: west}", "cluster.slurm.extra.clusters = west: is not possible: the other"),
         ("cluster.slurm.extra={Time: 3}", "must be the name of a long option of sbatch without its dashes"),
         ("cluster.slurm={time: 90s}", "must be at least 240 s: ranks are signaled 120 s before the end"),
         (

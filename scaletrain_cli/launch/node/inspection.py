@@ -83,19 +83,19 @@ def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping
     health = None if record.spec.cluster.gpu == "cpu" else query_driver()
     gpus = () if health is None else visible_gpus(health, environment)
     memory, shm = available_bytes(), _free(_SHM)
-    ahead, code = _clock_ahead(run.path), code_hash()
+    ahead, code, cores = _clock_ahead(run.path), code_hash(), usable_cores()
     return NodeInspection(
         node=node,
         driver="" if health is None else health.driver,
         gpus=gpus,
         code_hash=code,
-        cores=usable_cores(),
+        cores=cores,
         memory_available_bytes=memory,
         shm_free_bytes=shm,
         run_free_bytes=_free(run.path),
         clock_ahead_seconds=ahead,
         problems=tuple(_problems(record, environment, health, gpus, memory)),
-        notes=tuple(_notes(record, health, gpus, shm, ahead, code)),
+        notes=tuple(_notes(record, health, gpus, shm, ahead, code, cores)),
     )
 
 
@@ -138,6 +138,7 @@ def _notes(
     shm: int | None,
     ahead: float | None,
     code: str,
+    cores: int,
 ) -> Iterator[Reason]:
     if health is not None and health.note:
         yield recorded(health.note)
@@ -145,6 +146,8 @@ def _notes(
         yield Reason("node.other-version", {"installed": code[:12], "submitted": record.code_hash[:12]})
     yield from gpu_notes(gpus)
     cluster = record.spec.cluster
+    if cluster.gpu != "cpu" and cores < cluster.gpus_per_node:
+        yield Reason("node.few-cores", {"cores": cores, "ranks": cluster.gpus_per_node})
     needed = _SHM_BYTES_PER_GPU * cluster.gpus_per_node
     if cluster.gpu != "cpu" and cluster.gpus_per_node > 1 and shm is not None and shm < needed:
         yield Reason("node.shm-small", {"folder": str(_SHM), "free_bytes": shm, "needed_bytes": needed})

@@ -87,9 +87,11 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_reported_separately(
     monkeypatch.setattr(inspection, "available_bytes", lambda: 8 * GB)
     monkeypatch.setattr(inspection, "_free", lambda path: 64 * 2**20)
     monkeypatch.setattr(inspection, "_clock_ahead", lambda path: -90.0)
+    monkeypatch.setattr(inspection, "usable_cores", lambda: 1)
     found = inspected(made, monkeypatch, NodeHealth("550", gpus))
     assert [problem.code for problem in found.problems] == ["node.gpu-needs-reset"]
     assert [str(note).split(";")[0] for note in found.notes] == [
+        "2 ranks share 1 CPU core: kernels are launched, data read and checkpoints written late",
         "/dev/shm has 67.1 MB free",
         "the clock is 90 s behind that of the run directory's file system: times in logs are wrong",
     ]

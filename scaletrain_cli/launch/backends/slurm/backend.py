@@ -94,7 +94,8 @@ class SlurmBackend(Backend):
         """
         _check_path(runs_root())
         excluded = None if run is None else exclude_option(spec, exclusion_for(run, spec))
-        return check_job(self._site(spec), spec, excluded)
+        site = self._site(spec)
+        return check_job(site, site.with_cores(spec), excluded)
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return self._script(run, record, exclusion_for(run, record.spec))
@@ -114,7 +115,7 @@ class SlurmBackend(Backend):
         require_one_array(specs)
 
     def render_array(self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int) -> str:
-        return array_script(ArrayPlan(sweep, tuple(runs), cap))
+        return array_script(self._array(sweep, runs, cap))
 
     def submit_array(
         self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int, *, again: bool
@@ -132,8 +133,7 @@ class SlurmBackend(Backend):
         excluded = exclusion_for(first, record.spec)
         for run, one in runs:
             replace_file(run.path / "job.sh", self._script(run, one, excluded))
-        plan = ArrayPlan(sweep, tuple(runs), cap, exclude_option(record.spec, excluded))
-        job_ids = submit_array(plan)
+        job_ids = submit_array(self._array(sweep, runs, cap, exclude_option(record.spec, excluded)))
         if excluded.nodes or excluded.spared:
             for run, _ in runs:
                 record_exclusion(run, excluded)
@@ -176,15 +176,32 @@ class SlurmBackend(Backend):
         cancel_preparation(preparation_name(run))
 
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
+        site = self._known_site(record.spec)
         return job_script(
-            record.spec,
+            record.spec if site is None else site.with_cores(record.spec),
             record.run_id,
             run.path,
             exclude=exclude_option(record.spec, excluded),
-            preemption=self._preemption(record.spec),
+            preemption="" if site is None else preemption_rule(site, record.spec.cluster),
             sizes=record.sizes,
             in_array=self._is_array_task(run),
         )
+
+    def _array(
+        self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int, exclude: str | None = None
+    ) -> ArrayPlan:
+        """Return the array, which requests what the scripts of its tasks use."""
+        site = self._known_site(runs[0][1].spec)
+        if site is not None:
+            runs = [(run, dataclasses.replace(record, spec=site.with_cores(record.spec))) for run, record in runs]
+        return ArrayPlan(sweep, tuple(runs), cap, exclude)
+
+    def _known_site(self, spec: RunSpec) -> Site | None:
+        """Return the site; None if Slurm does not answer, as in a dry run on a laptop."""
+        try:
+            return self._site(spec)
+        except SchedulerError:
+            return None
 
     def _is_array_task(self, run: RunDir) -> bool:
         """Return whether the next submission of the run is a task of its sweep's array: only its first one is."""
@@ -196,13 +213,6 @@ class SlurmBackend(Backend):
         if key not in self._sites:
             self._sites[key] = query_site(spec.cluster, spec.secret_env)
         return self._sites[key]
-
-    def _preemption(self, spec: RunSpec) -> str:
-        """Return the site's preemption rule as text; empty without Slurm, as in a dry run on a laptop."""
-        try:
-            return preemption_rule(self._site(spec), spec.cluster)
-        except SchedulerError:
-            return ""
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         answer = self.answers.get(run.path)

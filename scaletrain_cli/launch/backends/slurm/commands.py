@@ -22,9 +22,11 @@ _ANSWER_LOST = (
     *("Socket timed out", "Connection timed out", "Connection reset", "Broken pipe", "Zero Bytes were transmitted"),
     *("Message receive failure", "Unexpected message received", "Protocol authentication error"),
 )
+TOKEN = "SLURM_JWT"  # for Slurm's commands on this machine; the job script removes it
 # The only variables of the submitter that the job gets: others may contain secrets, which Slurm would store.
 PASSED_ON = frozenset(
-    "PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
+    f"PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF SLURM_CONF_SERVER {TOKEN} "
+    "LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
     "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
 )
 

@@ -52,13 +52,26 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     except SchedulerSilentError:
         raise
     except SchedulerError as error:
-        raise with_key(spec, error) from error
+        if not _may_start_anyway(spec, error):
+            raise with_key(spec, error) from error
+        refused = Reason("slurm.note-test-refused", {"said": _NOT_AVAILABLE})
+        return PreflightResult(Start(None, Reason("slurm.no-estimate")), (*verdict.notes, refused))
     lines = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
     start, messages = read_estimate(lines, site.now, hidden_reservations=site.hides_reservations)
     if spec.cluster.slurm.extra.get("hold") is True:
         start = Start(None, Reason("slurm.start-on-hold"))
     shared = unshared_notes(runs_root(), spec.cluster.nodes)
     return PreflightResult(start, (*verdict.notes, *shared, *map(recorded, messages)))
+
+
+def _may_start_anyway(spec: RunSpec, error: SchedulerError) -> bool:
+    """Return whether sbatch may accept the job that `sbatch --test-only` refused, since the nodes fit the spec.
+
+    Slurm 22.05 refuses a nodelist with fewer nodes than the job, and every job for seconds after a restart of the
+    controller, when the nodes are not registered yet.
+    """
+    slurm, said = spec.cluster.slurm, "" if error.reason is None else str(error.reason.params.get("said", ""))
+    return _NOT_AVAILABLE in said and slurm.constraint is None and not slurm.extra
 
 
 def _requested_sizes(spec: RunSpec) -> tuple[int, ...]:
@@ -94,9 +107,10 @@ def read_estimate(lines: Sequence[str], now: float, *, hidden_reservations: bool
     return start or Start(None, Reason("slurm.no-estimate")), rest
 
 
+_NOT_AVAILABLE = "Requested node configuration is not available"
 # Messages of sbatch about the value of one key (schedmd/slurm, slurm_errno.c).
 _MESSAGES_OF_KEYS: dict[str, tuple[str, ...]] = {
-    "constraint": ("Invalid feature specification", "Requested node configuration is not available"),
+    "constraint": ("Invalid feature specification", _NOT_AVAILABLE),
     "licenses": ("Invalid license specification", "Licenses are not available"),
     "reservation": ("Requested reservation is invalid", "reservation not usable"),
     "account": ("Invalid account",),
@@ -392,9 +406,17 @@ class _SiteCheck:
             yield self._problem("cluster.slurm.reservation", code, requested, reservations=names)
 
     def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[Reason]:
-        """Yield a note for each reservation that begins before the job's end and leaves too few nodes."""
+        """Yield notes: that the job's own reservation ends before it, and on others that leave too few nodes for it."""
         slurm, now = self.spec.cluster.slurm, self.site.now
         lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
+        own = next((one for one in self.site.reservations or () if one.name == slurm.reservation), None)
+        if own is not None and own.end < max(now, own.start) + lasts:
+            until = time.strftime(_WHEN, time.localtime(own.end))
+            yield Reason("slurm.note-reservation-ends", {"reservation": own.name, "until": until})
+        if own is not None and own.nodes:
+            count = sum(node.name in own.nodes for node in fitting)
+            if count < self.spec.cluster.nodes:
+                yield Reason("slurm.note-reservation-small", {"reservation": own.name, "count": count})
         in_the_way = [
             one
             for one in self.site.reservations or ()

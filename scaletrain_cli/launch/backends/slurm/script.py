@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON
+from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON, TOKEN
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
@@ -38,8 +38,8 @@ def environment_lines(spec: RunSpec) -> Iterator[str]:
     yield "dropped=()"
     yield "while IFS='=' read -r -d '' name _; do"
     yield '    case "$name" in'
-    if spec.secret_env:  # the agents read their values from the run directory
-        yield f"    {'|'.join(spec.secret_env)}) ;;"
+    # The agents read the values of secrets from the run directory.
+    yield f"    {'|'.join([TOKEN, *spec.secret_env])}) ;;"
     yield from _patterns(spec)
     yield "    esac"
     yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name")'
@@ -65,7 +65,7 @@ def module_lines(spec: RunSpec) -> Iterator[str]:
 
 def _patterns(spec: RunSpec) -> Iterator[str]:
     """Yield the allowed names as a case pattern, in lines of readable length."""
-    names = PASSED_ON - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
+    names = PASSED_ON - {TOKEN} - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
     line = "    "
     for pattern in [*_FAMILIES, *sorted(names)]:
         if len(line) + len(pattern) > 110:

@@ -6,6 +6,7 @@ Sites may hide any of this from users: an unknown value is empty, or None.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pwd
 import re
@@ -32,6 +33,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     partitions,
     read_associations,
     read_qos_rules,
+    records,
     reservations,
     settings,
 )
@@ -61,6 +63,14 @@ class Site:
     account: str
     qos: str
     limits: tuple[Limit, ...]
+    cores_per_gpu: int | None = None
+
+    def with_cores(self, spec: RunSpec) -> RunSpec:
+        """Return the spec with the CPU cores that its job requests; unchanged where Slurm's default applies."""
+        if self.cores_per_gpu is None:
+            return spec
+        cluster = spec.cluster.model_copy(update={"cpus_per_gpu": self.cores_per_gpu})
+        return spec.model_copy(update={"cluster": cluster})
 
     @property
     def has_accounting(self) -> bool:
@@ -132,7 +142,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         factor = limit_factor(rules, binding)
         limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
     reserved = query(["scontrol", "-o", "show", "reservation"])
-    return Site(
+    site = Site(
         user=user,
         now=time.time(),
         config=config,
@@ -145,6 +155,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         qos=qos,
         limits=limits,
     )
+    return dataclasses.replace(site, cores_per_gpu=cores_per_gpu(site, cluster))
 
 
 def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -> list[str]:
@@ -246,6 +257,8 @@ def _by_qos(site: Site) -> str:
 def _effect(site: Site, mode: str, grace_seconds: float) -> str:
     """Return which signals a preempted job gets, and what requeues it."""
     kill_wait = _kill_wait_seconds(site)
+    if "SUSPEND" in mode:  # gang scheduling: no signal that a process could handle, and the memory stays in use
+        return f"PreemptMode={mode}. Slurm suspends the job (SIGTSTP, then SIGSTOP) and continues it later."
     if grace_seconds:
         when = f"SIGTERM to the node agents, GraceTime {grace_seconds:g} s, KillWait {kill_wait:g} s, SIGKILL."
         back = "This script requeues the job if it ends in time, otherwise Slurm does."
@@ -342,6 +355,33 @@ def gpus_for(cluster: ClusterSpec, gpus: Mapping[str, int]) -> int:
     """Return how many of a node's GPUs the job may use: those of its type, or all if it requests none."""
     kind = cluster.slurm.gres_type
     return gpus.get(kind, 0) if kind is not None else sum(gpus.values())
+
+
+def cores_per_gpu(site: Site, cluster: ClusterSpec) -> int | None:
+    """Return the CPU cores of a node for each of its GPUs, which ``cluster.cpus_per_gpu: auto`` requests.
+
+    Without DefCpuPerGPU, Slurm gives a job that requests no cores one per node, and memory in proportion. None where
+    the site has that default, or nothing is known of the nodes.
+    """
+    partitions = site.partitions_of(cluster)
+    names = {partition.name for partition in partitions}
+    fitting = [node for node in site.nodes if node.cpus and node.partitions & names and has_gpus(cluster, node.gpus)]
+    by_default = "DefCpuPerGPU" in site.config.get("JobDefaults", "") or any(one.gives_cores for one in partitions)
+    if cluster.gpu == "cpu" or cluster.cpus_per_gpu != "auto" or by_default or not fitting:
+        return None
+    least = min(fitting, key=lambda node: node.cpus / gpus_for(cluster, node.gpus))
+    limits = [one.max_cores_per_node for one in partitions if one.max_cores_per_node is not None]
+    return min([_cores_for_jobs(least), *limits]) // gpus_for(cluster, least.gpus) or None
+
+
+def _cores_for_jobs(node: Node) -> int:
+    """Return the CPUs of a node without those that the site keeps for its system (CoreSpecCount)."""
+    try:
+        shown = call_slurm(["scontrol", "--oneliner", "show", "node", node.name]).stdout
+    except SchedulerError:
+        return node.cpus
+    effective = next(records(shown), {}).get("CPUEfctv", "")  # since Slurm 22.05
+    return int(effective) if effective.isdigit() else node.cpus
 
 
 def has_gpus(cluster: ClusterSpec, gpus: Mapping[str, int]) -> bool:

@@ -46,6 +46,8 @@ class Partition:
     grace_seconds: float
     tier: int
     qos: str = ""  # its limits apply to every job in the partition
+    max_cores_per_node: int | None = None
+    gives_cores: bool = False  # DefCpuPerGPU: a job gets CPU cores for its GPUs without requesting them
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def _partition(record: Mapping[str, str]) -> Partition:
         grace_seconds=float(_integer(record.get("GraceTime", "")) or 0),
         tier=_integer(record.get("PriorityTier", "")) or 0,
         qos=_value(record.get("QoS", "")) or "",
+        max_cores_per_node=_integer(record.get("MaxCPUsPerNode", "")),
+        gives_cores="DefCpuPerGPU" in record.get("JobDefaults", ""),
     )
 
 

@@ -73,7 +73,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     monkeypatch.setattr(array, "call_slurm", found)
     monkeypatch.setattr(queue, "call_slurm", found)
     monkeypatch.setattr(array, "_SEARCH_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(SlurmBackend, "_preemption", lambda self, spec: "")
+    monkeypatch.setattr(SlurmBackend, "_known_site", lambda self, spec: None)
     return found
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.launch.backends.slurm import site as site_module
 from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site
-from scaletrain_cli.launch.backends.slurm.site import Site, binding_qos, limit_factor, preemption_rule
+from scaletrain_cli.launch.backends.slurm.script import sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import (
+    Site,
+    binding_qos,
+    cores_per_gpu,
+    limit_factor,
+    preemption_rule,
+)
 from scaletrain_cli.launch.backends.slurm.tables import (
     Limit,
     Partition,
@@ -252,9 +261,43 @@ def test_maintenance_before_the_jobs_end_is_a_note_with_its_times() -> None:
     assert str(note).startswith("maintenance maint1 takes 3 nodes of main from 1970-01-12 ")
     assert "at most 2h" in str(note)
     assert verdict("cluster.slurm.time=1h", site=site).notes == ()
-    assert verdict("cluster.slurm.time=3h", "cluster.slurm.reservation=maint1", site=site) == PreflightVerdict((), ())
+    assert verdict("cluster.slurm.time=2h", "cluster.slurm.reservation=maint1", site=site) == PreflightVerdict((), ())
     elsewhere = dataclasses.replace(soon, nodes=frozenset({"n3"}))
     assert verdict("cluster.slurm.time=3h", site=dataclasses.replace(site, reservations=(elsewhere,))).notes == ()
+
+
+def test_a_reservation_that_ends_before_the_job_or_has_too_few_nodes_is_a_note() -> None:
+    mine = Reservation("lab1", NOW - HOUR, NOW + 2 * HOUR, frozenset({"n1"}), is_maintenance=False)
+    site = dataclasses.replace(SITE, reservations=(mine,))
+    ends, small = verdict("cluster.slurm.time=3h", "cluster.slurm.reservation=lab1", site=site).notes
+    assert str(ends).startswith("reservation lab1 ends at 1970-01-12 ")
+    assert str(small) == "reservation lab1 has 1 node that fit the job"
+    assert verdict("cluster.slurm.time=2h", "cluster.slurm.reservation=lab1", site=site, nodes=1).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "cores"),
+    [
+        ((), {}, 12),
+        (("cluster.cpus_per_gpu=3",), {}, 3),
+        ((), {"gives_cores": True}, "auto"),
+        ((), {"max_cores_per_node": 64}, 8),
+        (("cluster.slurm.partition=nowhere",), {}, "auto"),
+    ],
+)
+def test_a_job_requests_the_cores_of_its_gpus_where_slurm_gives_none_by_default(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], changes: dict[str, Any], cores: int | str
+) -> None:
+    """On nodes of 100 CPUs, four of which are kept for the system."""
+    shown = SimpleNamespace(stdout="NodeName=n1 CPUAlloc=0 CPUEfctv=96 CPUTot=100\n")
+    monkeypatch.setattr(site_module, "call_slurm", lambda command: shown)
+    large = tuple(dataclasses.replace(node, cpus=100) for node in SITE.nodes)
+    site = dataclasses.replace(SITE, nodes=large, partitions=partition(**changes))
+    spec = ask(*overrides, gpus=4)
+    asked = dataclasses.replace(site, cores_per_gpu=cores_per_gpu(site, spec.cluster)).with_cores(spec)
+    assert asked.cluster.cpus_per_gpu == cores
+    wanted = [] if cores == "auto" else [f"cpus-per-task={4 * int(cores)}"]
+    assert [option for option in sbatch_options(asked, "r") if option.startswith("cpus-per-task")] == wanted
 
 
 def test_a_site_that_hides_everything_causes_no_problem() -> None:
@@ -280,6 +323,11 @@ def test_the_preemption_rule_is_described_for_each_kind_of_site() -> None:
     graced = rule("cluster.slurm.partition=spot")
     assert "Jobs of spot are preempted by main, high: PreemptMode=REQUEUE. SIGTERM to the node agents, Grace" in graced
     assert "KillWait 5 s (no GraceTime), SIGKILL. Slurm requeues the job." in rule("cluster.slurm.partition=spot0")
+    gang = dataclasses.replace(SITE, partitions=partition(preempt_mode="SUSPEND,GANG", tier=0))
+    shown = preemption_rule(gang, ask("cluster.slurm.partition=main").cluster)
+    assert shown.endswith(
+        "PreemptMode=SUSPEND,GANG. Slurm suspends the job (SIGTSTP, then SIGSTOP) and continues it later."
+    )
     assert rule(PreemptType="preempt/none") == "Preemption: none on this cluster (PreemptType=preempt/none)."
     assert rule(PreemptType="preempt/qos") == "Preemption: by QOS. No QOS preempts normal."
 

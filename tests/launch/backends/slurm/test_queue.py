@@ -275,8 +275,8 @@ def test_the_status_of_many_runs_needs_one_request_to_slurm(controller: Controll
         assert not any(isinstance(other, Exception) for other in others)
 
 
-@pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 11), ("(null)", 7)])
-def test_a_submission_calls_slurm_eleven_times_and_seven_times_without_accounting(
+@pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 12), ("(null)", 8)])
+def test_a_submission_calls_slurm_twelve_times_and_eight_times_without_accounting(
     controller: Controller, accounting: str, calls: int
 ) -> None:
     config = (ANSWERS / "config.txt").read_text().replace("accounting_storage/slurmdbd", accounting)
@@ -307,6 +307,22 @@ def test_a_value_that_sbatch_refuses_is_reported_at_its_line_of_the_spec(
     (problem,) = caught.value.problems
     assert (problem.key, problem.where) == (f"cluster.slurm.{key}", spec.where(f"cluster.slurm.{key}"))
     assert said.rpartition(": ")[2] in problem.message
+
+
+@pytest.mark.parametrize(("overrides", "refused"), [((), False), (("cluster.slurm.constraint=a100",), True)])
+def test_a_test_of_the_submission_that_refuses_nodes_that_fit_is_a_note(
+    controller: Controller, overrides: tuple[str, ...], refused: bool
+) -> None:
+    said = "allocation failure: Requested node configuration is not available"
+    (controller.folder / "test-only.says").write_text(said)
+    spec = ask(*overrides)
+    if refused:
+        with pytest.raises(SchedulerError):
+            SlurmBackend().preflight(spec, make_plan(spec))
+        return
+    found = SlurmBackend().preflight(spec, make_plan(spec))
+    assert "sbatch --test-only answers `Requested node configuration" in found.notes[-1]
+    assert found.start.at is None
 
 
 def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Controller) -> None:
