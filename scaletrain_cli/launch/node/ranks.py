@@ -6,6 +6,7 @@ The contract with a training program is its environment and signal mask (docs/ow
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import random
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.node.addresses import interface_of, route_address
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, Channel, LastBeat
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
@@ -106,6 +108,7 @@ def rank_environment(
         **base,
         **allocator,
         **_launcher_defaults(spec, place),
+        **_gloo_interface(place.master_addr if cluster.nodes > 1 else "", base),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # otherwise a crash would lose the last lines of the log
         **spec.env,
@@ -126,6 +129,7 @@ def rank_environment(
     return environment if spec.code.own_program else absolute_paths(environment) | SAFE_CHILDREN
 
 
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -144,6 +148,22 @@ def _launcher_defaults(spec: RunSpec, place: NodePlace) -> dict[str, str]:
         "PET_MASTER_PORT": str(place.master_port),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(cluster.grace_seconds)),
     }
+
+
+def _gloo_interface(master_addr: str, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable for gloo's network interface: that of the route to the first node; empty if it is unknown.
+
+    gloo takes the address that the host name resolves to, which may be a loopback address; ranks on GPUs use it, too.
+    """
+    if not master_addr or _GLOO_INTERFACE in base or (interface := _route_interface(master_addr)) is None:
+        return {}
+    return {_GLOO_INTERFACE: interface}
+
+
+@functools.cache  # the ranks of a node have the same
+def _route_interface(host: str) -> str | None:
+    address = route_address(host)
+    return None if address is None else interface_of(address)
 
 
 class LocalRanks:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.launch.node import ranks
+from scaletrain_cli.launch.node.addresses import interface_of, route_address
 from scaletrain_cli.launch.node.inspection import count_gpus, problems_of_node
 from scaletrain_cli.launch.node.processes import descendants, identify, own_identity, send_signal
 from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
@@ -44,6 +47,28 @@ def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
         "API_KEY": "secret",
     }
     assert {name: reported[name] for name in expected} == expected
+
+
+def test_gloo_uses_the_interface_of_the_route_to_the_first_node_unless_the_user_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "GLOO_SOCKET_IFNAME"
+    monkeypatch.setattr(ranks, "_route_interface", {"n1": "ib0"}.get)
+    assert environment()[name] == "ib0"
+    assert environment(env={name: "eth1"})[name] == "eth1"
+    assert environment(base={name: "eth2"})[name] == "eth2"
+    assert name not in environment("cluster.nodes=1", "training.global_batch_size=8")
+    monkeypatch.setattr(ranks, "_route_interface", lambda host: None)
+    assert name not in environment()
+
+
+def test_the_route_to_a_name_of_this_machine_only_has_no_address() -> None:
+    assert route_address("127.0.1.1") is None
+    assert route_address("no.such.name.invalid") is None
+    assert route_address("a" * 300) is None
+    for address in filter(None, [route_address("192.0.2.1")]):  # a machine without a network has no route
+        assert interface_of(address) in dict(socket.if_nameindex()).values()
+    assert interface_of("192.0.2.7") is None
 
 
 def test_the_gpu_allocator_uses_expandable_segments_unless_the_user_sets_it() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
@@ -27,6 +28,7 @@ from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
 from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names, records
+from scaletrain_cli.launch.node.addresses import route_address
 from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
@@ -47,6 +49,7 @@ from scaletrain_cli.text import listed
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 _NOT_REQUEUED = Reason("slurm.job-not-requeued")
+_ASKED_NODES = 4  # one is enough, unless its name does not resolve
 _EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
 
 
@@ -99,7 +102,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
         return conclude_run(run, refusal)
     nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
-    print(number, _own_address(environment), free_port(""))
+    print(number, _own_address(environment, nodes), free_port(""))
     return ExitCode.DONE
 
 
@@ -122,7 +125,7 @@ def _begin_elastic(run: RunDir, record: RunRecord, environment: Mapping[str, str
         names = _give_back(job_id, names, size)
     revised = take_size(run, record, size, job_id)
     number = begin_attempt(run, revised.spec, scheduler="slurm", job_id=job_id, nodes=names, revision=revised.revision)
-    print(number, _own_address(environment), free_port(""), size, ",".join(names))
+    print(number, _own_address(environment, names), free_port(""), size, ",".join(names))
     return ExitCode.DONE
 
 
@@ -244,15 +247,32 @@ def _exclude_word(run: RunDir, record: RunRecord) -> str:
     return f"={exclude_option(record.spec, excluded) or ''}"
 
 
-def _own_address(environment: Mapping[str, str]) -> str:
-    """Return the first of this node's names that resolves; Slurm's node name may differ from the host name."""
-    names = [environment.get("SLURMD_NODENAME", ""), socket.gethostname()]
+def _own_address(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
+    """Return an address of this node at which the other nodes reach it.
+
+    That of the route to one of them, by its name or its NodeAddr: this node's names may resolve on this node only. Else
+    the first of its names that resolves; Slurm's node name may differ from the host name.
+    """
+    own = environment.get("SLURMD_NODENAME", "")
+    others = [name for name in nodes if name != own][:_ASKED_NODES]
+    routes = itertools.chain(map(route_address, others), map(route_address, _node_addresses(others)))
+    if (address := next(filter(None, routes), None)) is not None:
+        return address
+    names = [own, socket.gethostname()]
     for name in names:
         with contextlib.suppress(OSError):
             if name:
                 socket.getaddrinfo(name, None)
                 return name
     return names[-1]
+
+
+def _node_addresses(names: Sequence[str]) -> Iterator[str]:
+    """Yield the addresses at which slurmctld reaches these nodes; none if Slurm does not answer."""
+    if names:
+        with contextlib.suppress(SchedulerError):
+            shown = call_slurm(["scontrol", "--oneliner", "show", "node", ",".join(names)]).stdout
+            yield from (node["NodeAddr"] for node in records(shown) if "NodeAddr" in node)
 
 
 if __name__ == "__main__":

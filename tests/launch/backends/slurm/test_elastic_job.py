@@ -139,6 +139,7 @@ def test_nodes_that_no_size_uses_are_given_back(
 ) -> None:
     slurm = Slurm({"scontrol update": "", "squeue": "n[1-2]\n"})
     monkeypatch.setattr(job, "call_slurm", slurm)
+    monkeypatch.setattr(job, "route_address", lambda name: "10.0.0.1")
     begin(made, monkeypatch, "n[1-3]")
     assert capfd.readouterr().out.split()[3:] == ["2", "n1,n2"]
     assert slurm.calls == ["scontrol update JobId=42 NumNodes=2", "squeue --noheader --jobs=42 --format=%N"]

@@ -44,6 +44,27 @@ def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capfd
     assert (attempt.scheduler, attempt.job_id, attempt.nodes) == ("slurm", "42", ())
 
 
+@pytest.mark.parametrize(
+    ("routes", "address"),
+    [({"n2": "10.0.0.1"}, "10.0.0.1"), ({"10.9.9.2": "10.9.9.1"}, "10.9.9.1"), ({}, "localhost")],
+    ids=["the name of another node", "its NodeAddr", "none"],
+)
+def test_the_rendezvous_is_at_the_address_of_the_route_to_another_node(
+    made: MadeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    routes: dict[str, str],
+    address: str,
+) -> None:
+    """The names of a cloud node may resolve on the node itself only, or to 127.0.1.1."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost,n2")
+    shown = SimpleNamespace(stdout="NodeName=n2 NodeAddr=10.9.9.2 NodeHostName=n2\n")
+    monkeypatch.setattr(job, "call_slurm", lambda command: shown)
+    monkeypatch.setattr(job, "route_address", routes.get)
+    assert say(made, "begin") == 0
+    assert capfd.readouterr().out.split()[:2] == ["1", address]
+
+
 def test_a_job_that_slurm_ends_is_not_requeued_by_the_script_and_continues_if_slurm_requeues_it(
     made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
