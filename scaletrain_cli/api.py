@@ -18,6 +18,7 @@ does not fit, SchedulerError where the scheduler refuses or does not answer, Usa
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -319,9 +320,16 @@ class PreparedSubmission:
         if self.earlier is None:
             on_created(Run(made.run.path))
             replace(data, epochs=self.epochs).record(made.run)
-        submission = self.earlier or submit_run(
-            made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation
-        )
+        try:
+            submission = self.earlier or submit_run(
+                made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation
+            )
+        except SchedulerSilentError:  # the scheduler may have the job
+            raise
+        except SchedulerError:
+            if made.created:  # nothing was queued, and nothing of the run is left that could be explained
+                shutil.rmtree(made.run.path)
+            raise
         return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli import api
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import SMALL
 from tests.launch.conftest import forked_jobs
 from tests.tiny_program import settings
@@ -49,6 +50,20 @@ def test_a_run_is_cancelled_with_its_state_and_resumed(spec: api.RunSpec, tmp_pa
     assert run.status().attempt == 2
     run.cancel()
     assert run.wait().state == "cancelled"
+
+
+@pytest.mark.parametrize("refusal", [api.SchedulerError, api.SchedulerSilentError])
+def test_a_run_whose_job_was_refused_is_not_left_behind(
+    spec: api.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[api.SchedulerError]
+) -> None:
+    def refuse(*_: object) -> str:
+        raise refusal("no answer")
+
+    monkeypatch.setattr(LocalBackend, "submit", refuse)
+    with pytest.raises(refusal):
+        api.submit(spec, run_id="first")
+    # After a request without an answer there may be a job.
+    assert (tmp_path / "runs" / "first").exists() == (refusal is api.SchedulerSilentError)
 
 
 def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Path) -> None:

@@ -231,10 +231,11 @@ def attempt_outcome(
         launcher_exit_code=launcher_exit_code,
         names=attempt.nodes if attempt is not None else (),
         saves=spec.code.command is None,
+        saved_step=newest_checkpoint_step(run, spec),
     )
-    # A program of the user's may still have work after its last step: its exit code decides.
     if outcome.lost and set(_lost_names(run, number, attempt)) <= signaled_nodes(run, number):
         outcome = ended_with_its_job(outcome)
+    # A program of the user's may still have work after its last step: its exit code decides.
     if outcome.reason != "done" and not spec.code.own_program and _has_recorded_its_end(run, number):
         return Outcome(ExitCode.DONE, "done", Reason("launch.finished-then", {"end": outcome.why}))
     return outcome

@@ -79,10 +79,12 @@ def classify_exit(
     launcher_exit_code: int | None = None,
     names: Sequence[str] = (),
     saves: bool = True,
+    saved_step: int | None = None,
 ) -> Outcome:
     """Return the outcome: done, the cause of the failure, or the node that ended without reporting.
 
-    ``saves``: a preempted rank saves its state before it ends, which is not known of a program of ``code.command``.
+    ``saves``: a preempted rank saves its state before it ends, which is not known of a program of ``code.command``;
+    ``saved_step``: of the newest checkpoint, None without one.
     ``names`` are the nodes that the scheduler allocated to the attempt, where it names them.
     """
     ended = sorted((node for node in nodes if node.ended is not None), key=lambda node: node.ended or 0.0)
@@ -95,9 +97,9 @@ def classify_exit(
         # An agent with this exit code records the reason, unless the disk is full.
         outcome = Outcome(launcher_exit_code, "disk-full", Reason("launch.no-space-for-record", {"then": lost.why}))
     elif cause is None:
-        outcome = lost or Outcome(
-            ExitCode.PREEMPTED, "preempted", Reason("launch.all-ranks-saved" if saves else "launch.programs-ended")
-        )
+        code = "programs-ended" if not saves else "stopped-unsaved" if saved_step is None else "all-ranks-saved"
+        why = Reason(f"launch.{code}", {"step": saved_step} if code == "all-ranks-saved" else {})
+        outcome = lost or Outcome(ExitCode.PREEMPTED, "preempted", why)
     elif lost is not None and len(ended) < len(nodes) and cause.weight >= _BROKEN:
         why = Reason("launch.one-then-another", {"first": lost.why, "then": cause.outcome.why})
         outcome = dataclasses.replace(lost, why=why)

@@ -67,6 +67,7 @@ decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$
 code=$?
 read -r decision exclude <<<"$decision"
 [ "$decision" = requeue ] || exit "$code"
+ended_by_slurm= # a signal that came before was no end of the job
 
 # Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.
 requeue() {

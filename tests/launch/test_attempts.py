@@ -202,6 +202,20 @@ def test_an_attempt_without_a_recorded_end_ended_with_its_last_record_and_not_wh
     assert read_attempts(made.run) == [closed]
 
 
+def test_ranks_that_stopped_on_a_signal_saved_what_is_on_disk(make_run: MakeRun) -> None:
+    made = make_run()
+    number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+    write_node_record(made.run, number, node(75, rank(0, 75)))
+    unsaved = attempt_outcome(made.run, made.record.spec, number, cancelled=False)
+    assert (unsaved.reason, unsaved.message) == (
+        "preempted",
+        "preempted; the ranks stopped before there was a checkpoint",
+    )
+    save(made.run.checkpoints, 4)
+    saved = attempt_outcome(made.run, made.record.spec, number, cancelled=False)
+    assert saved.message == "preempted; the ranks stopped, and the latest checkpoint is at step 4"
+
+
 def test_the_exit_code_of_a_program_counts_after_its_last_step(make_run: MakeRun) -> None:
     made = make_run("code.command=[python, train.py]", "cluster.gpus_per_node=1")
     number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))

@@ -24,6 +24,7 @@ from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.explain import job_fields
 from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
     options = parser.parse_args(arguments)
     run = RunDir(options.run_folder.absolute())
-    stop_reason = _SLURM_ENDS_THE_JOB if options.ended_by_slurm else None
+    stop_reason = _SLURM_ENDS_THE_JOB if options.ended_by_slurm and not _still_runs(os.environ) else None
     try:
         record = read_record(run)
         if options.word == "begin":
@@ -83,6 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.word == "end":
             print("stop")
         return ExitCode.DO_NOT_REQUEUE
+
+
+def _still_runs(environment: Mapping[str, str]) -> bool:
+    """Return whether Slurm does not end this job, although its script got SIGTERM (`scancel --batch --signal=TERM`)."""
+    try:
+        job = job_fields(own_job_id(environment))
+    except SchedulerError:
+        return False
+    return job.get("JobState") == "RUNNING" and job.get("PreemptTime", "None") in ("None", "Unknown")
 
 
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:

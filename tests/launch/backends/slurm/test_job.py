@@ -10,6 +10,7 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm import job
 from scaletrain_cli.launch.backends.slurm.job import begin, main
+from scaletrain_cli.launch.backends.slurm.tables import records
 from scaletrain_cli.reasons import recorded
 from tests.launch.conftest import MadeRun, MakeRun
 
@@ -77,6 +78,26 @@ def test_a_job_that_slurm_ends_is_not_requeued_by_the_script_and_continues_if_sl
     assert made.events("stopped") == []  # Slurm may requeue the job
     assert say(made, "begin") == 0
     assert capfd.readouterr().out.startswith("2 localhost ")
+
+
+@pytest.mark.parametrize(
+    ("shown", "decision"),
+    [
+        ("JobId=42 JobState=RUNNING PreemptTime=None", "requeue"),
+        ("JobId=42 JobState=RUNNING PreemptTime=2026-01-01T00:00:00", "stop"),
+        ("JobId=42 JobState=COMPLETING PreemptTime=None", "stop"),
+        ("", "stop"),
+    ],
+)
+def test_a_sigterm_to_the_script_alone_does_not_forbid_a_requeue(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shown: str, decision: str
+) -> None:
+    """`scancel --batch --signal=TERM` is a request to save; Slurm does not end the job."""
+    monkeypatch.setattr(job, "job_fields", lambda job_id: next(records(shown), {}))
+    say(made, "begin")
+    capfd.readouterr()
+    say(made, "end", "--attempt=1", "--srun-exit-code=1", "--ended-by-slurm")
+    assert capfd.readouterr().out == f"{decision}\n"
 
 
 def test_a_requeue_that_slurm_refuses_is_recorded_as_the_end_of_the_run(
