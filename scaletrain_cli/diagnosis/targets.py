@@ -20,8 +20,9 @@ _VISIBLE_EPOCHS = 2.0  # after more the text may have been memorized
 _ONE_CLASS_SHARE = 0.02
 _EARLY_STEPS = 100
 _NEAR_ENTROPY = 0.9
-_STANDS = 0.05
-_STAND_STEPS = 60
+_STANDS = 0.03
+_STAND_STEPS = 100
+_VALIDATION_FALLS = 0.05
 _REPEATED = 0.3
 _FRESH_EPOCHS = 4.0
 _MANY_EPOCHS = 8.0
@@ -70,7 +71,8 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
     Predicting each token by its frequency alone is learned first, in tens of steps. The loss of a model that sees the
     tokens before leaves that level soon; one whose labels are shifted once too often, or do not belong to its inputs,
     stands 1 to 2 nats higher than it should. "Near": above 90 % of the entropy after twice as many steps as it took to
-    come within 10 % of it, at least 60, and the last half of the steps since fell by less than 5 %.
+    come within 10 % of it, at least 100, and the last half of the steps since fell by less than 3 %. Not while
+    validations since fell by more than 5 % to less than the entropy: that is more than frequencies.
     """
     curve, dataset = case.curve, case.dataset
     if curve is None or dataset is None or not case.is_fresh_text or case.changes_while_training:
@@ -91,6 +93,9 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
     half = later[len(later) // 2 :]
     slope = theil_sen(list(range(len(half))), half).value
     if -slope * len(half) > _STANDS * curve.now:
+        return
+    held_out = [one.loss for one in case.history.validations if one.step > came]
+    if len(held_out) > 1 and held_out[-1] < min(entropy, (1 - _VALIDATION_FALLS) * held_out[0]):
         return
     evidence = {"now": curve.now, "entropy": entropy, "step": came, "last": curve.steps[-1]}
     # A step of Adam changes a weight by about the rate: one that exceeds the spread of the first weights replaces them.

@@ -329,6 +329,16 @@ def test_an_ill_is_named_first_or_second_with_a_figure_and_a_change(name: str) -
     json.dumps(diagnose("r", given).to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("validations", "flagged"), [((7.2, 6.9, 6.6), False), ((6.8, 6.75, 6.7), True), ((6.6,), True)]
+)
+def test_a_model_whose_validation_leaves_the_token_frequencies_learns_their_order(
+    validations: tuple[float, ...], flagged: bool
+) -> None:
+    found = findings(on_text(text_of(10**9), loss=stands(6.7), validations=validations))
+    assert ("order-not-learned" in found) == flagged
+
+
 NOT_FOR_FINE_TUNING = (
     *("first-loss-high", "first-loss-low", "loss-above-uninformed", "loss-flat", "learning-rate-too-low"),
     *("targets-visible", "order-not-learned", "data-repeated", "underfitting"),
