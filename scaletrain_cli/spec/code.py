@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from scaletrain_cli.spec.quantities import EnvValue, Matching, PositiveBytes, Text
+from scaletrain_cli.spec.quantities import AnyText, Matching, PositiveBytes, Text
 from scaletrain_cli.spec.section import Section, used_when, where_not
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -42,7 +42,7 @@ class CodeSpec(Section):
         default=None,
         description="module that each rank runs instead of the built-in engine: python -P -m MODULE RUN_DIR",
     )
-    command: tuple[EnvValue, ...] | None = Field(
+    command: tuple[AnyText, ...] | None = Field(
         default=None,
         description="words of the command line that each rank runs instead of the built-in engine",
     )

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from scaletrain_cli.event_texts import EVENT_NAMES
-from scaletrain_cli.spec.quantities import EnvName, EnvValue, Matching, PositiveSeconds
+from scaletrain_cli.spec.quantities import AnyText, EnvName, Matching, PositiveSeconds
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
@@ -31,7 +31,7 @@ class NotifySpec(Section):
     webhook: EnvName | None = Field(
         default=None, description="environment variable with the URL, see secret_env; the URL itself is not written"
     )
-    command: tuple[EnvValue, ...] | None = Field(
+    command: tuple[AnyText, ...] | None = Field(
         default=None, description="words of a command line, run on the first node; no shell"
     )
     format: Literal["slack", "json"] = Field(

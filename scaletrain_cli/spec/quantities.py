@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     GetCoreSchemaHandler,
@@ -26,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _SPAN = re.compile(r"(?:\d+(?:\.\d+)?[A-Za-z]+\s*){2,}")
 _SPAN_PART = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)")
-_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
+_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)|(\d{1,4})-(\d{1,2})(?::([0-5]\d))?")
 
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -62,13 +63,14 @@ def parse_bytes(value: Any) -> int:
 
 
 def parse_seconds(value: Any) -> float:
-    """Return the seconds in ``90``, ``30m``, ``1h30m`` or Slurm's ``24:00:00``, ``2-12:00:00``.
+    """Return the seconds in ``90``, ``30m``, ``1h30m`` or Slurm's ``24:00:00``, ``2-12:00:00``, ``2-12:00``, ``2-12``.
 
     Raises PydanticCustomError.
     """
     example = "90s, 30m, 24h or 24:00:00"
     if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        days, hours, minutes, seconds, *short = (int(part or 0) for part in clock.groups())
+        days, hours, minutes = days + short[0], hours + short[1], minutes + short[2]
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if isinstance(value, str) and _SPAN.fullmatch(value.strip()):
         parts = _SPAN_PART.findall(value)
@@ -202,4 +204,26 @@ EnvName = Annotated[
         "must be the name of an environment variable: letters, digits and _, not starting with a digit",
     ),
 ]
-EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
+# The dynamic linker expands these itself, and Kubernetes $(NAME).
+_EXPANDED_ELSEWHERE = ("ORIGIN", "LIB", "PLATFORM")
+_REFERENCE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def _literal_value(value: str) -> str:
+    names = [first or second for first, second in _REFERENCE.findall(value)]
+    if name := next((name for name in names if name not in _EXPANDED_ELSEWHERE), None):
+        raise PydanticCustomError(
+            "literal", f"is not expanded: programs would get the text ${name}. Write the whole value"
+        )
+    return value
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise PydanticCustomError("blank", "must not be blank")
+    return value
+
+
+AnyText = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
+EnvValue = Annotated[AnyText, AfterValidator(_literal_value)]
+Title = Annotated[Text, StringConstraints(max_length=200), AfterValidator(_not_blank)]

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, WithJsonSchema, model_validator
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
@@ -27,6 +27,7 @@ from scaletrain_cli.spec.quantities import (
     Positive,
     PositiveSeconds,
     Text,
+    Title,
     Whole,
     WholeOrZero,
     or_word,
@@ -200,7 +201,7 @@ class RunSpec(Section):
     """The complete spec of a training run."""
 
     schema_version: Literal["scaletrain/v1"] = Field(alias="schema")
-    name: Annotated[Text, StringConstraints(max_length=200)]
+    name: Title
     model: AnyModel
     data: DataSpec
     training: TrainingSpec

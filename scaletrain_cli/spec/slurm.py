@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.safe_files import expand_home
@@ -101,6 +101,15 @@ SLURM_OWN_OPTIONS = frozenset(
 CONTAINER_OWN_OPTIONS = frozenset({"container-image", "container-mounts", "container-env"})
 
 
+def _with_a_unit(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):  # written by the launcher itself, it is a float
+        raise PydanticCustomError("unit", f"has no unit, and sbatch counts minutes: write {value}m, or {value}s")
+    return value
+
+
+TimeLimit = Annotated[PositiveSeconds, BeforeValidator(_with_a_unit)]
+
+
 class ContainerSpec(Section):
     """The container image of the ranks. The launcher's first and last commands of a job run outside of it."""
 
@@ -133,7 +142,7 @@ class SlurmPreparationSpec(Section):
         default=4, description="worker processes of each task"
     )
     memory: Bytes | None = Field(default=None, description="of each task; null: the default of the cluster")
-    time: PositiveSeconds | None = Field(default=None, description="limit of each task")
+    time: TimeLimit | None = Field(default=None, description="limit of each task")
     tasks: Annotated[int, Field(strict=True, ge=1, le=1000)] | None = Field(
         default=None, description="tasks that share the work; null: by the size of the sources"
     )
@@ -153,7 +162,7 @@ class SlurmSpec(BackendSection):
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
-    time: PositiveSeconds | None = None
+    time: TimeLimit | None = None
     reservation: SlurmWord | None = None
     constraint: SlurmWord | None = None
     exclude: Hostlist | None = None

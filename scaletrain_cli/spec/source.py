@@ -186,12 +186,21 @@ def _is_nested_too_deeply(text: str) -> bool:
 @functools.lru_cache(maxsize=128)  # of a spec, each override is applied twice and the file read for each sweep point
 def _load(text: str, file: str) -> Any:
     """Return the tree of ruamel, which nobody changes."""
-    from ruamel.yaml import YAML
+    from ruamel.yaml import YAML, RoundTripConstructor
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError
 
+    values: list[Any] = []
+
+    class Constructor(RoundTripConstructor):  # type: ignore[misc]
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            values.append(node)
+            return super().construct_object(node, deep)
+
+    parser = YAML(typ="rt", pure=True)
+    parser.Constructor = Constructor
     try:
-        return YAML(typ="rt", pure=True).load(text)
+        return parser.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Place(file, mark.line + 1) if mark and file != SET_OPTION else file
@@ -206,9 +215,12 @@ def _load(text: str, file: str) -> Any:
     except RecursionError as error:
         raise SpecError(f"{file} is not a run spec", (Problem(Place(file, 1), "", "is nested too deeply."),)) from error
     except (YAMLError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
-        # ruamel lets some malformed scalars (impossible dates, bad tags) escape as plain Python errors.
+        # ruamel lets some malformed scalars (impossible dates, bad tags) escape as plain Python errors. The last value
+        # that it began is the one.
         what = shown(" ".join(str(error).split())) or type(error).__name__
-        raise SpecError(f"{file} is not valid YAML", (Problem(Place(file, 1), "", f"{what}."),)) from error
+        what = "contains a number of more than 4300 digits" if "4300 digits" in what else what
+        line = values[-1].start_mark.line + 1 if values else 1
+        raise SpecError(f"{file} is not valid YAML", (Problem(Place(file, line), "", f"{what}."),)) from error
 
 
 def _plain(node: Any, key: Key, source: Source) -> Any:
@@ -233,6 +245,10 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
             if index in lines:
                 source.places[inner] = Place(source.file, lines[index][0] + 1)
         return [_plain(value, (*key, index), source) for index, value in enumerate(node)]
+    if isinstance(node, bytes):
+        dotted = ".".join(map(str, key))
+        problem = Problem(source.place(key), dotted, "is binary (!!binary), and must be text.")
+        raise SpecError(f"{source.file} is not a run spec", (problem,))
     return _plain_scalar(node)
 
 

@@ -48,6 +48,8 @@ def test_sizes_are_parsed_to_bytes(text: str | float, expected: int) -> None:
         ("24:00:00", 86400),
         ("00:00:30", 30),
         ("2-12:00:00", 216000),
+        ("2-12:30", 217800),
+        ("14-0", 14 * 86400),
     ],
 )
 def test_durations_are_parsed_to_seconds(text: str | float, expected: float) -> None:
