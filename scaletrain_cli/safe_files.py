@@ -139,12 +139,22 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file to a new one, durably (fsync). Raises FileExistsError if ``target`` exists, and OSError."""
-    with open_to_read(source) as read, open_new(target, replace=False) as written:
+    """Copy a file to a new one, durably (fsync). Raises FileExistsError if ``target`` exists, and OSError.
+
+    The copy of a file that only its owner may read is private, too.
+    """
+    with contextlib.ExitStack() as opened:
+        read = opened.enter_context(open_to_read(source))
+        written = opened.enter_context(open_new(target, private=is_private(read.fileno()), replace=False))
         while block := read.read(_COPIED_BYTES):
             written.write(block)
         written.flush()
         os.fsync(written.fileno())
+
+
+def is_private(descriptor: int) -> bool:
+    """Return whether only the owner of an open file may read it."""
+    return not os.fstat(descriptor).st_mode & 0o044
 
 
 def touch(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.command_words import CommandLine, parsed
-from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.sent_command import sent
 
@@ -119,6 +119,8 @@ def _with_bundle(
     from scaletrain_cli.launch.login_node.ssh import run_interactively
     from scaletrain_cli.ui.console import say, warn
 
+    for note in () if snapshot is None else snapshot.notes:
+        warn(sentences(note))
     node = cluster.login_node
     assert node is not None
     overrides = line.params.get("overrides") or ()

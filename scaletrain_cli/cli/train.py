@@ -62,7 +62,8 @@ def command(
     for note in backend.preflight(run_spec, plan).notes:
         warn(note)
     require_writable(runs_root(), "no run can be started")
-    for warning in shared_root_notes(runs_root(), prepares=not run_spec.code.own_program):
+    notes = () if snapshot is None else snapshot.notes
+    for warning in (*notes, *shared_root_notes(runs_root(), prepares=not run_spec.code.own_program)):
         warn(sentences(warning))
     show_plan_summary(run_spec, plan)
     data = replace(prepare_data(run_spec, say=say_preparation), epochs=epochs)

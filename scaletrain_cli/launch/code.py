@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.code import CodeSpec
+from scaletrain_cli.spec.secrets import why_private
 
 # git for repositories that another user may have configured: it starts no program that their configuration names.
 
@@ -125,6 +128,7 @@ _SAFE = ("--no-ext-diff", "--no-textconv", "--no-renames", "--ignore-submodules=
 _PLAIN = (*_SAFE, "-U3", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/")
 _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize \d+\n")
 _LONGEST_POINTER = 1024
+_FOR_OTHERS = 0o044
 _PATHS_AT_A_TIME = 500  # per command line, which is limited to 2 MB
 
 
@@ -146,19 +150,44 @@ class WorkingTree:
     def commit(self) -> str:
         return self._git("rev-parse", "--verify", "HEAD").decode().strip()
 
+    @functools.cached_property
+    def new(self) -> set[str]:
+        """The paths below the folder that git does not track and would add."""
+        return self._paths("ls-files", "--others", "--exclude-standard")
+
+    @functools.cached_property
+    def ignored(self) -> set[str]:
+        """The paths that the ignore files of snapshots name."""
+        return self._of_ignore_files()
+
+    def meant(self) -> set[str]:
+        """Return the paths that an ignore file of snapshots names with ``!``: they are not private."""
+        import tempfile
+
+        with tempfile.NamedTemporaryFile(suffix=IGNORE_FILE) as all_files:
+            all_files.write(
+                b"*\n!*/\n"
+            )  # the rule of lowest rank: files alone, as nothing in an ignored folder is read
+            all_files.flush()
+            return (self._paths("ls-files", "--cached") | self.new) - self._of_ignore_files(
+                f"--exclude-from={all_files.name}"
+            )
+
+    def _of_ignore_files(self, *rules: str) -> set[str]:
+        listed = ("--ignored", f"--exclude-per-directory={IGNORE_FILE}", *rules)
+        return self._paths("ls-files", "--cached", *listed) | self._paths("ls-files", "--others", *listed)
+
     def changed(self) -> set[str]:
-        """Return the paths below the folder that differ from HEAD, are new, or are deleted."""
-        named = (
-            "--name-only",
-            "--relative",
-            "--no-ext-diff",
-            "--no-textconv",
-            "--no-renames",
-            "--ignore-submodules=dirty",
-        )
+        """Return the paths below the folder that differ from HEAD or are deleted."""
         with self._copied_index() as aside:
-            tracked = self._paths("diff", *named, "HEAD", "--", ".", environment=aside)
-        return (tracked - self._stored_elsewhere(tracked)) | self._paths("ls-files", "--others", "--exclude-standard")
+            tracked = self._paths("diff", "--name-only", "--relative", *_SAFE, "HEAD", "--", ".", environment=aside)
+        return tracked - self._stored_elsewhere(tracked) - self.ignored
+
+    def committed(self, paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield the content in HEAD of those of the paths that HEAD has."""
+        for path in paths:
+            with contextlib.suppress(GitError):  # a new file
+                yield path, self._reader.run("cat-file", "blob", f"HEAD:./{path}")
 
     def _stored_elsewhere(self, paths: set[str]) -> set[str]:
         """Return the paths whose content matches the hash in the committed pointer, as of git-lfs.
@@ -170,20 +199,15 @@ class WorkingTree:
             place = self.folder / path
             if place.is_symlink() or not place.is_file():
                 continue
-            try:
-                committed = self._reader.run("cat-file", "blob", f"HEAD:./{path}")
-            except GitError:  # a new file
-                continue
-            pointer = _POINTER.fullmatch(committed) if len(committed) < _LONGEST_POINTER else None
-            if pointer is not None and hashlib.sha256(place.read_bytes()).hexdigest() == pointer[1].decode():
-                same.add(path)
+            for _, committed in self.committed([path]):
+                pointer = _POINTER.fullmatch(committed) if len(committed) < _LONGEST_POINTER else None
+                if pointer is not None and hashlib.sha256(place.read_bytes()).hexdigest() == pointer[1].decode():
+                    same.add(path)
         return same
 
     def kept(self, *, but: Path) -> set[str]:
         """Return the paths that belong to the snapshot. Raises UsageError for files that an archive cannot hold."""
-        known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
-        for kind in ("--cached", "--others"):
-            known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
+        known = (self._paths("ls-files", "--cached") | self.new) - self.ignored
         inside = self.folder.resolve()
         there = self._without_runs(set(filter(self.holds, known)), inside, but)
         unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
@@ -314,6 +338,14 @@ class Snapshot:
     listing: str
     archive: bytes
     patch: bytes  # empty where everything is committed
+    left_out: tuple[str, ...] = ()  # new files with secrets, and why
+    private: bool = False  # for the user alone, as the folder or one of the files is
+
+    @property
+    def notes(self) -> tuple[Reason, ...]:
+        """The note that names the files that were left out."""
+        params = {"files": list(self.left_out), "ignore_file": IGNORE_FILE}
+        return (Reason("checks.code-secrets-left-out", params),) if self.left_out else ()
 
 
 def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = None) -> Snapshot | None:
@@ -336,18 +368,67 @@ def snapshot_of(
     tree = WorkingTree(folder, where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
-    uncommitted = sorted(path for path in changed if path in kept or not tree.holds(path))
+    if kept:
+        _require_size(code, where, tree.sizes(kept))
+    contents = {path: (tree.folder / path).read_bytes() for path in sorted(kept)}
+    uncommitted = sorted(path for path in changed | tree.new if path in kept or not tree.holds(path))
+    private, left_out = _private_files(tree, contents, uncommitted)
+    for path in left_out:
+        del contents[path]
+    uncommitted = [path for path in uncommitted if path not in left_out]
     if uncommitted and code.uncommitted == "refuse":
         params = {"count": len(uncommitted), "files": uncommitted}
         raise _refusal(tree.where, Reason("checks.code-uncommitted", params), tree.folder)
-    if not kept:
+    if not contents:
         raise _refusal(tree.where, Reason("checks.code-empty"), tree.folder)
-    _require_size(code, where, tree.sizes(kept))
-    contents = {path: (tree.folder / path).read_bytes() for path in sorted(kept)}
     text = listing({path: hashlib.sha256(content).hexdigest() for path, content in contents.items()})
     record = CodeRecord(commit, len(uncommitted), hash_of(text), len(contents), sum(map(len, contents.values())))
     executable = {path for path in contents if os.access(tree.folder / path, os.X_OK)}
-    return Snapshot(record, text, _pack(contents, executable), tree.patch(uncommitted))
+    named = tuple(f"{path} ({why})" for path, why in left_out.items())
+    private = private or _is_private(folder.resolve(), runs or runs_root())
+    return Snapshot(record, text, _pack(contents, executable), tree.patch(uncommitted), named, private)
+
+
+def _private_files(
+    tree: WorkingTree, contents: Mapping[str, bytes], uncommitted: Sequence[str]
+) -> tuple[bool, dict[str, str]]:
+    """Return whether any file of the snapshot is its owner's alone, and why, the new files that must not be in it.
+
+    Raises UsageError for a tracked file with a secret, which the program may need, and for a patch that would show one.
+    """
+    inside = tree.folder.resolve()
+    targets = {path: (inside / path).resolve() for path in contents}
+    owned = {path for path, target in targets.items() if not target.stat().st_mode & _FOR_OTHERS}
+    by_mode = bool(contents.keys() - tree.new - owned)  # else the umask of this user closes every file
+    reasons: dict[str, str] = {}
+    for path, content in contents.items():
+        for name in {path, str(targets[path].relative_to(inside))}:  # a link may have a harmless name
+            if (why := why_private(name, content, tracked=path not in tree.new)) is not None:
+                reasons[path] = why
+        if by_mode and path in owned and (path in tree.new or (tree.folder / path).is_symlink()):
+            reasons.setdefault(path, "only its owner may read it")
+    tracked = {path: why for path, why in reasons.items() if path not in tree.new}
+    for path, before in tree.committed([path for path in uncommitted if path not in tree.new and path not in tracked]):
+        if (why := why_private(path, before, tracked=True)) is not None:
+            tracked[path] = f"in its last commit {why}, and a patch of your changes would show it"
+    meant = tree.meant() if reasons or tracked else set()
+    if refused := [f"{path} ({why})" for path, why in sorted(tracked.items()) if path not in meant]:
+        params = {"files": refused, "ignore_file": IGNORE_FILE}
+        raise _refusal(tree.where, Reason("checks.code-secrets-tracked", params), tree.folder)
+    left_out = {path: why for path, why in sorted(reasons.items()) if path in tree.new and path not in meant}
+    return bool(owned - left_out.keys()), left_out
+
+
+def _is_private(folder: Path, runs: Path) -> bool:
+    """Return whether users who may read files in ``runs`` may not read ``folder``."""
+    there = next(path for path in (runs, *runs.absolute().parents) if path.exists()).stat()
+    group = there.st_gid if there.st_mode & stat.S_ISGID else os.getegid()
+    for place in (folder, *folder.parents):
+        found, needed = place.stat(), 0o005 if place == folder else 0o001
+        for_group = found.st_gid == group and found.st_mode >> 3 & needed == needed
+        if found.st_mode & needed != needed and not for_group:
+            return True
+    return False
 
 
 PACKED_RECORD = "scaletrain-snapshot.json"
@@ -357,7 +438,7 @@ _PACKED_LISTING, _PACKED_ARCHIVE, _PACKED_PATCH = "files.sha256", "files.tar.gz"
 def pack_snapshot(snapshot: Snapshot) -> dict[str, bytes]:
     """Return the snapshot as files by name, for a folder on a machine that does not have the working tree."""
     return {
-        PACKED_RECORD: json.dumps(dataclasses.asdict(snapshot.record)).encode(),
+        PACKED_RECORD: json.dumps(dataclasses.asdict(snapshot.record) | {"private": snapshot.private}).encode(),
         _PACKED_LISTING: snapshot.listing.encode("utf-8", "surrogateescape"),
         _PACKED_ARCHIVE: snapshot.archive,
         _PACKED_PATCH: snapshot.patch,
@@ -367,14 +448,16 @@ def pack_snapshot(snapshot: Snapshot) -> dict[str, bytes]:
 def _unpack_snapshot(folder: Path, where: str) -> Snapshot:
     """Return the snapshot that pack_snapshot() made. Raises UsageError for one that is incomplete or was changed."""
     try:
-        record = CodeRecord(**json.loads((folder / PACKED_RECORD).read_bytes()))
+        packed = json.loads((folder / PACKED_RECORD).read_bytes())
+        private = packed.pop("private")
+        record = CodeRecord(**packed)
         text = (folder / _PACKED_LISTING).read_bytes().decode("utf-8", "surrogateescape")
         archive, patch = (folder / _PACKED_ARCHIVE).read_bytes(), (folder / _PACKED_PATCH).read_bytes()
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise _refusal(where, Reason("checks.code-packed-broken", {"said": str(error)}), folder) from error
     if hash_of(text) != record.sha256 or _hashes_in(archive) != text:
         raise _refusal(where, Reason("checks.code-packed-changed"), folder)
-    return Snapshot(record, text, archive, patch)
+    return Snapshot(record, text, archive, patch, private=private is not False)
 
 
 def _hashes_in(archive: bytes) -> str | None:
@@ -409,13 +492,15 @@ def _require_size(code: CodeSpec, where: Callable[[str], str], sizes: Mapping[st
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
     """Store the files in the run directory; return those that are new. Raises OSError, and then leaves none of them."""
     record, made = snapshot.record, list[Path]()
+    of_pods = run.path.stat().st_mode & stat.S_IWGRP  # which read it as another user with this group
+    private = snapshot.private and not of_pods
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     for suffix, content in (contents | ({"patch": snapshot.patch} if snapshot.patch else {})).items():
         path = code_file(run, record, suffix)
         try:
             make_folder(path.parent)
             if not path.exists():
-                replace_file(path, content)
+                replace_file(path, content, private=private)
                 made.append(path)
         except OSError:
             remove_snapshot(made)

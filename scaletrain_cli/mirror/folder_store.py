@@ -39,11 +39,11 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def write(self, name: str, content: bytes) -> None:
-        """Replace a small file atomically."""
+    def write(self, name: str, content: bytes, *, private: bool = False) -> None:
+        """Replace a small file atomically. ``private``: other users may not read it."""
         path = self._folder / name
         make_folder(path.parent)
-        replace_file(path, content)
+        replace_file(path, content, private=private)
         sync_folder(path.parent)
 
     def create(self, name: str, content: bytes) -> bool:

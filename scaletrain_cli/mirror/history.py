@@ -22,7 +22,7 @@ from scaletrain_cli.mirror.transfer import MirrorError, Throttle
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.safe_files import make_folder, open_to_read, replace_file
+from scaletrain_cli.safe_files import is_private, make_folder, open_to_read, replace_file
 
 SCHEMA = "scaletrain.mirror-history/v1"
 _FOLDER, _BLOBS = "history", "blobs"
@@ -77,6 +77,7 @@ class HistoryWriter:
             blobs, whole, size = [], hashlib.sha256(), 0
             try:
                 with open_to_read(path) as file:
+                    private = is_private(file.fileno())
                     while content := file.read(_BLOB_BYTES):
                         blob = hashlib.sha256(content).hexdigest()
                         whole.update(content)
@@ -84,12 +85,12 @@ class HistoryWriter:
                         blobs.append(blob)
                         if blob not in self._known:
                             self._throttle.take(len(content))
-                            self._store.write(f"{_BLOBS}/{blob}", content)
+                            self._store.write(f"{_BLOBS}/{blob}", content, private=private)
                             self._known.add(blob)
             except FileNotFoundError:  # replaced or deleted meanwhile
                 continue
             name = path.relative_to(self._run.path).as_posix()
-            files[name] = {"size": size, "sha256": whole.hexdigest(), "blobs": blobs}
+            files[name] = {"size": size, "sha256": whole.hexdigest(), "blobs": blobs, "private": private}
         if files != self._last:
             index = Index(self._generation, self._number + 1, files)
             document = {"schema": SCHEMA, "time": round(time.time(), 3), "files": files}
@@ -139,7 +140,7 @@ def restore_history(store: MirrorStore, index: Index, folder: Path, *, keep_exis
         if hashlib.sha256(content).hexdigest() != stated["sha256"]:
             raise MirrorError(Reason("mirror.history-damaged", {"file": name, "list": index.name}))
         make_folder(target.parent)
-        replace_file(target, content)
+        replace_file(target, content, private=bool(stated.get("private")))
 
 
 def _is_known(name: str) -> bool:

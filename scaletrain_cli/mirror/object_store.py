@@ -62,8 +62,8 @@ class ObjectStore:
                 return None
             raise
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file. Raises MirrorError if other bytes are stored."""
+    def write(self, name: str, content: bytes, *, private: bool = False) -> None:
+        """Write a small file; the bucket decides who may read it. Raises MirrorError if other bytes are stored."""
         place, expected = self._of(name), hashlib.md5(content, usedforsecurity=False).hexdigest()
 
         def put() -> str:

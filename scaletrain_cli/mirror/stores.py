@@ -28,8 +28,8 @@ class MirrorStore(Protocol):
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it is not there."""
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file, which appears whole or not at all, and verify it."""
+    def write(self, name: str, content: bytes, *, private: bool = False) -> None:
+        """Write a small file, which appears whole or not at all, and verify it. ``private``: for this user alone."""
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a small file unless it is there; return whether this call did. Only one of several callers does."""

@@ -189,6 +189,17 @@ TEXTS: dict[str, Text] = {
     "code-uncommitted": Text(
         "has {count:of uncommitted file}: {files:list}", ("Commit or stash them, or set code.uncommitted: patch",)
     ),
+    "code-secrets-tracked": Text(
+        "git tracks {files:list}",
+        (
+            "Name it in {ignore_file} if the run does not need it, commit changes that remove a secret, or name it as "
+            "!PATH in {ignore_file} if everybody who reads the run may read it",
+        ),
+    ),
+    "code-secrets-left-out": Text(
+        "code.path: the snapshot is without {files:list}",
+        ("Name it as !PATH in {ignore_file} if the run needs it and everybody who reads the run may read it",),
+    ),
     "code-empty": Text("has no file that git tracks or would add", ("Set it to the folder of your code",)),
     "code-packed-broken": Text("has a packed snapshot that cannot be read: {said}", ("Send it again",)),
     "code-packed-changed": Text("has a packed snapshot whose files differ from its listing", ("Send it again",)),

@@ -1,7 +1,7 @@
-"""Detect secrets in plain text in a spec, by the name of their key or by their form.
+"""Detect secrets in plain text: in a spec, by the name of their key or by their form, and in files of the user's code.
 
-The content of a spec is written to run.json, job scripts and trackers. Nothing here prints a value that looks like a
-secret; a problem names its key and its form.
+The content of a spec is written to run.json, job scripts and trackers, the code to the run directory and to pods.
+Nothing here prints a value that looks like a secret; a problem names its key or file and its form.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from scaletrain_cli.errors import Place, Problem
-from scaletrain_cli.secret_text import HIDDEN, SECRET_FORM, SECRET_FORMS, SECRET_NAME, hide_values
+from scaletrain_cli.secret_text import HIDDEN, SECRET_NAME, hide_values, secret_kind, token_in_file
 from scaletrain_cli.spec.source import Key, Source
 
 _SECRET_KEYS = ("secret_env", "cluster.kubernetes.secrets")
 # Sections whose keys are names chosen by the user; elsewhere a key has a known meaning (tokenizer, pad_token, secret).
 _FREE_NAMES = ("env", "labels", "annotations", "extra", "node_selector", "config", "args")
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of Weights & Biases; a commit hash has the same form
-_PASSWORD = re.compile(r"pass(word|wd|phrase)$")
+_PASSWORD = re.compile(r"pass(word|wd|phrase|code)|pwd")
+_KEY_NAME = re.compile(r"(?i)(^|[_.\-/])(key|auth|dsn)\d*$")  # which may also be of a table, so the value decides
+_KEY_VALUE = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9+/]{20,}={0,2}")
 _PLAIN = re.compile(
     r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+|<[^\s<>]{1,30}>|\[[a-z]{1,10}\]"
 )
@@ -32,6 +35,45 @@ _LONGEST_WORD = 12  # between - _ + and /: names of models and runs have shorter
 _LARGEST_NUMBER = 10.0**40
 _BITS_PER_CHARACTER = 4.2
 _CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: about 0.6 in random text, 0.2 in names
+
+
+# Files that programs keep secrets in, as globs of the end of a path in lower case. Those of _SETTINGS may hold none.
+_CREDENTIALS = (
+    "id_rsa id_dsa id_ecdsa id_ed25519 id_ecdsa_sk id_ed25519_sk ssh_host_*_key .ssh/* .gnupg/* secring.* .netrc "
+    "_netrc .pgpass .my.cnf .git-credentials .aws/credentials .kube/config kubeconfig kubeconfig.* *.kubeconfig "
+    ".docker/config.json .dockercfg .dockerconfigjson .config/gcloud/* application_default_credentials.json .azure/* "
+    ".config/gh/hosts.yml .gem/credentials .cargo/credentials* .kaggle/* kaggle.json .huggingface/* .vault-token "
+    ".s3cfg .boto rclone.conf .htpasswd .terraformrc terraform.tfstate* .bash_history .zsh_history .python_history "
+    "*.p12 *.pfx *.jks *.keystore *.kdbx *.ppk"
+).split()
+_SETTINGS = (
+    ".env .env.* *.env .envrc .npmrc .pypirc .yarnrc.yml .aws/config pip.conf *.pem *.key *.tfvars wandb/settings "
+    "credentials credentials.json *-credentials.json credentials.y*ml credentials.toml credentials.ini "
+    "*service*account*.json client_secret*.json secrets secrets.json secrets.y*ml secrets.toml secrets.ini secrets.env"
+).split()
+_EXAMPLES = (".example", ".sample", ".template", ".dist")  # such as .env.example
+_ASSIGNED = re.compile(
+    r"""^\W*(?:export\s+)?([\w.:/-]+?)["']?\s*[=:]\s*["']?([^\s"',]+)["',]*\s*(?:#.*)?$""", re.MULTILINE
+)
+
+
+def why_private(path: str, content: bytes, *, tracked: bool) -> str | None:
+    """Return why a file of the user's code is not for others to read, by its name or its content; None for others.
+
+    ``tracked``: it is part of a repository, so that a name that settings without secrets have too is no reason, and
+    placeholders in documentation and tests are none.
+    """
+    name = f"/{path.lower()}"
+    if any(fnmatchcase(name, f"*/{glob}") for glob in _CREDENTIALS):
+        return "its name is that of a file with credentials"
+    if any(fnmatchcase(name, f"*/{glob}") for glob in _SETTINGS) and not name.endswith(_EXAMPLES):
+        text = content.decode("utf-8", "replace")
+        if not tracked:
+            return "its name is that of a file with secrets"
+        if secret_kind(text) or any(_secret_ending(*assigned) for assigned in _ASSIGNED.findall(text)):
+            return "it contains a secret"
+    kind = token_in_file(content, placeholders=not tracked)
+    return None if kind is None else f"it contains {kind}"
 
 
 @dataclass(frozen=True)
@@ -125,16 +167,22 @@ def _why_name(text: str, key: Key) -> str | None:
     if len(key) < 2 or not any(str(part) in _FREE_NAMES for part in key[:-1]):
         return None
     name = next(str(part) for part in reversed(key) if isinstance(part, str))
+    ending = _secret_ending(name, text)
+    return None if ending is None else f"looks like a secret: its name ends in {ending}"
+
+
+def _secret_ending(name: str, value: str) -> str | None:
+    """Return the end of a name that indicates a secret; None for others, and for paths, switches and small numbers."""
     matched = SECRET_NAME.search(name.lower())
-    if matched is None or (_PLAIN.fullmatch(text) and not (text and _PASSWORD.search(name.lower()) and text.isdigit())):
+    if matched is None and _KEY_VALUE.fullmatch(value):
+        matched = _KEY_NAME.search(name)
+    if matched is None or (_PLAIN.fullmatch(value) and not (value.isdigit() and _PASSWORD.search(name.lower()))):
         return None
-    return f"looks like a secret: its name ends in {name[matched.start(2) :]}"
+    return name[matched.start() :].lstrip("_.-/")
 
 
 def _why_form(text: str, key: Key) -> str | None:
-    if (found := SECRET_FORM.search(text)) is not None:
-        assert found.lastgroup is not None
-        kind = next(name for index, name in enumerate(SECRET_FORMS) if found[f"f{index}"] is not None)
+    if (kind := secret_kind(text)) is not None:
         return f"looks like {kind}"
     if key and key[0] == "data" and _WITH_QUERY.match(text):
         return "has a query, which could be a signature"

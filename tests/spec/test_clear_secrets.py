@@ -47,11 +47,22 @@ TOKENS = {
     "a token in a URL": f"s3://bucket/a.jsonl?token={drawn(12)}",
     "an authorization header": f"Authorization: Bearer {drawn(24)}",
     "a password beside its name": f"user=ada;password={drawn(10)}",
+    "npm": "npm_" + drawn(36),
+    "PyPI": "pypi-AgEIcHlwaS5vcmc" + drawn(60),
+    "Stripe": "sk_live_" + drawn(24),
+    "DigitalOcean": "dop_v1_" + drawn(64, "0123456789abcdef"),
+    "an Azure account key": f"AccountName=a;AccountKey={drawn(86)}==",
+    "SendGrid": f"SG.{drawn(22)}.{drawn(43)}",
+    "Databricks": "dapi" + drawn(32, "0123456789abcdef"),
+    "Vault": "hvs." + drawn(40),
+    "Telegram": f"7{drawn(8, string.digits)}:AA{drawn(33)}",
+    "Groq": "gsk_" + drawn(48),
     "random letters": drawn(44),
 }
 NAMES = (
-    "HF_TOKEN WANDB_API_KEY DB_PASSWORD my_secret AWS_SECRET_ACCESS_KEY GCP_CREDENTIALS OPENAI_API_KEY APIKEY".split()
-)
+    "HF_TOKEN WANDB_API_KEY DB_PASSWORD my_secret AWS_SECRET_ACCESS_KEY GCP_CREDENTIALS OPENAI_API_KEY APIKEY "
+    "PGPASSWORD MYSQL_PWD MY_PASS SSHPASS TOKEN1 GITHUB_TOKEN_2 DB_PASSWORD_PROD GITHUB_PAT accessToken AUTHTOKEN"
+).split()
 HARMLESS = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
@@ -59,6 +70,11 @@ HARMLESS = {
     "GOOGLE_APPLICATION_CREDENTIALS": "/etc/gcp/key.json",
     "WANDB_API_KEY_FILE": "x",
     "MAX_TOKEN": "4096",
+    "MAX_TOKENS": "about 4096",
+    "PWD": "work of ada",
+    "FORWARD_PASS": "2",
+    "BYPASS": "proxies",
+    "PARTITION_KEY": "user_id_and_day_of_the_year_2026",
     "USE_TOKEN": "true",
     "GIT_COMMIT": hashlib.sha1(b"a").hexdigest(),
     "DATA_SHA256": "sha256:" + hashlib.sha256(b"a").hexdigest(),

@@ -145,7 +145,8 @@ def check_files(spec: RunSpec) -> FileResults:
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
     """Check a new run with the snapshot of its code; return warnings. Raises UsageError with all problems."""
-    return _require(check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing)))
+    found = check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing))
+    return (*_require(found), *(() if snapshot is None else snapshot.notes))
 
 
 def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[Reason, ...]:
@@ -164,7 +165,7 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
         hub=record.hub,
         prepared=_recorded(run, record.spec),
     )
-    return _require(found)
+    return (*_require(found), *(() if snapshot is None else snapshot.notes))
 
 
 def _recorded(run: RunDir, spec: RunSpec) -> Collection[str]:
