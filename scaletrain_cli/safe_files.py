@@ -280,13 +280,28 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
             found = os.fstat(descriptor)
             linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # else only its owner can have linked it
             device = stat.S_ISCHR(found.st_mode)  # such as /dev/null; only root can create one
-            # Another user could hold a lock on their own file indefinitely.
-            foreign = private and found.st_uid not in (os.geteuid(), 0, os.fstat(folder).st_uid)
+            # Another user could hold a lock on their own file indefinitely, also the owner of the folder.
+            foreign = private and found.st_uid not in (os.geteuid(), 0) and not _owns_for_us(folder, found.st_uid)
             if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device) or foreign:
                 os.close(descriptor)
                 _refuse(path, folder)
             os.set_blocking(descriptor, True)
             return descriptor
+
+
+def _owns_for_us(folder: int, uid: int) -> bool:
+    """Return whether a new file in a folder belongs to this user id, as on a server that maps all users to one.
+
+    Root may also wait for the owner of a folder, in which it changes that user's files.
+    """
+    if uid != os.fstat(folder).st_uid:
+        return False
+    if os.geteuid() == 0:
+        return True
+    name = f".owner-{os.urandom(8).hex()}.tmp"
+    with closing_descriptor(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _QUIET, 0o600, dir_fd=folder)) as made:
+        os.unlink(name, dir_fd=folder)
+        return os.fstat(made).st_uid == uid
 
 
 def _refuse(path: Path, folder: int) -> NoReturn:

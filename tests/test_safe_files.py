@@ -302,6 +302,24 @@ def test_a_lock_file_of_another_user_is_rejected(root: Path) -> None:
 
 
 @needs_root
+def test_a_lock_file_of_the_owner_of_its_folder_is_rejected() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / "lock").touch()
+        (folder / "lock").chmod(0o666)
+        for path in (folder, folder / "lock"):
+            os.chown(path, 65534, 65534)
+        os.seteuid(61_001)
+        try:
+            with pytest.raises(PermissionError, match=r"another user's file, made by .*65534"):
+                hold_lock(folder / "lock")
+            assert [path.name for path in folder.iterdir()] == ["lock"]
+        finally:
+            os.seteuid(0)
+
+
+@needs_root
 def test_a_private_folder_of_or_readable_by_another_user_is_not_used(root: Path) -> None:
     safe_files.make_private_folder(root / "mine")
     safe_files.make_private_folder(root / "mine")

@@ -25,6 +25,7 @@ from scaletrain_cli.spec.sources import CacheSpec
 BLOCK_BYTES = 1 << 20
 _LOCKS, _TOTAL, _BLOCKS = "locks", "total", "blocks"
 _LOCK_GROUPS = 256
+_LOCK_SECONDS = 60.0  # a step waits no longer for another process of this user, which may be stopped
 _KEPT_SHARE = 0.9  # of the limit, after removing blocks
 _TOUCH_SECONDS = 5.0  # the time of the last use is this exact
 _log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class BlockCache:
         with contextlib.suppress(FileNotFoundError):
             return self._read(path, start, stop)
         self.make_folders()
-        with locked(self.folder / _LOCKS / str(int(path.name[:2], 16) % _LOCK_GROUPS)):
+        group = str(int(path.name[:2], 16) % _LOCK_GROUPS)
+        with locked(self.folder / _LOCKS / group, wait_seconds=_LOCK_SECONDS):  # else it is fetched twice
             with contextlib.suppress(FileNotFoundError):  # another process has fetched it meanwhile
                 return self._read(path, start, stop)
             content = fetch()
@@ -70,7 +72,7 @@ class BlockCache:
         """Raise OSError if the cache cannot be used, as far as that is certain. ``create``: creates its folders."""
         if create:
             self.make_folders()
-            with locked(self.folder / _LOCKS / _TOTAL):
+            with locked(self.folder / _LOCKS / _TOTAL, wait_seconds=0):
                 return
         if os.path.lexists(self.folder):
             make_private_folder(self.folder)
@@ -100,7 +102,9 @@ class BlockCache:
         """Write a block, after removing others if necessary. Raises OSError."""
         if len(content) > self.size:
             return
-        with locked(self.folder / _LOCKS / _TOTAL):
+        with locked(self.folder / _LOCKS / _TOTAL, wait_seconds=_LOCK_SECONDS) as alone:
+            if not alone:  # a stopped process has the lock; the block is not kept
+                return
             total = self._total()
             if total is None or total + len(content) > self.size:
                 total = self._shrink(len(content))

@@ -29,6 +29,8 @@ from scaletrain_cli.spec import RunSpec
 
 # Native operators of DeepSpeed. A build that was killed must not block later builds.
 
+_BUILD_SECONDS = 3600.0  # of all operations; a stopped build is not waited for
+
 
 def load_async_io() -> None:
     """Build or load the operator that NVMe offload needs; the build takes minutes. Raises UsageError if it fails."""
@@ -55,7 +57,7 @@ def extensions_folder() -> Path:
 def exclusive_build(folder: Path) -> Generator[None]:
     """A context in which no other process builds in this folder; removes locks of builds that have died."""
     make_folder(folder)
-    with locked(folder / ".scaletrain-builds"):
+    with locked(folder / ".scaletrain-builds", wait_seconds=_BUILD_SECONDS):
         for lock in folder.rglob("lock"):
             if not _is_open(lock):
                 lock.unlink(missing_ok=True)

@@ -2,14 +2,14 @@
 
 Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; readers skip an
 incomplete line, and the next writer starts a new one. Over NFS, where O_APPEND alone does not keep the lines of
-several hosts apart, an exclusive lock does. Rollbacks are read from events rather than from checkpoints: the checkpoint
+several hosts apart, a lock does. It is on a file of the writers' user: whoever may read a journal could hold one on
+the journal itself, and stop the training. Rollbacks are read from events rather than from checkpoints: the checkpoint
 that a run rolls back to is older than the decision.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -20,10 +20,11 @@ from typing import Any
 
 from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.safe_files import open_to_append, open_to_change, open_to_read
+from scaletrain_cli.safe_files import closing_descriptor, locked, open_to_append, open_to_change, open_to_read
 from scaletrain_cli.sent_run import sent_run
 
 _BLOCK_BYTES = 1 << 16
+_LOCK_SECONDS = 1.0  # a line takes microseconds
 _PLACED = ("from-scratch", "started", "resumed", "rolled-back")
 _METRICS_BYTES = "metrics_bytes"
 
@@ -37,18 +38,23 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append JSON objects, a line each, in one write. Raises OSError, and ValueError before anything is written."""
     text = "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records)
     line = text.encode()
-    descriptor = open_to_append(path)
-    try:
-        with contextlib.suppress(OSError):  # some shared file systems have no locks; O_APPEND must suffice there
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _writing(path), closing_descriptor(open_to_append(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         data = b"\n" + line if torn else line
         written = os.write(descriptor, data)
         if written != len(data):
             raise OSError(f"{path}: only {written} of {len(data)} bytes of a line were written; is the disk full?")
-    finally:
-        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Hold the lock of this user's writers in a folder, unless a stopped process has it: no step waits for that."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # such as a full disk; O_APPEND must suffice
+            lock = path.with_name(f".append-{os.geteuid()}.lock")
+            held.enter_context(locked(lock, wait_seconds=_LOCK_SECONDS))
+        yield
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -108,16 +114,11 @@ def file_size(path: Path) -> int:
 
 def withdraw_event(run: RunDir, event: str) -> None:
     """Remove the latest event if it has this name: that of a job that was not submitted, before others can write."""
-    descriptor = open_to_change(run.events)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _writing(run.events), closing_descriptor(open_to_change(run.events)) as descriptor:
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         start = data.rstrip(b"\n").rfind(b"\n") + 1
         if any(last.get("event") == event for last in _objects([data[start:]])):
             os.ftruncate(descriptor, start)
-    finally:
-        os.close(descriptor)
 
 
 # The file of events that was parsed last, with its identity, size and time: a verb reads the same events several times.

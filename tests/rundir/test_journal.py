@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.rundir import journal
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import (
     append_line,
@@ -23,6 +25,7 @@ from scaletrain_cli.rundir.journal import (
     withdraw_event,
 )
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import locked
 
 Read = Callable[[Path], list[dict[str, object]]]
 
@@ -169,6 +172,33 @@ def test_only_the_latest_event_of_a_name_can_be_withdrawn(tmp_path: Path) -> Non
     withdraw_event(run, "submitted")
     record_event(run, "again")
     assert len(read_events(run)) == 1
+
+
+def test_no_lock_that_a_reader_can_hold_delays_a_line(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record_event(run, "submitted")
+    append_line(run.metrics, {"step": 1})
+    with run.events.open("rb") as events, run.metrics.open("rb") as metrics:
+        for opened in (events, metrics):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        append_line(run.metrics, {"step": 2})
+        record_event(run, "started")
+        withdraw_event(run, "started")
+    assert last_logged_step(run) == 2
+    assert [event["event"] for event in read_events(run)] == ["submitted"]
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.glob("*.lock")] == [0o600]
+
+
+def test_a_line_is_written_although_a_stopped_process_of_this_user_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_LOCK_SECONDS", 0.0)
+    append_line(tmp_path / "a.jsonl", {"n": 1})
+    (lock,) = tmp_path.glob("*.lock")
+    with locked(lock, wait_seconds=0) as alone:
+        assert alone
+        append_line(tmp_path / "a.jsonl", {"n": 2})
+    assert forwards(tmp_path / "a.jsonl") == [{"n": 1}, {"n": 2}]
 
 
 HOSTILE_LINES = {
