@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+
+from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE
 
 # Values that ranks send each other, as JSON: torch's object collectives unpickle what arrives, which can run code.
 
@@ -118,7 +124,36 @@ def connect(device: torch.device, timeout_seconds: float) -> None:
     # DeepSpeed creates groups without a timeout, which get torch's defaults; these are module variables.
     distributed_c10d.default_pg_timeout = timeout
     setattr(distributed_c10d, "default_pg_nccl_timeout", timeout)  # noqa: B010 (not an exported name)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    ranks = Ranks.from_environment()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timeout,
+        store=_open_store(ranks, timeout),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+
+
+def _open_store(ranks: Ranks, timeout: timedelta) -> Store:
+    """Open the store by which the ranks meet. It has no authentication, and torch's own listens at all addresses.
+
+    Ranks of one node meet in a file of a private folder. The others meet at the first node's address alone, if it is
+    one of its interfaces: a name may mean the loopback there, and another address on the other nodes.
+    """
+    if file := os.environ.get(RENDEZVOUS_VARIABLE):
+        if os.path.exists("/sys/class/net/lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return FileStore(file, ranks.world_size)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listening = None
+    if ranks.rank == 0:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: several addresses
+            ((family, *_, address),) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            one_node = ranks.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+            if one_node or not ip_address(str(address[0])).is_loopback:
+                listening = socket.create_server(address[:2], family=family, backlog=ranks.world_size)
+    descriptor = None if listening is None else listening.detach()
+    return TCPStore(host, port, ranks.world_size, ranks.rank == 0, timeout, master_listen_fd=descriptor)
 
 
 def in_slots(values: Mapping[str, float]) -> list[float]:

@@ -16,6 +16,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import expand_home
 
 RUN_DIR_VARIABLE = "SCALETRAIN_RUN_DIR"
+RENDEZVOUS_VARIABLE = "SCALETRAIN_RENDEZVOUS"  # a file in which the ranks of one node meet
 _REVISION = re.compile(r"\d{4,}\.json")
 
 

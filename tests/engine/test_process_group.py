@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import re
+import socket
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, StepDecision, from_slots, in_slots
+from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, StepDecision, connect, from_slots, in_slots
 from tests.engine.ranks import on_ranks
 
 VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
@@ -39,3 +45,46 @@ def test_the_largest_request_wins_and_every_rank_has_the_values_of_rank_zero_to_
         assert first[:2] == (StepDecision.PREEMPT, True)
         assert [value.hex() for value in first[2]] == [value.hex() for value in VALUES]
         assert second == (StepDecision.CONTINUE, False, [])
+
+
+def connected_listening_at() -> set[str]:
+    """Join the process group as the engine does; return the addresses at which this process listens."""
+    connect(torch.device("cpu"), 30)
+    assert RankConsensus(30).share(1.0) == [1.0] * dist.get_world_size()
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of this listing
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[index] for index in (1, 3, 9))
+            if state == "0A" and f"socket:[{inode}]" in own:  # LISTEN
+                words = re.findall("." * 8, local.partition(":")[0])
+                found.add(socket.inet_ntop(family, b"".join(bytes.fromhex(word)[::-1] for word in words)))
+    return found
+
+
+def meet(**environment: str) -> set[str]:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):  # of on_ranks
+        del os.environ[name]
+    os.environ.update(environment)
+    return connected_listening_at()
+
+
+def meet_in_a_file(file: str) -> set[str]:
+    return meet(SCALETRAIN_RENDEZVOUS=file)
+
+
+def meet_at_the_loopback() -> set[str]:
+    return meet(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+
+
+def test_ranks_of_one_node_meet_in_a_file_and_listen_at_no_address_of_a_network(tmp_path: Path) -> None:
+    for addresses in on_ranks(2, meet_in_a_file, str(tmp_path / "store"), connected=False):
+        assert addresses == {"127.0.0.1"}
+
+
+def test_the_first_rank_listens_at_the_address_in_use_alone() -> None:
+    (addresses,) = on_ranks(1, meet_at_the_loopback, connected=False)
+    assert addresses == {"127.0.0.1"}

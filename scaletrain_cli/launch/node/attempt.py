@@ -59,6 +59,7 @@ from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, o
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
+from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE
 
 _LAST_SUBMISSION_SECONDS = 5.0  # for which the job keeps its nodes after the last rank has ended
 _TOGETHER_SECONDS, _TOGETHER_POLL_SECONDS = 1800.0, 1.0
@@ -263,13 +264,11 @@ def _record_failed_start(run: RunDir, attempt: int, node: NodeRecord, failure: F
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 
-def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple[Path, Path]:
-    """Return the folders of this attempt outside the run directory: offloaded states, and the user's code."""
-    place = (record.run_id, options.attempt, options.node_rank)
-    return (
-        swap_folder(*place, {**os.environ, **record.spec.env}),
-        unpacked_folder(run, options.attempt, options.node_rank, os.environ),
-    )
+def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple[Path, Path, Path]:
+    """Return the folders of this attempt elsewhere: of offloaded states, of the user's code, and of the rendezvous."""
+    swap = swap_folder(record.run_id, options.attempt, options.node_rank, {**os.environ, **record.spec.env})
+    code = unpacked_folder(run, options.attempt, options.node_rank, os.environ)
+    return swap, code, code.with_name(f"{code.name}-rendezvous")
 
 
 def _remove(*folders: Path) -> None:
@@ -315,6 +314,14 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
         if words is not None
         else python_command(record.spec.code.engine or options.engine, str(run.path))
     )
+    rendezvous: dict[str, str] = {}
+    if record.spec.cluster.nodes == 1 and not record.spec.code.own_program:
+        # TCP, if another user has taken the name
+        with contextlib.suppress(OSError):
+            make_private_folder(own[2].parent)
+            shutil.rmtree(own[2], ignore_errors=True)  # of an agent that was killed
+            make_private_folder(own[2])
+            rendezvous = {RENDEZVOUS_VARIABLE: str(own[2] / "store")}
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port, run.path)
     secrets = read_document(run.secrets) or {}
     # Otherwise the scheduler sets them in the environment.
@@ -333,6 +340,6 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
         environment = rank_environment(record.spec, place, local_rank, base=base, secrets=secrets, cores=cores)
         if code is not None:
             environment |= code_environment(record, code, environment)
-        environment |= local.variables
+        environment |= {**local.variables, **rendezvous}
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
         local_ranks.start(rank, command, environment, log, each)

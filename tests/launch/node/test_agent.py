@@ -259,6 +259,21 @@ def test_environment_values_with_shell_text_reach_the_ranks_unchanged(
     assert f"NASTY={nasty!r}" in made.log(1, 0)
 
 
+def test_the_ranks_of_one_node_meet_in_a_private_folder_that_is_removed(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made = make_run(echo=["SCALETRAIN_RENDEZVOUS"], stay={"1:*": 1})
+    agent = start_agent(made)
+    agent.wait_until_up()
+    (store,) = set(re.findall(r"SCALETRAIN_RENDEZVOUS='(\S+)'", made.log(1, 0) + made.log(1, 1)))
+    assert Path(store).is_relative_to(tmp_path)
+    assert Path(store).parent.stat().st_mode & 0o777 == 0o700
+    agent.process.send_signal(signal.SIGTERM)
+    agent.wait()
+    assert not Path(store).parent.exists()
+
+
 def test_two_agents_on_one_machine_keep_their_ranks_and_files_apart(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", echo=["RANK", "NODE_RANK"])
     agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
