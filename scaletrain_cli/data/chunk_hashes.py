@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import open_new
+from scaletrain_cli.safe_files import open_new, open_to_read
 
 # A sequence of 4,096 tokens has 8 to 16 KiB. With larger chunks a rank would read much more than it trains on; with
 # smaller ones the hashes would be a large file. They take one byte for each 8 KiB of data.
@@ -112,14 +112,17 @@ def _new_hash() -> hashlib.blake2b:
 
 def read_hashes(path: Path, size: int) -> bytes:
     """Return the hashes of a data file of ``size`` bytes. Raises CorruptDataError for another number of chunks."""
+    chunks = -(-size // CHUNK_BYTES)
     try:
-        hashes = hashes_path(path).read_bytes()
+        with open_to_read(hashes_path(path)) as file:
+            hashes = file.read(chunks * DIGEST_BYTES + 1)  # however large another user has made the file
     except OSError as error:
         raise CorruptDataError(hashes_path(path), str(error.strerror)) from error
-    chunks = -(-size // CHUNK_BYTES)
     if len(hashes) != chunks * DIGEST_BYTES:
-        found = f"{len(hashes)} bytes instead of {chunks * DIGEST_BYTES}"
-        raise CorruptDataError(hashes_path(path), f"{found} for the {chunks} chunks of {path.name}")
+        found = "fewer" if len(hashes) < chunks * DIGEST_BYTES else "more"
+        raise CorruptDataError(
+            hashes_path(path), f"{found} than {chunks * DIGEST_BYTES} bytes for the {chunks} chunks of {path.name}"
+        )
     return hashes
 
 

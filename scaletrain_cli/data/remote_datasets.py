@@ -21,8 +21,7 @@ from typing import Any
 
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
-from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
+from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
 from scaletrain_cli.data.sources.places import (
     PlaceError,
     RemoteFile,

@@ -23,13 +23,14 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, read_hashes
-from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
+from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
 from scaletrain_cli.data.remote_datasets import prepared_files
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 
+DTYPES = ("uint16", "uint32")
+_COUNTED = ("tokens", "documents")
 _MOST_OPEN_FILES = 64  # of a process, however many sources it reads
 _MOST_ENDS_KEPT = 256  # files with the ends of documents, of about 100 KB each
 
@@ -52,7 +53,7 @@ class _OpenFiles:
             else:
                 while len(self._open) >= _MOST_OPEN_FILES:
                     os.close(self._open.popitem(last=False)[1])
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no FIFO
             return os.pread(self._open[path], count, start)
 
     def close(self, paths: Iterable[Path]) -> None:
@@ -273,11 +274,15 @@ def open_source(
         raise CorruptDataError(dataset / "dataset.json", "it has changed since it was written")
     try:
         dtype, shards = str(document["tokenizer"]["dtype"]), list(document["shards"])
+        names = [f"{split}_{what}" for split in SPLITS for what in _COUNTED]
+        stated = [document.get(name, 0) for name in names] + [shard[name] for shard in shards for name in names]
+        if dtype not in DTYPES or any(type(count) is not int or not 0 <= count < 2**62 for count in stated):
+            raise ValueError("a number of tokens or documents, or the dtype of tokens, is not allowed")
         folders = [shard_folder(dataset, number) for number in range(len(shards))]
         files_of = prepared_files(dataset, cache)
         splits = {}
         for split in SPLITS:
-            counts = [[int(shard[f"{split}_{what}"]) for shard in shards] for what in ("tokens", "documents")]
+            counts = [[shard[f"{split}_{what}"] for shard in shards] for what in _COUNTED]
             splits[split] = Split(
                 NumberFiles(files_of([folder / f"{split}.bin" for folder in folders]), counts[0], dtype),
                 NumberFiles(files_of([folder / f"{split}.ends.bin" for folder in folders]), counts[1], "int64"),
@@ -287,7 +292,7 @@ def open_source(
                 found.tokens.require_size(number)
                 found.ends.require_size(number)
             _compare_hashes(folders[number], shards[number], np.dtype(dtype).itemsize)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CorruptDataError(dataset / "dataset.json", f"it lacks a value: {error}") from error
     return document, splits
 

@@ -1,19 +1,23 @@
 """<runs root>/datasets/: prepared data that every user of a runs root may read, each folder changed by its owner only.
 
-Data that another user has prepared are used if this user can read them, and otherwise prepared again under a separate
-name. The lock of one user never blocks another user.
+Data that another user has prepared are used if this user can read them and they are whole, and otherwise prepared again
+under a separate name. The lock of one user never blocks another user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.safe_files import (
     locked,
     make_folder,
@@ -26,21 +30,32 @@ from scaletrain_cli.safe_files import (
 
 DATASET = "dataset.json"
 _PRIVATE = 0o700
+_LARGEST_DESCRIPTION = 1 << 26  # bytes; 200 for each shard
+_MOST_NAMES = 10  # of one user for the same data, in a folder in which another user takes names
+_LOOK_SECONDS, _STALE_SECONDS = 5.0, 600.0
+logger = logging.getLogger(__name__)
 
 
-def dataset_place(root: Path, key: str) -> Path:
-    """Return the folder of the data with this key: the shared one if this user can read it, else a separate one per
-    user.
+def place_of(datasets: Path, key: str, open_data: Callable[[Path], object] = lambda folder: None) -> Path:
+    """Return the folder of the data with this key in the folder of all datasets: this user's, unless another user has
+    prepared data that can be read. ``open_data`` raises an error if it cannot open the data of a folder.
     """
-    return place_of(root / "datasets", key)
-
-
-def place_of(datasets: Path, key: str) -> Path:
-    """Return the folder of the data with this key in the folder of all datasets, as dataset_place()."""
     folder = datasets / key
-    if _is_free(folder) or is_readable(folder):
-        return folder
-    return folder.with_name(f"{key}-{os.geteuid()}")
+    if not _is_free(folder) and is_readable(folder):
+        try:
+            if (folder / DATASET).stat().st_size > _LARGEST_DESCRIPTION or read_document(folder / DATASET) is None:
+                raise ValueError(f"{DATASET} is not a JSON object of this program")
+            open_data(folder)
+        except (ScaletrainError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            _say_unusable(folder, str(error))
+        else:
+            return folder
+    return _own_folder(datasets, key)
+
+
+@functools.cache  # a process asks for the place more than once
+def _say_unusable(folder: Path, why: str) -> None:
+    logger.warning("not used: %s, made by %s, is damaged (%s)", folder, owner_of_dataset(folder), why)
 
 
 def steps_folder(datasets: Path) -> Path:
@@ -54,8 +69,10 @@ def tokenizers_folder(datasets: Path) -> Path:
 
 
 def _own_folder(datasets: Path, name: str) -> Path:
-    folder = datasets / name
-    return folder if _is_free(folder) else folder.with_name(f"{name}-{os.geteuid()}")
+    """Return the first of some names at which no other user has made anything; the last one if all are taken."""
+    own = f"{name}-{os.geteuid()}"
+    names = [datasets / each for each in (name, own, *(f"{own}-{number}" for number in range(2, _MOST_NAMES)))]
+    return next(filter(_is_free, names), names[-1])
 
 
 def _is_free(folder: Path) -> bool:
@@ -73,11 +90,13 @@ def require_own_place(folder: Path) -> None:
 
 
 def is_readable(folder: Path) -> bool:
-    """Return whether this user can read all files of a prepared dataset, and the folders of its shards."""
+    """Return whether a prepared dataset has files and folders of shards alone, which this user can read."""
     with contextlib.suppress(OSError):
-        found = list(folder.iterdir())
+        folders = {path: path.is_dir() for path in folder.iterdir()}
         return (folder / DATASET).is_file() and all(
-            os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK, effective_ids=True) for path in found
+            (is_folder or path.is_file())
+            and os.access(path, os.R_OK | os.X_OK if is_folder else os.R_OK, effective_ids=True)
+            for path, is_folder in folders.items()
         )
     return False
 
@@ -145,11 +164,14 @@ def building(folder: Path) -> Iterator[Path | None]:
     One process of a user builds at a time. Raises UsageError where nothing can be written there, and OSError.
     """
     make_datasets_folder(folder.parent.parent)
-    with locked(folder.parent / f".{folder.name}.{os.geteuid()}.lock"):
+    with contextlib.ExitStack() as held:
+        alone = _is_alone(folder, held)
         if is_readable(folder):
             yield None
             return
-        _remove_leftovers(folder)
+        if alone:
+            for draft in _own_drafts(folder):  # of builds that were killed
+                shutil.rmtree(draft, ignore_errors=True)
         staging = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
         make_folder(staging, mode=_PRIVATE, exist_ok=False)
         try:
@@ -176,9 +198,34 @@ def open_to_readers(dataset: Path) -> None:
             path.chmod((0o700 if path.is_dir() else 0o600) | about & (0o044 | execute) & ~umask)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of killed builds of this user; the caller holds the lock."""
-    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid == os.geteuid():
-                shutil.rmtree(path, ignore_errors=True)
+def _is_alone(folder: Path, held: contextlib.ExitStack) -> bool:
+    """Wait for a process of this user that builds the folder, for as long as it writes; return whether none does.
+
+    Without the lock, which another user may have made unusable, the data are only prepared more than once.
+    """
+    lock = folder.parent / f".{folder.name}.{os.geteuid()}.lock"
+    last, since = None, time.monotonic()
+    while time.monotonic() - since < _STALE_SECONDS:
+        with contextlib.ExitStack() as attempt:
+            try:
+                if attempt.enter_context(locked(lock, wait_seconds=_LOOK_SECONDS)):
+                    held.push(attempt.pop_all())
+                    return True
+            except PermissionError as error:
+                logger.warning("prepared without a lock: %s", error)
+                return False
+        if last is None:
+            logger.warning("another process of yours prepares %s; waiting for it", folder)
+        written = [path.lstat().st_mtime for draft in _own_drafts(folder) for path in (draft, *draft.rglob("*"))]
+        if (latest := max(written, default=0.0)) != last:
+            last, since = latest, time.monotonic()
+    logger.warning(
+        "the process that prepares %s has written nothing for %.0f s; preparing it here", folder, _STALE_SECONDS
+    )
+    return False
+
+
+def _own_drafts(folder: Path) -> list[Path]:
+    """Return the folders in which this user builds the folder, or has built it until a kill."""
+    drafts = folder.parent.glob(f".{folder.name}.*.tmp")
+    return [draft for draft in drafts if other_owner(draft) is None and draft.exists()]

@@ -444,7 +444,7 @@ def test_the_unfinished_data_of_root_do_not_block_a_user(tmp_path: Path, monkeyp
         monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
         assert place_of(tmp_path, "c0ffee") == tmp_path / f"c0ffee{suffix}"
         assert steps_folder(tmp_path) == tmp_path / f".steps{suffix}"
-    (tmp_path / "c0ffee" / "dataset.json").touch()
+    (tmp_path / "c0ffee" / "dataset.json").write_text("{}")
     assert place_of(tmp_path, "c0ffee") == tmp_path / "c0ffee", "the whole dataset of another user is used"
 
 

@@ -23,7 +23,15 @@ from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, nothing_left, write_reports
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
-from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, remove_damaged_shard, seal_of, write_shard
+from scaletrain_cli.data.pipeline.shards import (
+    SCHEMA,
+    encoded,
+    read_shard_info,
+    remove_damaged_shard,
+    seal_of,
+    shard_folder,
+    write_shard,
+)
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.token_documents import encoded_before
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
@@ -44,7 +52,6 @@ from scaletrain_cli.rundir.shared_datasets import (
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
 
-SCHEMA = "scaletrain.dataset/v4"
 _TOKENS = "tokens/v1"  # raised with every change of the tokens of equal documents
 
 
@@ -109,7 +116,7 @@ def prepare(
                 tokenizer = preparation.tokenizer or _trained(preparation, found, tokenizers, crew)
                 done = []
                 for work in found:
-                    dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain))
+                    dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain), _open)
                     written.append(dataset)
                     done.append(PreparedSource(work.source.name, dataset, work.tasks, work.chain))
                     _write_shards(done[-1], tokenizer, preparation.validation_share, work, crew)
@@ -159,8 +166,15 @@ def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
     if not tokenizer:
         return None
     keys = [_dataset_key(preparation, tokenizer, chain) for chain in chains]
-    places = {source.name: place_of(folder, key) for source, key in zip(preparation.sources, keys, strict=True)}
+    places = {source.name: place_of(folder, key, _open) for source, key in zip(preparation.sources, keys, strict=True)}
     return places if all(is_readable(place) for place in places.values()) else None
+
+
+def _open(dataset: Path) -> None:
+    """Open all files of a dataset of another user. Raises ScaletrainError for a damaged one."""
+    from scaletrain_cli.data.token_files import open_source
+
+    open_source(dataset)
 
 
 def _planned(chains: Sequence[Chain], sources: Sequence[Source], section: PreparationStep) -> list[Chain]:
@@ -389,11 +403,6 @@ def _phase(corpus: Corpus, number: int, texts: _Texts) -> Stage:
 def _find_duplicates(corpus: Corpus, phase: int, given: tuple[int, _Texts]) -> None:
     job, texts = given
     run_job(corpus, phase, job, texts)
-
-
-def shard_folder(dataset: Path, number: int) -> Path:
-    """Return the folder with the tokens of a task, by the number of the task."""
-    return dataset / f"{number:06d}"
 
 
 def _write_tokens(dataset: Path, tokenizer: str, validation_share: float, work: _Work) -> None:

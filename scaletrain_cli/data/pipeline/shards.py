@@ -19,6 +19,7 @@ from scaletrain_cli.data.drafts import draft_of
 from scaletrain_cli.data.pipeline.statistics import Statistics
 from scaletrain_cli.safe_files import create_file, make_folder
 
+SCHEMA = "scaletrain.dataset/v4"
 SPLITS = ("train", "validation")
 # Large enough for the tokenizer's own loop, small enough that a batch of long documents stays in memory.
 _DOCUMENTS_PER_ENCODE = 256
@@ -134,6 +135,11 @@ def _write(folder: Path, documents: Iterable[Encoded], validation_share: float, 
         bytes=size,
         digest=digest.hexdigest(),
     )
+
+
+def shard_folder(dataset: Path, number: int) -> Path:
+    """Return the folder with the tokens of a task, by the number of the task."""
+    return dataset / f"{number:06d}"
 
 
 def seal_of(document: Mapping[str, Any]) -> str:

@@ -15,9 +15,11 @@ from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.settings import loaded_tokenizer
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT
 
 _TRAINING = "bpe/v1"  # raised with every change of the tokenizer of equal documents
+_LARGEST_BYTES = 1 << 28
 # More text does not improve a tokenizer, and takes time in proportion.
 MOST_CHARACTERS = 500_000_000
 
@@ -62,7 +64,8 @@ def tokenizer_path(folder: Path, training: BpeTraining, names: Sequence[str], ch
 def trained_before(path: Path) -> str:
     """Return the content of a tokenizer.json that was trained before; empty if there is none that can be used."""
     try:
-        content = path.read_text(encoding="utf-8")
+        with open_to_read(path) as file:  # of any user
+            content = file.read(_LARGEST_BYTES).decode()
         loaded_tokenizer(content)
     except Exception:  # damaged; tokenizers raises nothing narrower
         return ""

@@ -19,7 +19,6 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 
 SPLITS = ("train", "validation")
-DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True)

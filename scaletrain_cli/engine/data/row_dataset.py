@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import numpy as np
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.run_datasets import find_run_datasets
+from scaletrain_cli.data.token_files import DTYPES
 from scaletrain_cli.data.tokenizers.given import tokenizer_identity
 from scaletrain_cli.engine.data.chat_tokenizer import TemplateFiles, template_files
-from scaletrain_cli.engine.data.dataset import DTYPES, SPLITS, DatasetInfo, map_numbers, seal_of
+from scaletrain_cli.engine.data.dataset import SPLITS, DatasetInfo, map_numbers, seal_of
 from scaletrain_cli.engine.data.row_images import LARGE_FILES, open_row_images
 from scaletrain_cli.engine.data.row_source import rows_content
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.shared_datasets import dataset_place, is_readable
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import is_readable, place_of
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.data import SETTINGS_OF_ROWS
@@ -115,7 +119,13 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
     if isinstance(spec.model, LlavaSpec):
         folder = "" if data.images.folder is None else str(expand_home(data.images.folder).absolute())
         identity += [folder, str(spec.model.image_token_index), str(spec.model.tokens_per_image)]
-    return dataset_place(runs_root, hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16])
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+    return place_of(runs_root / "datasets", key, partial(_open, spec.language_model.seq_len))
+
+
+def _open(seq_len: int, folder: Path) -> None:
+    """Open the rows of another user, without reading them. Raises ScaletrainError for damaged ones."""
+    open_rows(folder, read_document(folder / "dataset.json") or {}, seq_len, 1, sys.maxsize)
 
 
 def find_datasets(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Path] | None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.sources.rows import Tally
+from scaletrain_cli.data.token_files import DTYPES
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.given import given_tokenizer
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
@@ -28,7 +29,7 @@ from scaletrain_cli.engine.data.chat_tokenizer import (
     image_tokens,
     template_files,
 )
-from scaletrain_cli.engine.data.dataset import DTYPES, SPLITS, draw, seal_of
+from scaletrain_cli.engine.data.dataset import SPLITS, draw, seal_of
 from scaletrain_cli.engine.data.packing import Piece, pack
 from scaletrain_cli.engine.data.row_dataset import PARTS, SCHEMA, RowsInfo, template_hash
 from scaletrain_cli.engine.data.row_images import ImageWriter, StoredImage

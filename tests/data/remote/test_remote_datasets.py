@@ -21,8 +21,7 @@ import pytest
 from scaletrain_cli.data import remote_datasets
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, hashes_path
-from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import Encoded, read_shard_info, seal_of, write_shard
+from scaletrain_cli.data.pipeline.shards import SCHEMA, Encoded, read_shard_info, seal_of, shard_folder, write_shard
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached, upload_dataset
 from scaletrain_cli.data.sources import places

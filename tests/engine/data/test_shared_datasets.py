@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
+import json
 import os
 import shutil
 import tempfile
@@ -12,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.data.pipeline import trained
+from scaletrain_cli.data.pipeline.shards import seal_of
 from scaletrain_cli.engine.data.dataset import open_source_dataset
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.shared_datasets import built
+from scaletrain_cli.rundir import shared_datasets
+from scaletrain_cli.rundir.shared_datasets import building, built
+from scaletrain_cli.safe_files import create_file
 from scaletrain_cli.spec import DataSpec
 from tests.cli.test_two_users import ALICE, BOB, TEAM, User
 from tests.prepared_text import prepared_text
@@ -150,13 +155,9 @@ def test_what_is_planted_in_place_of_the_data_is_neither_used_nor_followed(
 
     BOB.does(do_plant)
     outcome = refused(ALICE, root)
-    if names == 2:
-        assert outcome.startswith("UsageError"), outcome
-        assert "made by uid 61002" in outcome
-    else:
-        folder = dataset_of(root)
-        assert outcome in (str(folder), f"{folder}-{ALICE.uid}"), outcome
-        assert Path(outcome).lstat().st_uid == ALICE.uid
+    folder = dataset_of(root)
+    assert outcome in (str(folder), f"{folder}-{ALICE.uid}", f"{folder}-{ALICE.uid}-2"), outcome
+    assert Path(outcome).lstat().st_uid == ALICE.uid
     assert precious.read_text() == "precious"
     assert [path.name for path in precious.parent.iterdir()] == [".bashrc"]
 
@@ -164,12 +165,12 @@ def test_what_is_planted_in_place_of_the_data_is_neither_used_nor_followed(
 LOCKS: dict[str, Callable[[Path, Path], object]] = {
     "a link": lambda lock, precious: lock.symlink_to(precious),
     "a FIFO": lambda lock, precious: os.mkfifo(lock),
-    "held": lambda lock, precious: lock.write_text(""),
+    "held by its owner": lambda lock, precious: (lock.write_text(""), lock.chmod(0o666)),
 }
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_a_lock_that_is_planted_is_refused(root: Path, lock: str) -> None:
+def test_a_planted_lock_is_not_waited_for(root: Path, lock: str, caplog: pytest.LogCaptureFixture) -> None:
     precious = root.parent / "precious"
     precious.write_text("precious")
     os.chown(precious, ALICE.uid, TEAM)
@@ -180,15 +181,71 @@ def test_a_lock_that_is_planted_is_refused(root: Path, lock: str) -> None:
         (root / "datasets").chmod(0o3775)
         LOCKS[lock](folder.with_name(f".{folder.name}.{ALICE.uid}.lock"), precious)
 
-    def build() -> str:
-        try:
-            return str(built(folder, lambda staging: None))
-        except UsageError as error:
-            return str(error)
+    def build() -> list[str]:
+        done = built(folder, lambda staging: create_file(staging / "dataset.json", "{}"))
+        return [str(done), caplog.text]
 
     BOB.does(do_plant)
-    assert "made by uid 61002" in str(ALICE.does(build))
+    with contextlib.ExitStack() as held:
+        if lock == "held by its owner":
+            planted = held.enter_context(folder.with_name(f".{folder.name}.{ALICE.uid}.lock").open("rb"))
+            fcntl.flock(planted, fcntl.LOCK_EX)
+        done, said = ALICE.does(build)
+    assert done == str(folder)
+    assert "made by uid 61002" in said
     assert precious.read_text() == "precious"
+
+
+def test_a_process_that_prepares_and_writes_nothing_more_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_datasets, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(shared_datasets, "_STALE_SECONDS", 0.1)
+    folder = tmp_path / "datasets" / "0123"
+    with building(folder) as stopped:
+        assert stopped is not None
+        built(folder, lambda staging: create_file(staging / "dataset.json", "{}"))
+        create_file(stopped / "dataset.json", "{}")
+    assert "another process of yours prepares" in caplog.text
+    assert "has written nothing for" in caplog.text
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "junk in dataset.json": lambda folder: (folder / "dataset.json").write_bytes(b"\0junk"),
+    "an empty dataset.json": lambda folder: (folder / "dataset.json").write_text("{}"),
+    "a number as text": lambda folder: with_values(folder, train_documents="40"),
+    "a number that is too large": lambda folder: with_values(folder, train_tokens=1 << 80),
+    "another kind of value": lambda folder: with_values(folder, shards={"0": []}),
+    "hashes in a FIFO": lambda folder: replaced(folder / "000000" / "train.bin.blake2b", os.mkfifo),
+    "tokens in a FIFO": lambda folder: replaced(folder / "000000" / "train.bin", os.mkfifo),
+    "hashes in a sparse file": lambda folder: os.truncate(folder / "000000" / "train.bin.blake2b", 1 << 40),
+    "a sparse dataset.json": lambda folder: os.truncate(folder / "dataset.json", 1 << 40),
+    "a file that was cut": lambda folder: os.truncate(folder / "000000" / "train.bin", 8),
+    "a shard that is gone": lambda folder: shutil.rmtree(folder / "000000"),
+}
+
+
+def with_values(folder: Path, **values: object) -> None:
+    document = json.loads((folder / "dataset.json").read_text()) | values
+    (folder / "dataset.json").write_text(json.dumps(document | {"seal": seal_of(document)}))
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_data_of_another_user_are_prepared_again_and_named(
+    root: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = prepares(BOB, root)
+    BOB.does(lambda: DAMAGES[damage](folder))
+    own = folder.with_name(f"{folder.name}-{ALICE.uid}")
+    made, said = ALICE.does(lambda: [str(prepared_text(data(root.parent), root)), caplog.text])
+    assert made == str(own)
+    assert f"not used: {folder}, made by uid 61002, is damaged" in said
+    assert prepares(ALICE, root) == own
 
 
 def test_an_unwritable_folder_of_data_is_reported_with_a_remedy(root: Path) -> None:
