@@ -212,9 +212,12 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
     """Print the rendered job."""
     from scaletrain_cli.launch.rendered_job import in_format
+    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import document, warn
     from scaletrain_cli.ui.json import print_json
 
+    if output is None:  # a manifest may be for another machine
+        require_writable(prepared.root, "no run can be submitted")
     for warning in prepared.warnings:
         warn(sentences(warning))
     job = prepared.render()
@@ -312,6 +315,7 @@ def submit_points(
     for point in planned:
         not_checked |= dict.fromkeys(require_external(point.spec, snapshots[point.spec.code]))
     if dry_run:
+        require_writable(runs_root(), "no run can be submitted")
         for warning in not_checked:
             warn(sentences(warning))
         from scaletrain_cli.ui.console import document

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import string
 import tempfile
 import time
 import urllib.error
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
+from urllib.parse import quote
 
 from scaletrain_cli.notify.notices import Notice
 from scaletrain_cli.secret_text import hide_values, hide_values_in, secret_values
@@ -122,7 +124,9 @@ def _post(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[st
     headers = {
         "Content-Type": "application/json",
         "User-Agent": "scaletrain",
-        "Idempotency-Key": str(message["id"]),
+        "Idempotency-Key": quote(
+            str(message["id"]), safe=string.punctuation.replace("%", "") + " "
+        ),  # a header is ASCII on one line
     }
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
     try:

@@ -6,6 +6,7 @@ Uses the standard library only, because verbs that only read a spec import it; t
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import stat
 import sysconfig
@@ -204,6 +205,8 @@ def _entries(source: str, folder: Path, key: str = "data.source") -> list[Path]:
     """Return what a path, folder or glob names, in a fixed order. Raises NoCorpusError if it cannot be read."""
     path = folder / expand_home(source)
     try:
+        if _is_whole_machine(path):
+            raise NoCorpusError(source, "means all files of this machine", key)
         if path.is_dir():
             found = [entry for entry in _files_below(path) if not is_about_the_corpus(entry.relative_to(path))]
         elif os.path.lexists(path):  # a name may contain glob characters
@@ -214,6 +217,13 @@ def _entries(source: str, folder: Path, key: str = "data.source") -> list[Path]:
     except OSError as error:
         raise NoCorpusError(source, f"cannot be read: {error}", key) from error
     return sorted(found)
+
+
+def _is_whole_machine(path: Path) -> bool:
+    """Return whether a folder or a glob such as ``/**`` names all files below the root of the file system."""
+    if "**" in path.parts and not os.path.lexists(path):
+        path = Path(*itertools.takewhile(lambda part: set(part) != {"*"}, path.parts))
+    return path.is_dir() and path.samefile("/")
 
 
 def _nothing_to_read(source: str, path: Path, found: Collection[Path], known: Collection[str]) -> str:

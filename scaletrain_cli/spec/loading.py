@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import json
 import os
+import select
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -44,6 +46,7 @@ from scaletrain_cli.spec.vision_model import VISION
 from scaletrain_cli.text import counted, did_you_mean
 
 STDIN = "<stdin>"  # file name in errors for `-`
+_PIPE_SECONDS = 10.0
 _LARGEST_FILE_BYTES = 1_000_000  # a spec has about two thousand bytes; a larger file was named by mistake
 
 
@@ -81,8 +84,16 @@ def _shown_name(path: Path) -> str:
 
 
 def _read_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_LARGEST_FILE_BYTES + 1)
+    """Read a file, or a pipe such as ``<(command)``. A FIFO to which nobody writes is an error, not a wait for ever."""
+    data = b""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        while len(data) <= _LARGEST_FILE_BYTES:
+            if not select.select([file], [], [], _PIPE_SECONDS)[0]:
+                raise TimeoutError(errno.ETIMEDOUT, f"nothing was written to it for {_PIPE_SECONDS:.0f} s")
+            if not (block := file.read(_LARGEST_FILE_BYTES + 1 - len(data))):
+                break
+            data += block
+    return data
 
 
 @lru_cache(maxsize=1)

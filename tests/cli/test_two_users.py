@@ -277,8 +277,10 @@ def test_an_unwritable_runs_root_is_one_error_with_a_remedy(root: Path) -> None:
     root.chmod(0o2755)
     for verb in (
         ("submit", SMALL, "--yes"),
+        ("submit", SMALL, "--dry-run"),
         ("train", SMALL),
         ("submit", SMALL, "--yes", "--sweep", "training.steps=20,30"),
+        ("submit", SMALL, "--dry-run", "--sweep", "training.steps=20,30"),
     ):
         code, text = BOB.calls(*verb)
         assert code == 2, text

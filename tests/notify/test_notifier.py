@@ -102,6 +102,17 @@ def test_slack_gets_text_and_blocks_once_and_the_url_is_in_no_file(hook: MakeHoo
     assert b"opaque-part" not in written
 
 
+@pytest.mark.parametrize("name", ["模型-7b", "run-🙂", "two\nlines"])
+def test_a_run_of_any_name_is_announced(hook: MakeHook, name: str) -> None:
+    server = hook()
+    origin = delivery.Origin(name, name, f"/runs/{name}", ())
+    notice = Notice("1", "failed", "critical", "it failed", 0.0, {})
+    assert delivery.deliver(notice, HOOK, origin, {"HOOK": server.url}) == delivery.Delivery()
+    (message,) = server.received
+    assert name.split("\n")[0] in message["text"]
+    assert server.ids[0].isascii()
+
+
 def test_json_has_the_event_and_hides_secrets(hook: MakeHook) -> None:
     made, server = notifying({"webhook": "HOOK", "format": "json"}), hook()
     fail(made, "the key hf_abcdefghijklmnopqrstuvwx and opaque-token-1 were rejected")
