@@ -238,6 +238,9 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "finding-cleared": lambda event: (
         f"after {seconds_text(event['seconds'])}, at step {event['step']}: {event['text']}"
     ),
+    "unreachable": lambda event: (
+        f"node {event['node']} does not reach the first node, {event['address']} port {event['port']}: {event['error']}"
+    ),
     "hang": lambda event: f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})",
     "idle": _idle,
     "idle-over": lambda event: f"the {event['measured']} of the run work again; it is not ended",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +24,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE, RUN_DIR_VARIABLE
 
 # Values that ranks send each other, as JSON: torch's object collectives unpickle what arrives, which can run code.
 
@@ -91,6 +95,9 @@ def _known_type(name: str) -> type:
     return kind
 
 
+logger = logging.getLogger(__name__)
+JOIN_SECONDS = 45.0  # the first node may start later than the others
+_CONNECT_SECONDS = 5.0
 T = TypeVar("T")
 SLOTS = 24  # values per step, or more if there are more of them
 _LEAST_INTEGER = -(1 << 63)
@@ -153,7 +160,27 @@ def _open_store(ranks: Ranks, timeout: timedelta) -> Store:
             if one_node or not ip_address(str(address[0])).is_loopback:
                 listening = socket.create_server(address[:2], family=family, backlog=ranks.world_size)
     descriptor = None if listening is None else listening.detach()
-    return TCPStore(host, port, ranks.world_size, ranks.rank == 0, timeout, master_listen_fd=descriptor)
+    # torch tries again until the timeout, which is that of a hang; nobody could tell why the run does not begin.
+    watch = threading.Timer(JOIN_SECONDS, _report_unreachable, (host, port))
+    watch.daemon = True
+    if ranks.rank > 0 and ranks.local_rank == 0:
+        watch.start()
+    try:
+        return TCPStore(host, port, ranks.world_size, ranks.rank == 0, timeout, master_listen_fd=descriptor)
+    finally:
+        watch.cancel()
+
+
+def _report_unreachable(host: str, port: int) -> None:
+    """Record why this node does not reach the first one, if it does not."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        found = {"node": socket.gethostname(), "address": host, "port": port, "error": error.strerror or str(error)}
+        logger.error("node %(node)s cannot reach the first node at %(address)s port %(port)d: %(error)s", found)
+        with contextlib.suppress(OSError, KeyError):
+            attempt = int(os.environ["SCALETRAIN_ATTEMPT"])
+            record_event(RunDir(Path(os.environ[RUN_DIR_VARIABLE])), "unreachable", attempt=attempt, **found)
 
 
 def in_slots(values: Mapping[str, float]) -> list[float]:

@@ -113,11 +113,23 @@ def _running(run: RunDir, status: RunStatus) -> Finding:
     evidence = [_scheduler_reports(status), *_progress(run, status), *_shared_cores(run, status.attempt)]
     if status.straggler is not None:
         evidence.append(Evidence.because("events.jsonl", status.straggler))
+    if (unreached := _unreachable(run, status.attempt)) is not None:
+        evidence.append(Evidence.because("events.jsonl", unreached))
+        return Finding.because("communication", unreached, tuple(evidence), needs_action=True)
     if status.idle is not None:
         return Finding.because("idle", status.idle, tuple(evidence), needs_action=True)
     params = {"attempt": status.attempt, "run": run.run_id}
     why = Reason("launch.running" if status.attempt else "launch.job-running", params)
     return Finding.because("running", why, tuple(evidence))
+
+
+def _unreachable(run: RunDir, attempt: int) -> Reason | None:
+    """Return that a node does not reach the first one, if the ranks have not begun to train since."""
+    events = (event for event in reversed(read_events(run)) if event.get("attempt") == attempt)
+    newest = next((event for event in events if event["event"] in ("unreachable", "started", "resumed")), None)
+    if newest is None or newest["event"] != "unreachable":
+        return None
+    return Reason("launch.unreachable", {key: newest.get(key) for key in ("node", "address", "port", "error")})
 
 
 def _shared_cores(run: RunDir, attempt: int) -> Iterator[Evidence]:

@@ -328,6 +328,13 @@ TEXTS: dict[str, Text] = {
     "attempt-ended-with-job": Text(
         "{end}. The job is over, so no attempt follows; `scaletrain resume` continues the run"
     ),
+    "unreachable": Text(
+        "node {node} cannot reach the first node at {address}, port {port}: {error}; the ranks wait for it",
+        (
+            "Check the name, the firewall between the nodes, and the network interface: NCCL_SOCKET_IFNAME and "
+            "GLOO_SOCKET_IFNAME in env choose another one.",
+        ),
+    ),
     "straggler": Text(
         "rank {rank} computes {seconds:seconds} per step before it waits, the other ranks {others_seconds:seconds}"
     ),

@@ -9,10 +9,15 @@ import re
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from scaletrain_cli.engine import process_group
 from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, StepDecision, connect, from_slots, in_slots
+from scaletrain_cli.event_texts import event_sentence
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
 from tests.engine.ranks import on_ranks
 
 VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
@@ -83,6 +88,20 @@ def meet_at_the_loopback() -> set[str]:
 def test_ranks_of_one_node_meet_in_a_file_and_listen_at_no_address_of_a_network(tmp_path: Path) -> None:
     for addresses in on_ranks(2, meet_in_a_file, str(tmp_path / "store"), connected=False):
         assert addresses == {"127.0.0.1"}
+
+
+def test_a_node_that_does_not_reach_the_first_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_ATTEMPT", "2")
+    monkeypatch.setenv("SCALETRAIN_RUN_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        process_group._report_unreachable("127.0.0.1", port)
+    assert read_events(RunDir(tmp_path)) == []
+    process_group._report_unreachable("127.0.0.1", port)
+    (event,) = read_events(RunDir(tmp_path))
+    assert (event["event"], event["attempt"], event["address"]) == ("unreachable", 2, "127.0.0.1")
+    assert event["error"] == "Connection refused"
+    assert "does not reach the first node, 127.0.0.1 port" in event_sentence(event)
 
 
 def test_the_first_rank_listens_at_the_address_in_use_alone() -> None:

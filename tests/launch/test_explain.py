@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.backends.base import JobCause
+from scaletrain_cli.launch.backends.base import Job, JobCause
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.explain import RESUME_IS_A_REMEDY, explain
 from scaletrain_cli.launch.finding import Finding
@@ -32,6 +33,21 @@ def test_every_exit_reason_has_a_text_and_a_remedy() -> None:
         resumes = any("scaletrain resume {run}" in remedy for remedy in text.remedies)
         assert resumes is (reason in RESUME_IS_A_REMEDY), reason
     assert all(f"exit-by-scheduler-{cause}" in TEXTS for cause in get_args(JobCause))
+
+
+def test_a_node_that_waits_for_the_first_one_is_named_until_the_ranks_train(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
+    running = Job.because("1", "running", recorded("runs"))
+    monkeypatch.setattr(LocalBackend, "job", lambda *_: running)
+    record_event(made.run, "unreachable", attempt=1, node="n2", address="n1", port=29500, error="Name not known")
+    (finding,) = explain(made.run).findings
+    assert finding.cause == "communication"
+    assert finding.headline.startswith("node n2 cannot reach the first node at n1, port 29500: Name not known")
+    record_event(made.run, "started", step=0, attempt=1)
+    assert explain(made.run).findings[0].cause == "running"
 
 
 @pytest.mark.parametrize("reason", get_args(ExitReason))
