@@ -166,7 +166,7 @@ def assemble(
 
     reference = None
     if composed.objective.reads_pairs:
-        hashes = (data.dataset.fingerprint, data.dataset.seal)
+        hashes = {name: (info.fingerprint, info.seal) for name, info in data.infos.items()}
         reference = ReferencePass(run, spec, mesh, stepper, long_consensus, device, hashes, goes_on)
     zero_shot = None
     if data.zero_shot is not None:

@@ -356,12 +356,8 @@ class Trainer:
         """
         ready = True
         if self.reference is not None:
-            assert isinstance(self.training, BatchReader)
             with self.ledger.during("restore"):
-                own = self.reference.with_reference(self.training, "train", step)
-                others = None if own is None else self._validation_with_reference(step)
-            ready = own is not None and others is not None
-            self.training, self.validation.readers = own or self.training, others or self.validation.readers
+                ready = self._compute_reference(self.reference, step)
         settings = self.record.spec.data.loader
         readers = {**self.validation.readers, **self.validation.zero_shot_readers}
         by_round = {name: rounds_reader(reader.without_groups()) for name, reader in readers.items()}
@@ -378,14 +374,20 @@ class Trainer:
             self.reference.check([batch.to(self.device) for batch in batches])
         return ready
 
-    def _validation_with_reference(self, step: int) -> dict[str, Reader] | None:
-        if not self.record.spec.evaluation.every:
-            return self.validation.readers
-        ((name, reader),) = self.validation.readers.items()  # pairs have one source
-        assert self.reference is not None
-        assert isinstance(reader, BatchReader)
-        found = self.reference.with_reference(reader, "validation", step)
-        return None if found is None else {name: found}
+    def _compute_reference(self, reference: ReferencePass, step: int) -> bool:
+        """Give the readers of pairs their reference; return False after a preemption signal."""
+        assert isinstance(self.training, BatchReader)
+        training = reference.with_reference(self.training, "train", step)
+        if training is None:
+            return False
+        self.training = training
+        for name, reader in self.validation.readers.items() if self.record.spec.evaluation.every else ():
+            assert isinstance(reader, BatchReader)
+            validation = reference.with_reference(reader, "validation", step, name)
+            if validation is None:
+                return False
+            self.validation.readers[name] = validation
+        return True
 
     def _images_of_statistics(self) -> int | None:
         if self.composed.model.language is not None:

@@ -67,6 +67,15 @@ def data_size(spec: RunSpec) -> DataSize | None:
     )
 
 
+def pair_count(spec: RunSpec) -> tuple[int, bool] | None:
+    """Return the preference pairs of all sources and both splits, and True if they were counted; None as data_size."""
+    sizes = [data_size(alone) for alone in spec.of_sources().values()]
+    counted = [size for size in sizes if size is not None]
+    if len(counted) < len(sizes):
+        return None
+    return sum(size.train + size.validation for size in counted), all(size.exact for size in counted)
+
+
 def is_seen(spec: RunSpec, source: str) -> bool:
     """Return whether the ranks are assumed to read the files that this machine has at the path."""
     traits = spec.cluster.traits

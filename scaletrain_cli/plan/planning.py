@@ -14,7 +14,7 @@ from scaletrain_cli.plan.advice.warnings import about_local_sgd, assumptions, wa
 from scaletrain_cli.plan.axes import Rule, resolve_axes
 from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.data_size import data_size
+from scaletrain_cli.plan.data_size import pair_count
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.ranges import plan_ranges
 from scaletrain_cli.plan.reliability.cost import plan_cost
@@ -179,22 +179,14 @@ def _with_reference_pass(spec: RunSpec, layout: Layout, time: Time) -> Time:
     """
     if spec.training.objective != "dpo":
         return time
-    pairs = _reference_pairs(spec)
+    known = pair_count(spec)
+    # Else those of all steps, as in one epoch, and the validation split.
+    pairs_of_steps = spec.total_steps * spec.training.global_batch_size / (1 - spec.data.validation_split)
+    pairs = round(pairs_of_steps) if known is None else known[0]
     forward = max((stage.forward for stage in time.by_stage), default=0.0)
     filling = (layout.pipeline_parallel - 1) / layout.virtual_pipeline
     seconds = pairs / layout.global_batch_size * (layout.gradient_accumulation_steps + filling) * forward
     return replace(time, reference=seconds, reference_pairs=pairs, to_train=time.to_train + seconds)
-
-
-def _reference_pairs(spec: RunSpec) -> int:
-    """Return the pairs of which the reference is computed: those of the data, or if unknown those of all steps.
-
-    The latter is what one epoch has, with the validation split in addition.
-    """
-    known = data_size(spec)
-    if known is not None:
-        return known.train + known.validation
-    return round(spec.total_steps * spec.training.global_batch_size / (1 - spec.data.validation_split))
 
 
 def _about_local_sgd(spec: RunSpec, chosen: Candidate, device: Accelerator) -> Iterator[Reason]:

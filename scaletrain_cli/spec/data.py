@@ -366,8 +366,6 @@ class DataSpec(Section):
             yield "data.source", "requires training.objective: sft or dpo. For plain text use python-stdlib."
         if objective != "causal_lm" and self.source == PYTHON_STDLIB:
             yield "data.source", f"is plain text. Use {PYTHON_DOCSTRINGS} or files with rows."
-        if objective == "dpo" and len(self.sources) > 1:
-            yield "data.sources", "has one source with training.objective: dpo. Join the files in one path or glob."
         if objective != "causal_lm" and self.mixes and self.tokenizer.path is None:
             yield "data.tokenizer.path", "is required with several sources of rows, which have one tokenizer."
         for number, source in enumerate(self.sources):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 class Joined:
@@ -32,3 +36,11 @@ class Joined:
     def source_of(self, index: int) -> int:
         """Return the number of the source that has a sample."""
         return bisect_right(self.starts, index) - 1
+
+    def by_source(self, indices: Sequence[int]) -> Iterator[tuple[Any, npt.NDArray[np.int64], list[int]]]:
+        """Yield each source that has some of these samples, their places in ``indices``, and their numbers in it."""
+        numbers = np.asarray(indices, np.int64)
+        sources = np.searchsorted(self.starts, numbers, side="right") - 1
+        for source in np.unique(sources).tolist():
+            (places,) = np.nonzero(sources == source)
+            yield self.sources[source], places, (numbers[places] - self.starts[source]).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -143,10 +143,10 @@ class RowSequences:
 
 @dataclass(frozen=True)
 class JoinedRows(Joined):
-    """The rows of several sources for sft, in the order of Joined."""
+    """The rows or pairs of several sources, in the order of Joined."""
 
     sources: tuple[RowSequences, ...]
-    pairs, images, first = False, None, 0  # of no source
+    images, first = None, 0  # of no source
 
     @classmethod
     def of(cls, sources: Sequence[RowSequences]) -> JoinedRows:
@@ -160,33 +160,32 @@ class JoinedRows(Joined):
         return self.sources[0].seq_len
 
     @property
+    def pairs(self) -> bool:
+        """True if the samples are pairs of answers, as in RowSequences."""
+        return self.sources[0].pairs
+
+    @property
     def weighted(self) -> bool:
         """True if some weights are neither 0 nor 1."""
         return self.sources[0].weighted
 
     def total_weight(self, indices: Sequence[int]) -> float:
-        """Return the sum of the weights of these rows."""
-        return sum(self.sources[number].total_weight(own) for number, _, own in self._by_source(indices))
+        """Return the sum of the weights of these rows or pairs."""
+        return sum(source.total_weight(own) for source, _, own in self.by_source(indices))
 
     def longest(self, indices: Sequence[int]) -> int:
-        """Return the tokens of the longest of these rows."""
-        return max(self.sources[number].longest(own) for number, _, own in self._by_source(indices))
+        """Return the tokens of the longest of these rows, or of the answers of these pairs."""
+        return max(source.longest(own) for source, _, own in self.by_source(indices))
 
     def read(self, indices: Sequence[int], length: int | None = None) -> Rows:
-        """Return these rows in the order of ``indices``; ``length`` as of RowSequences. Raises CorruptDataError."""
-        parts = [(places, self.sources[number].read(own, length)) for number, places, own in self._by_source(indices)]
-        order = np.argsort(np.concatenate([places for places, _ in parts]))
+        """Return these rows or pairs in the order of ``indices``, as RowSequences does. Raises CorruptDataError."""
+        parts = [(places, source.read(own, length)) for source, places, own in self.by_source(indices)]
+        # all rejected answers follow all chosen ones
+        copies = (0, len(indices)) if self.pairs else (0,)
+        order = np.argsort(np.concatenate([places + offset for places, _ in parts for offset in copies]))
         columns = zip(*(rows for _, rows in parts), strict=True)
         joined: list[Any] = [None if column[0] is None else np.concatenate(column)[order] for column in columns]
         return Rows(*joined)
-
-    def _by_source(self, indices: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64], list[int]]]:
-        """Yield the number of each source in ``indices``, the places of its rows there, and their numbers in it."""
-        numbers = np.asarray(indices, np.int64)
-        of = np.searchsorted(self.starts, numbers, side="right") - 1
-        for source in np.unique(of).tolist():
-            (places,) = np.nonzero(of == source)
-            yield source, places, (numbers[places] - self.starts[source]).tolist()
 
 
 RowSamples = RowSequences | JoinedRows

@@ -92,13 +92,10 @@ class JoinedSequences(Joined, TextSequences):
         return self.sources[0].seq_len
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
-        found = np.empty((len(indices), self.seq_len + 1), np.int64)
-        of = np.array([self.source_of(index) for index in indices])
-        for number in np.unique(of):
-            (places,) = np.nonzero(of == number)
-            own = [indices[place] - self.starts[number] for place in places]
-            found[places] = self.sources[number].rows(own)
-        return found
+        rows = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for source, places, own in self.by_source(indices):
+            rows[places] = source.rows(own)
+        return rows
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
         number = self.source_of(first)
@@ -107,8 +104,4 @@ class JoinedSequences(Joined, TextSequences):
         return self.sources[number].document_ends_within(first - start, last - start)
 
     def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
-        of = np.searchsorted(self.starts, indices, side="right") - 1
-        return sum(
-            self.sources[number].document_ends_in(indices[of == number] - self.starts[number])
-            for number in np.unique(of)
-        )
+        return sum(source.document_ends_in(np.array(own)) for source, _, own in self.by_source(indices.tolist()))

@@ -80,7 +80,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class RunData:
-    """The sources of a run by name, in the order of the spec; preference pairs have one.
+    """The sources of a run by name, in the order of the spec.
 
     Sequences that are held back from training for validation are in ``validation`` only. ``caption_tokenizer``: the
     SHA-256 of the tokenizer.json that encodes captions, None without captions. ``zero_shot``: the folder of the images
@@ -335,9 +335,10 @@ def held_back_of(
 
     The number is 0 if the ``validation`` split is large enough, and -1 if both are too small or if the run has
     ``begun``: it has a checkpoint that was trained on all sequences. ``source``: the name of the source, if there are
-    several: then the number is the same in every layout, because a round of validation need not be full.
+    several: then the number is the same in every layout, because a round of validation need not be full, except of
+    preference pairs.
     """
-    fills_rounds = source is None
+    fills_rounds = source is None or spec.training.objective == "dpo"
     width = layout.micro_batch_size * layout.data_parallel if fills_rounds else 1
     first = spec.data.all_sources[0].name
     # An event without a name is of a time when the run had one source, the first of those that it has now.
@@ -366,7 +367,7 @@ def held_back_of(
 
 def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:
     layout, spec = record.plan.layout, record.spec
-    width = layout.micro_batch_size * layout.data_parallel if source is None else 1
+    width = layout.micro_batch_size * layout.data_parallel if source is None or spec.training.objective == "dpo" else 1
     shown = spec.data.shown(source or spec.data.all_sources[0].name)
     if is_of_images(spec):
         counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
@@ -380,13 +381,16 @@ def sequences_validated(record: RunRecord, there: int, share: float | None, *, w
     """Return the number of sequences that a source is validated on. ``there``: those of its validation split.
 
     ``share``: of the source in the validation loss, None for a single source. The number is the same in every layout
-    with several sources; a single one fills whole rounds of micro-batches of all replicas if it can. Without
-    ``whole_rounds`` it is the same in every layout, too.
+    with several sources; a single one fills whole rounds of micro-batches of all replicas if it can, and pairs always
+    do. Without ``whole_rounds`` it is the same in every layout, too.
     """
     layout = record.plan.layout
     width = layout.micro_batch_size * layout.data_parallel
     wanted = record.spec.evaluation.batches * layout.global_batch_size
     if share is not None:
-        return min(max(min(ENOUGH_TO_VALIDATE, layout.global_batch_size), round(wanted * share)), there)
+        wanted = max(min(ENOUGH_TO_VALIDATE, layout.global_batch_size), round(wanted * share))
+        if record.spec.training.objective == "dpo":
+            return min(-(-wanted // width) * width, there - there % width)
+        return min(wanted, there)
     found = min(wanted, there)
     return found - found % width or found if whole_rounds else found

@@ -24,7 +24,7 @@ from scaletrain_cli.engine.data.batches import (
 from scaletrain_cli.engine.data.chat_tokenizer import first_copies
 from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.prepared import open_data_of
-from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, JoinedRows, RowSequences
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, JoinedRows, RowSamples, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder, sample_order
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.splits import RunData, held_back_of
@@ -196,7 +196,7 @@ class _Samples:
         if isinstance(self._sequences, JoinedSequences | JoinedRows):
             source = self._sequences.source_of(sequence)
             own -= self._sequences.starts[source]
-        pairs = isinstance(self._sequences, RowSequences) and self._sequences.pairs
+        pairs = isinstance(self._sequences, RowSamples) and self._sequences.pairs
         rows = {"chosen": place.row, "rejected": place.row + size} if pairs else {"text": place.row}
         part = _mesh(layout, place.replica, rank).part
         places = part.places(micro.tokens.shape[1] * part.ranks).tolist()

@@ -18,10 +18,10 @@ from scaletrain_cli.spec import RunSpec, TrainingSpec
 
 
 class RowLosses(NamedTuple):
-    """Losses of the sequences of a micro-batch, each tensor [rows].
+    """Losses of the sequences or preference pairs of a micro-batch, each tensor [rows].
 
     ``sources``: number of the source of each sequence. ``losses``: summed over its labels. ``counted``: number of
-    labels in the loss. On a rank with a part of the sequence the last two cover that.
+    labels in the loss; a pair counts 1. On a rank with a part of the sequence the last two cover that.
     """
 
     sources: Tensor

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.loss import NOT_COUNTED
-from scaletrain_cli.engine.objectives.base import Objective
+from scaletrain_cli.engine.objectives.base import Objective, RowLosses
 from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.spec.training import DPOSpec
 
@@ -68,7 +68,10 @@ class DPO(Objective):
         self._measure(policy.detach(), settings.beta * ratios.detach())
         if settings.loss == "ipo" or settings.length_normalized:
             ratios = ratios / self._lengths(batch.labels)
-        return preference_loss(settings, *ratios.chunk(2)).mean()
+        losses = preference_loss(settings, *ratios.chunk(2))
+        if self.row_losses is not None and batch.sources is not None:
+            self.row_losses.append(RowLosses(batch.sources, losses.detach(), torch.ones_like(losses)))
+        return losses.mean()
 
     def log_probabilities(self, model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed log-probabilities of the labels of each row over its whole length, [rows] in fp32."""

@@ -1,8 +1,8 @@
 """The log-probabilities of answers under the reference model: computed once, before step 1, and kept in the run.
 
 The reference is the model with its first weights, so that no second model is in memory. Resumed attempts read the file
-``reference/<split>``: a line of JSON, then fp32 [pairs, 2], the chosen answers first. It is replaced as a whole while
-it is computed, and an attempt that finds a part of it continues.
+``reference/<split>``, or ``<split>-<source>`` for each of ``data.sources``: a line of JSON, then fp32 [pairs, 2], the
+chosen answers first. It is replaced as a whole while it is computed, and an attempt that finds a part of it continues.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
-from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.rows import JoinedRows, RowSequences
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.step import Stepper
@@ -121,6 +121,7 @@ def _seal_of(header: dict[str, Any]) -> str:
 class ReferencePass:
     """Computes or reads the log-probabilities of one rank's splits. Methods are collective.
 
+    ``datasets``: the hashes of each source by its name, as of ``reference_key``, in the order of the spec.
     ``goes_on``: called between micro-batches; False on every rank after a preemption signal.
     """
 
@@ -130,32 +131,40 @@ class ReferencePass:
     stepper: Stepper
     consensus: RankConsensus
     device: torch.device
-    dataset: Sequence[str]
+    datasets: Mapping[str, Sequence[str]]
     goes_on: Callable[[], bool]
 
-    def with_reference(self, reader: BatchReader, split: str, step: int) -> BatchReader | None:
+    def with_reference(
+        self, reader: BatchReader, split: str, step: int, source: str | None = None
+    ) -> BatchReader | None:
         """Return the reader with the log-probabilities of its pairs; None after a preemption signal.
 
-        Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing: the weights are no
-        longer the reference.
+        ``source``: whose pairs the reader has; None: those of all sources. Raises ReferenceDataError if the run has
+        trained ``step`` > 0 steps and a file is missing: the weights are no longer the reference.
         """
-        assert isinstance(reader.sequences, RowSequences)
-        pairs, path = len(reader.sequences), self.run.reference / split
-        # Files of the weights may be gone once a checkpoint has replaced them.
-        key = reference_key(self.spec, self.dataset) if step == 0 and self._leads else {}
-        known = self._known(path, pairs, key, step) if self._leads else None
-        found = self._shared(known)
-        if step > 0 and len(found) < pairs:
-            raise ReferenceDataError(Reason("engine.reference-missing", {"path": str(path), "step": step}))
-        if len(found) < pairs:
-            computed = self._compute(reader, found, ReferenceFile(key, pairs, found), path)
+        samples = reader.sequences
+        assert isinstance(samples, JoinedRows | RowSequences)
+        parts = samples.sources if isinstance(samples, JoinedRows) else (samples,)
+        values = [np.zeros((samples.first, 2), np.float32)]
+        for name, part in zip([source] if source else self.datasets, parts, strict=True):
+            path = self.run.reference / (f"{split}-{name}" if self.spec.data.sources else split)
+            computed = self._values(replace(reader, sequences=part), path, self.datasets[name], step)
             if computed is None:
                 return None
-            found = computed
-        first = reader.sequences.first
-        values = np.zeros((first + pairs, 2), np.float32)
-        values[first:] = found
-        return replace(reader, reference=values)
+            values.append(computed)
+        return replace(reader, reference=np.concatenate(values))
+
+    def _values(self, reader: BatchReader, path: Path, dataset: Sequence[str], step: int) -> Values | None:
+        """Return the values of all pairs of one source, read or computed; None after a preemption signal."""
+        pairs = len(reader)
+        # Files of the weights may be gone once a checkpoint has replaced them.
+        key = reference_key(self.spec, dataset) if step == 0 and self._leads else {"dataset": list(dataset)}
+        known = self._shared(self._stored(path, pairs, key) if self._leads else None)
+        if len(known) == pairs:
+            return known
+        if step > 0:
+            raise ReferenceDataError(Reason("engine.reference-missing", {"path": str(path), "step": step}))
+        return self._compute(reader, known, ReferenceFile(key, pairs, known), path)
 
     def check(self, batches: Sequence[MicroBatch]) -> None:
         """Compare the reference of a batch with the model at step 0. Raises ReferenceDataError if they differ."""
@@ -174,12 +183,11 @@ class ReferencePass:
     def _leads(self) -> bool:
         return torch.distributed.get_rank() == 0
 
-    def _known(self, path: Path, pairs: int, key: dict[str, Any], step: int) -> Values | None:
+    @staticmethod
+    def _stored(path: Path, pairs: int, key: dict[str, Any]) -> Values | None:
+        """Return the values in a file that was written for these pairs and has the entries of ``key``."""
         file = ReferenceFile.read(path)
-        if file is None or file.pairs != pairs:
-            return None
-        same = file.key == key if step == 0 else file.key["dataset"] == list(self.dataset)
-        return file.values if same else None
+        return None if file is None or file.pairs != pairs or not key.items() <= file.key.items() else file.values
 
     def _shared(self, values: Values | None) -> Values:
         """Return the values of rank 0 on every rank."""

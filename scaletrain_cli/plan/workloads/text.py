@@ -11,7 +11,7 @@ from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
-from scaletrain_cli.plan.data_size import data_size
+from scaletrain_cli.plan.data_size import pair_count
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import has_documents
@@ -407,11 +407,11 @@ class TextWorkload(Workload):
         tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
         yield Reason("plan.assumes-text-data", {"tokens": tokens, "per_parameter": tokens / max(1, parameters)})
         if spec.training.objective == "dpo":
-            known = data_size(spec)
+            known = pair_count(spec)
             if known is None:
                 yield Reason("plan.assumes-pairs-of-steps")
             else:
-                yield Reason("plan.assumes-counted-pairs" if known.exact else "plan.assumes-estimated-pairs")
+                yield Reason("plan.assumes-counted-pairs" if known[1] else "plan.assumes-estimated-pairs")
 
     def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:
         model, t = spec.transformer, tensor_parallel

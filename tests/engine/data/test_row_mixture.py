@@ -86,7 +86,6 @@ def test_a_folder_with_splits_may_be_both_the_source_and_the_rows_for_validation
     [
         (("data.validation_source=v.jsonl", "data.validation_split=0.1"), "has no effect with validation_source"),
         (("data.sources.0.validation_path=v.jsonl", "training.objective=causal_lm"), "is for rows. For text set"),
-        (("training.objective=dpo",), "has one source with training.objective: dpo"),
         (("data.sources.1.format=jsonl",), "must be auto for rows"),
         (("data.sources.1.field=body",), "For rows set data.fields"),
         (("data.tokenizer={kind: bpe, vocab_size: 300}",), "is required with several sources of rows"),

@@ -130,7 +130,7 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
     )
     if composed.objective.reads_pairs:
         reference = ReferencePass(
-            RunDir(folder), spec, mesh, stepper, RankConsensus(60.0), device, ("tokens",), lambda: True
+            RunDir(folder), spec, mesh, stepper, RankConsensus(60.0), device, {"data": ("tokens",)}, lambda: True
         )
         found = reference.with_reference(reader, "train", 0)
         assert found is not None

@@ -79,7 +79,7 @@ def a_pass(folder: Path, spec: RunSpec, turns: int | None = None) -> tuple[Refer
         return left[0] >= 0
 
     consensus = RankConsensus(60.0)
-    made = ReferencePass(RunDir(folder), spec, mesh, stepper, consensus, device, ("tokens",), goes_on)
+    made = ReferencePass(RunDir(folder), spec, mesh, stepper, consensus, device, {"data": ("tokens",)}, goes_on)
     return made, BatchReader(rows, layout, mesh, spec.training.seed, False)
 
 

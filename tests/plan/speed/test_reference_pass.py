@@ -54,6 +54,10 @@ def test_pairs_are_counted_where_the_data_are_readable(tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps(pair) + "\n" for _ in range(5000)))
     found = planned(data__source=str(rows))
     assert found.time.reference_pairs == pytest.approx(5000, rel=0.001)
+    twice = [{"name": name, "path": str(rows), "weight": 1} for name in ("a", "b")]
+    tokenizer = {"kind": "file", "path": "tokenizer.json"}
+    mixed = planned(data__source=None, data__sources=twice, data__tokenizer=tokenizer)
+    assert mixed.time.reference_pairs == pytest.approx(10000, rel=0.001)
     assert "plan.assumes-estimated-pairs" in {each.code for each in found.assumptions}
     (tmp_path / "prepared").mkdir()
     info = {"train_rows": 240, "validation_rows": 20, "train_tokens": 9000, "validation_tokens": 700}
