@@ -147,7 +147,13 @@ class ChatTemplate:
         Messages reach the template in the forms that it takes: contents as text or as parts, null or empty, arguments
         of calls as objects or as JSON text. Raises RowError.
         """
-        return self._rendered([self._adapted(message) for message in messages], tools, variables, prompt=prompt)
+        found = self._rendered([self._adapted(message) for message in messages], tools, variables, prompt=prompt)
+        if prompt or not self._constant_prompt:
+            return found
+        if not found.text.endswith(self._constant_prompt):
+            text = self._constant_prompt
+            raise RowError("template-failed", error=f"other conversations end with {text!r}, and this one does not")
+        return found._replace(text=found.text.removesuffix(self._constant_prompt))
 
     def _rendered(
         self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any], *, prompt: bool = False
@@ -235,8 +241,27 @@ class ChatTemplate:
     @cached_property
     def _own_end(self) -> str:
         """The special token that follows the last answer of a conversation; empty if there is none."""
-        rest = self._probed([_PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}]).partition(_PROBE)[2].lstrip()
+        answer = {"role": ASSISTANT, "content": _PROBE}
+        rest = self._probed(list(map(self._adapted, [_PROBE_PROMPT, answer]))).partition(_PROBE)[2].lstrip()
         return _token_at(rest, 0, (*self.tokens.stops, *self.tokens.others))
+
+    @cached_property
+    def _constant_prompt(self) -> str:
+        """The beginning of an answer that ends each text, also of conversations that are over; usually empty.
+
+        It stands where a message may follow, and that does not begin with it. A model must not learn to write it.
+        """
+        user, answer = _PROBE_PROMPT, {"role": ASSISTANT, "content": _PROBE}
+        conversations = ([user], [user, answer], [user, answer, user])
+        asked, answered, continued = (self._probed(list(map(self._adapted, messages))) for messages in conversations)
+        after, then = (text.partition(_PROBE)[2] for text in (answered, continued))
+        if not continued or then.startswith(after) or not answered.startswith(asked):
+            return ""
+        shared = next(after[:length] for length in range(len(after), -1, -1) if then.startswith(after[:length]))
+        ends = [shared.rfind(stop) + len(stop) for stop in self.tokens.stops if stop in shared]
+        start = max(ends, default=len(self._own_end) if shared.startswith(self._own_end) else 0)
+        prompt = after[start:]
+        return prompt if prompt.strip() and asked.endswith(prompt) else ""
 
     def missing(
         self, messages: Sequence[Message], tools: list[Any] | None, variables: Mapping[str, Any]

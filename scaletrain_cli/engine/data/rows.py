@@ -171,11 +171,11 @@ class JoinedRows(Joined):
 
     def total_weight(self, indices: Sequence[int]) -> float:
         """Return the sum of the weights of these rows or pairs."""
-        return sum(source.total_weight(own) for source, _, own in self.by_source(indices))
+        return float(sum(source.total_weight(own) for source, _, own in self.by_source(indices)))
 
     def longest(self, indices: Sequence[int]) -> int:
         """Return the tokens of the longest of these rows, or of the answers of these pairs."""
-        return max(source.longest(own) for source, _, own in self.by_source(indices))
+        return int(max(source.longest(own) for source, _, own in self.by_source(indices)))
 
     def read(self, indices: Sequence[int], length: int | None = None) -> Rows:
         """Return these rows or pairs in the order of ``indices``, as RowSequences does. Raises CorruptDataError."""

@@ -84,6 +84,41 @@ def test_each_turn_of_a_published_template_ends_with_a_token_that_stops_the_mode
     assert {plain.token_to_id(end) for end in ends} == document.stops
 
 
+_MESSAGE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+BEFORE_EACH_ANSWER = {
+    "a part of the prompt": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}|{{ '>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>"
+        "{% endfor %}<|im_start|>assistant|{% if add_generation_prompt %}>{% endif %}"
+    ),
+    "the whole prompt": _MESSAGE + "<|im_start|>assistant\n",
+    "content in parts": _MESSAGE.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    + "<|im_start|>assistant\n",
+    "generation blocks": _MARKED + "<|im_start|>assistant\n",
+}
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("template", BEFORE_EACH_ANSWER.values(), ids=BEFORE_EACH_ANSWER)
+def test_the_beginning_of_an_answer_that_ends_every_text_is_no_target(template: str, eos: str) -> None:
+    plain = tokenizer("chatml")
+    for loss_on in ("assistant", "all"):
+        data = DataSpec(source="x", loss_on=loss_on)
+        chat = ChatTokenizer(plain, TemplateFiles({"eos_token": eos}, {"default": template}), data)
+        (document,) = encoded(chat, conversation([TURNS[0], TURNS[3], TURNS[4], TURNS[5]]))
+        text = plain.decode(document.ids.tolist(), skip_special_tokens=False)
+        assert text.rstrip().endswith("My pleasure.<|im_end|>")
+        assert document.stops == {plain.token_to_id("<|im_end|>")}
+        if loss_on == "assistant":
+            assert ends_of_turns(plain, document) == ["<|im_end|>"] * 2
+            trained = plain.decode(document.ids[document.weights > 0].tolist(), skip_special_tokens=False)
+            assert "user" not in trained
+            assert "assistant" not in trained
+
+
 REFUSED = {
     "no end": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
