@@ -111,6 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}),
     "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]}),
     "qwen2_moe windows": (
         "qwen2_moe",
@@ -133,6 +134,7 @@ def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
     if kind == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
         sizes |= {"bos_token_id": 1, "eos_token_id": 2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        sizes |= changes
     config = transformers.CONFIG_MAPPING[kind](**sizes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
