@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def delete_pruned(found: Pruning) -> None:
 
 _LEFT = ".removed-"  # followed by the run id: a run directory that is being deleted, or whose deletion failed
 _LEFT_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")
+_DRAFT_NAME = re.compile(r"\.[A-Za-z0-9].*\.[0-9a-f]{8}")  # in which create_run() makes a run directory
+_DRAFT_SECONDS = 7 * 86400.0  # no checkpoint is copied for so long: the process was killed
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,13 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the remains of this user's interrupted removals below a runs root."""
+    """Delete the remains of this user's interrupted removals and submissions below a runs root."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
-            if not _LEFT_NAME.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
-                continue
-            if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+            found = entry.stat(follow_symlinks=False)
+            is_draft = _DRAFT_NAME.fullmatch(entry.name) and time.time() - found.st_mtime > _DRAFT_SECONDS
+            is_left = stat.S_ISDIR(found.st_mode) and (is_draft or _LEFT_NAME.fullmatch(entry.name))
+            if is_left and found.st_uid == os.geteuid():
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 

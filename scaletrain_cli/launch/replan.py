@@ -207,7 +207,7 @@ def _has_trained(run: RunDir, spec: RunSpec) -> bool:
 
 def _is_of_sources(key: str) -> bool:
     """Return True for a key that _source_objections() judges."""
-    return key in ("data.source", "data.sources") or key.startswith("data.sources.")
+    return key in ("data.source", "data.sources", "data.validation_source") or key.startswith("data.sources.")
 
 
 def _fixed(key: str, was: str, given: str) -> Problem:
@@ -242,9 +242,11 @@ def _source_objections(
             continue
         given = after.all_sources[number]
         old, new = was.model_dump(mode="json"), given.model_dump(mode="json")
-        for name in ("name", "path", "format", "field", "fields"):
-            if old[name] != new[name] and not (moved and name == "path"):
-                key = keys[number] if after.source is not None else f"{keys[number]}.{name}"
+        for name in ("name", "path", "validation_path", "format", "field", "fields"):
+            if old[name] != new[name] and not (moved and name.endswith("path")):
+                key = f"{keys[number]}.{name}"
+                if after.source is not None:
+                    key = "data.validation_source" if name == "validation_path" else keys[number]
                 yield _fixed(key, json.dumps(old[name]), json.dumps(new[name]))
     for number, added in enumerate(after.all_sources):
         if number < len(before.all_sources) or _is_dataset(added.path, working_folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,17 @@ def test_an_interrupted_removal_is_completed_by_the_next_one(monkeypatch: pytest
     assert len(list(runs_root().iterdir())) == 2, "what is left of r1 is hidden"
     assert scaletrain("rm", "r2", "--yes").code == 0
     assert list(runs_root().iterdir()) == []
+
+
+def test_what_a_killed_branch_has_left_a_week_ago_is_deleted() -> None:
+    prepare("finished", "r1")
+    kept = [".new.0123abcd", ".old", ".old.tmp", "r2.89abcdef"]
+    for name in [".new.89abcdef", *kept]:
+        (runs_root() / name / "checkpoints").mkdir(parents=True)
+        age = time.time() - (6 if name == kept[0] else 8) * 86400
+        os.utime(runs_root() / name, (age, age))
+    assert scaletrain("rm", "r1", "--yes").code == 0
+    assert sorted(path.name for path in runs_root().iterdir()) == kept
 
 
 def test_files_that_cannot_be_deleted_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -440,6 +440,23 @@ def test_paths_of_data_may_change_for_a_run_that_moves_and_for_no_other(
         replan(made.run, ["data.source=/elsewhere/text.txt", "training.seed=7"], moving=True)
 
 
+def test_rows_for_validation_may_have_another_path_in_a_run_that_moves_and_in_no_other(
+    make_mirrored: MakeMirrored, tmp_path: Path
+) -> None:
+    tokenizer = "data.tokenizer={kind: file, path: tokenizer.json}"
+    sources = "[{name: a, path: a.jsonl, weight: 1, validation_path: v.jsonl}, {name: b, path: b.jsonl, weight: 1}]"
+    for run_id, data, key in (
+        ("one", ("data.source=a.jsonl", "data.validation_source=v.jsonl"), "data.validation_source"),
+        ("several", ("data.source=null", f"data.sources={sources}"), "data.sources.0.validation_path"),
+    ):
+        made = make_mirrored(str(tmp_path / run_id), "training.objective=sft", tokenizer, *data, run_id=run_id)
+        made.commit(10)
+        with pytest.raises(UsageError, match="would no longer be the same run"):
+            replan(made.run, [f"{key}=/elsewhere/v.jsonl"])
+        moved = replan(made.run, [f"{key}=/elsewhere/v.jsonl"], moving=True)
+        assert [path for _, path in moved.spec.data.validation_paths()] == ["/elsewhere/v.jsonl"]
+
+
 def test_a_plan_that_is_impossible_on_the_new_cluster_leaves_the_owner(
     mirrored: MirroredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,11 @@ from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.tokenizers.files import TokenizerError
 from scaletrain_cli.data.tokenizers.from_tiktoken import ENCODINGS
 from scaletrain_cli.data.tokenizers.given import token_ids, tokenizer_content, tokenizer_identity
+from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import TokenizerSpec
+from tests.spec.samples import SPEC, load
+from tests.tokenizer_kinds import tokenizer_json
 
 WORDS = ("river", "mountain", "don't", "ünïcode", "日本語", "Москва", "x_y", "(a+b)")
 SOURCE = Path(json.decoder.__file__).read_text(encoding="utf-8")
@@ -203,3 +206,18 @@ def test_a_dataset_has_the_tokens_and_the_tokenizer_of_a_model(tmp_path: Path) -
     assert kept.decode(theirs.encode(LINES[0])) == theirs.decode(theirs.encode(LINES[0]))
     assert find_prepared(data, tmp_path / "runs") == {data.all_sources[0].name: dataset}
     assert len(list((tmp_path / "runs").rglob("tokenizer-*.json"))) == 1
+
+
+@pytest.mark.parametrize("end", ["<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>"], ids=["DeepSeek", "Kimi", "Hunyuan"])
+def test_text_ends_with_the_end_token_of_the_family(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer_json("bytes", ("<begin>", end)), encoding="utf-8")
+    spec = load(SPEC, f"data.tokenizer={{kind: file, path: {path}}}")
+    assert tokenizer_problem(path, spec) is None
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES[:40]), encoding="utf-8")
+    data = spec.data.model_copy(update={"source": str(text), "validation_split": 0.0})
+    (dataset,) = prepare_data(data, tmp_path / "runs", 1, lambda *_: None).values()
+    tokens = np.fromfile(dataset / "000000" / "train.bin", "uint16")
+    assert (tokens == 1).sum() == 40
+    assert tokens[-1] == 1
