@@ -12,7 +12,8 @@ TEXTS: dict[str, Text] = {
     ),
     "router-balance-large": Text(
         "published models train with 0.0001 (DeepSeek-V3, arXiv:2412.19437) to 0.02 (Mixtral 8x7B); with this "
-        "coefficient even loads may count more than the task. Set model.router_aux_loss_coef"
+        "coefficient even loads may count more than the task. A config.json that states it gives it here and in TRL; "
+        "transformers alone adds no such loss unless output_router_logits is set. Set model.router_aux_loss_coef"
     ),
     "effective-batch": Text("micro-batch {micro_batch} x accumulation {accumulation} x {data} data-parallel ranks"),
     "critical-batch": Text(
