@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complete_recipe
-from scaletrain_cli.cli.hub_model import USUAL_GPU, find_model
+from scaletrain_cli.cli.models import USUAL_GPU, find_model
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.text import either, visible

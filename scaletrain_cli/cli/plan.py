@@ -219,7 +219,7 @@ def _load(
     from scaletrain_cli.spec.source import VARY_OPTION as VARY
 
     if is_reference(name):
-        from scaletrain_cli.cli.hub_model import USUAL_GPU, USUAL_GPUS, spec_of_model
+        from scaletrain_cli.cli.models import USUAL_GPU, USUAL_GPUS, spec_of_model
 
         gpus, gpu = on.gpus or USUAL_GPUS, on.gpu or USUAL_GPU
         return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster), None

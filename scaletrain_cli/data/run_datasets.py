@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from scaletrain_cli.data.images.prepared import find_image_datasets, is_of_images, prepare_image_datasets
 from scaletrain_cli.data.pipeline.schedule import Progress
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
-from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.rundir.datasets import entries_of, read_entries, recorded_folders
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import DataSpec, RunSpec
 from scaletrain_cli.spec.data import TokenizerSpec
 from scaletrain_cli.spec.preparation import DuplicatesSpec
@@ -49,20 +44,6 @@ def prepare_run_datasets(
         return found
     data, excluded = _others(spec.data, known)
     return {**prepare_data(data, runs_root, workers, progress, failure=failure, known=excluded), **known}
-
-
-def known_datasets(spec: RunSpec, runs_root: Path, file: Path | None, run: RunDir | None = None) -> dict[str, Path]:
-    """Return the datasets that ``file`` records for the sources of a spec, by their names.
-
-    ``run``: whose datasets are looked up by its present spec if nothing is recorded, as in runs of earlier versions.
-    """
-    entries = [] if file is None else read_entries(file)
-    if not entries and run is not None and spec.training.objective == "causal_lm":
-        with contextlib.suppress(ScaletrainError, OSError):
-            before = read_record(run).spec
-            if before.training.objective == "causal_lm":
-                entries = entries_of(before, runs_root, find_prepared(before.data, runs_root) or {})
-    return recorded_folders(spec, runs_root, entries)[0]
 
 
 def _others(data: DataSpec, known: Mapping[str, Path]) -> tuple[DataSpec, Mapping[str, Path]]:

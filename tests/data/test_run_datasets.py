@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
+from scaletrain_cli.data.run_datasets import find_run_datasets, prepare_run_datasets
 from scaletrain_cli.engine.data import splits
 from scaletrain_cli.engine.data.preparation import run_command
 from scaletrain_cli.engine.data.prepared import tokenizer_path
@@ -89,7 +89,7 @@ def test_a_resume_that_adds_a_source_looks_at_that_one_alone_and_keeps_the_token
     files["web"].unlink()
     added = spec_of(files["web"], files["code"], files["books"])
     require_external_to_resume(run, dataclasses.replace(record, spec=added))
-    known = known_datasets(added, root, datasets_file(run), run)
+    known = recorded_folders(added, root, read_entries(datasets_file(run)))[0]
     assert known == found
     assert find_run_datasets(added, root, known) is None
     every = prepare_run_datasets(added, root, known, 1, ignore)
@@ -116,15 +116,6 @@ def test_duplicates_of_an_added_source_are_looked_for_in_the_others_too(files: d
     assert document["train_documents"] + document["validation_documents"] == 200
 
 
-def test_a_run_of_an_earlier_version_keeps_its_dataset_when_a_source_is_added(files: dict[str, Path]) -> None:
-    spec = make_spec(f"data.source={files['web']}", *TRAINED)
-    run, _, found = begun(spec)
-    datasets_file(run).unlink()
-    (dataset,) = found.values()
-    added = spec_of(files["web"], files["code"])
-    assert known_datasets(added, run.path.parent, datasets_file(run), run) == {"web": dataset}
-
-
 def test_a_dataset_that_is_gone_or_replaced_is_named_and_prepared_again(files: dict[str, Path]) -> None:
     spec = spec_of(files["web"])
     run, _, found = begun(spec)
@@ -135,7 +126,8 @@ def test_a_dataset_that_is_gone_or_replaced_is_named_and_prepared_again(files: d
     shutil.rmtree(dataset)
     with pytest.raises(UsageError, match=rf"{dataset.name} of the run are gone.*scaletrain resume r1"):
         splits._folders(spec, run)
-    assert prepare_run_datasets(spec, root, known_datasets(spec, root, datasets_file(run), run), 1, ignore) == found
+    known, _ = recorded_folders(spec, root, read_entries(datasets_file(run)))
+    assert prepare_run_datasets(spec, root, known, 1, ignore) == found
     assert splits._folders(spec, run) == found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.cli.hub_model import find_model
+from scaletrain_cli.cli.models import find_model
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.hub import client
 from scaletrain_cli.hub.cache import HubSettings, Listing

@@ -22,7 +22,6 @@ from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.spec import RunSpec
 
 
 class Order(Protocol):
@@ -171,12 +170,12 @@ PADDING_MULTIPLE = 64  # few shapes, and none that a kernel does not take
 PaddedTo = Literal["seq_len", "step", "micro_batch"]
 
 
-def padded_to(spec: RunSpec, layout: Layout) -> PaddedTo:
+def padded_to(layout: Layout) -> PaddedTo:
     """Return what the rows of a micro-batch are padded to: ``seq_len``, or the longest row of a step or micro-batch.
 
     DeepSpeed's pipeline needs one shape per step. The shape never changes if blocks are compiled.
     """
-    if layout.compile or spec.training.compile is True:
+    if layout.compile:
         return "seq_len"
     return "micro_batch" if layout.pipeline_parallel == 1 else "step"
 

@@ -20,10 +20,18 @@ from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.images.prepared import is_of_images, source_bytes
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
 from scaletrain_cli.data.prepared import is_dataset
-from scaletrain_cli.data.run_datasets import known_datasets, prepare_run_datasets
+from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.rundir.datasets import NAME, Entry, datasets_file, entries_of, record_datasets
+from scaletrain_cli.rundir.datasets import (
+    NAME,
+    Entry,
+    datasets_file,
+    entries_of,
+    read_entries,
+    record_datasets,
+    recorded_folders,
+)
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
@@ -84,8 +92,8 @@ def _remove(secrets: Path | None) -> None:
 
 def _known(spec: RunSpec, runs_root: Path, run: RunDir | None, failure: Path | None = None) -> dict[str, Path]:
     """Return the datasets that a run has recorded, by the names of its sources."""
-    file = None if failure is None else failure.with_name(NAME)
-    return known_datasets(spec, runs_root, file if run is None else datasets_file(run), run)
+    file = failure and failure.with_name(NAME) if run is None else datasets_file(run)
+    return {} if file is None else recorded_folders(spec, runs_root, read_entries(file))[0]
 
 
 def _prepared(

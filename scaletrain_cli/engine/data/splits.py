@@ -212,7 +212,7 @@ def open_reader(
             seed=spec.training.seed,
             mask_document_starts=spec.data.loss_mask == "document_starts",
             within_documents=spec.data.packing == "documents",
-            padded_to=padded_to(spec, layout),
+            padded_to=padded_to(layout),
             order=order,
             pixels=_pixels(spec),
         )

@@ -176,7 +176,7 @@ class _Samples:
             _mesh(self._layout, replica, rank),
             self._spec.training.seed,
             self._spec.data.loss_mask == "document_starts",
-            padded_to=padded_to(self._spec, self._layout),
+            padded_to=padded_to(self._layout),
             within_documents=self._spec.data.packing == "documents",
             order=self._order,
             # whole sequences are padded as those that several ranks share

@@ -11,12 +11,12 @@ import pytest
 
 from scaletrain_cli.data.images.compatibility import settings_of
 from scaletrain_cli.data.images.reading import open_images
-from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
+from scaletrain_cli.data.run_datasets import find_run_datasets, prepare_run_datasets
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import class_file_problems, row_problems
 from scaletrain_cli.launch.resource_checks.view import View
-from scaletrain_cli.rundir.datasets import entries_of, record_datasets
+from scaletrain_cli.rundir.datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, write_folder, write_shards
 from tests.forked import scaletrain
@@ -66,9 +66,9 @@ def test_datasets_of_images_are_prepared_found_and_kept_by_their_run(tmp_path: P
     record_datasets(note, entries_of(run, runs, made))
     write_shards(source, 1, 3)
     assert find_run_datasets(run, runs, {}) is None
-    assert find_run_datasets(run, runs, known_datasets(run, runs, note)) == made
+    assert find_run_datasets(run, runs, recorded_folders(run, runs, read_entries(note))[0]) == made
     changed = spec(tmp_path, f"data.source={source}", "data.on_bad=skip")
-    assert known_datasets(changed, runs, note) == {}
+    assert recorded_folders(changed, runs, read_entries(note))[0] == {}
     given = spec(tmp_path, f"data.source={made['source']}")
     assert find_run_datasets(given, runs, {}) == made
 

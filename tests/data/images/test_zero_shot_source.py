@@ -10,14 +10,14 @@ from scaletrain_cli.data.commands import prepare_images
 from scaletrain_cli.data.images.compatibility import zero_shot_classes, zero_shot_settings
 from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.images.samples import ImageSettings
-from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
+from scaletrain_cli.data.run_datasets import find_run_datasets, prepare_run_datasets
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import not_checked
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
 from scaletrain_cli.launch.resource_checks.view import View
-from scaletrain_cli.rundir.datasets import entries_of, record_datasets
+from scaletrain_cli.rundir.datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
@@ -89,9 +89,9 @@ def test_a_run_keeps_its_images_and_others_are_looked_up_again(tmp_path: Path) -
     require_usable(run, runs, entries_of(run, runs, made))
     (tmp_path / "pictures/a/1.png").unlink()
     assert find_run_datasets(run, runs, {}) is None
-    assert find_run_datasets(run, runs, known_datasets(run, runs, note)) == made
+    assert find_run_datasets(run, runs, recorded_folders(run, runs, read_entries(note))[0]) == made
     other = spec(tmp_path, source(tmp_path / "pictures"), names_in(tmp_path, "cat", "dog"))
-    assert list(known_datasets(other, runs, note)) == ["source"]
+    assert list(recorded_folders(other, runs, read_entries(note))[0]) == ["source"]
     without = spec(tmp_path, "evaluation.every=0")
     assert list(prepare_run_datasets(without, runs, {}, 1, ignore)) == ["source"]
     given = spec(tmp_path, source(made[ZERO_SHOT]))

@@ -212,7 +212,7 @@ def test_rows_padded_to_the_longest_one_have_the_same_loss_and_gradients(
 def test_rows_are_padded_to_seq_len_where_shapes_matter() -> None:
     def chosen(*settings: str) -> str:
         spec = spec_of(*settings)
-        return padded_to(spec, make_plan(spec).layout)
+        return padded_to(make_plan(spec).layout)
 
     assert chosen() == "micro_batch"
     assert chosen("layout.pipeline_parallel=2", "cluster.gpus_per_node=2") == "step"

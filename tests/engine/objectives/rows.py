@@ -125,9 +125,7 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
     stepper = build_stepper(composed, mesh, device, spec.training)
-    reader = BatchReader(
-        rows, layout, mesh, spec.training.seed, False, padded_to=padded_to(spec, layout), padding_multiple=4
-    )
+    reader = BatchReader(rows, layout, mesh, spec.training.seed, False, padded_to=padded_to(layout), padding_multiple=4)
     if composed.objective.reads_pairs:
         reference = ReferencePass(
             RunDir(folder), spec, mesh, stepper, RankConsensus(60.0), device, {"data": ("tokens",)}, lambda: True
