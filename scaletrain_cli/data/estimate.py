@@ -95,7 +95,11 @@ def source_sizes(
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
         dataset = prepared.get(section.name) or folder / expand_home(path)
         try:
-            size = _remote_size(section.name, path) if is_remote(path) else _prepared_size(section.name, dataset)
+            document = _remote_document(path) if is_remote(path) else read_document(dataset / "dataset.json")
+            tokens = None if document is None else document.get("train_tokens")
+            size = None
+            if isinstance(tokens, int) and tokens >= 0:
+                size = SourceSize(section.name, tokens, exact=True)
             if size is None and not is_reference(path):
                 if files is None or path in EMBEDDED:
                     listed: Sequence[SourceFile] = source_files(section, folder, key, _REMOTE_SECONDS)
@@ -146,22 +150,12 @@ def _prepared(data: DataSpec, runs_root: Path, folder: Path) -> Mapping[str, Pat
         return {}
 
 
-def _prepared_size(name: str, dataset: Path) -> SourceSize | None:
-    """Return the exact size of prepared data; None if the folder has none."""
-    return _stated_size(name, read_document(dataset / "dataset.json"))
-
-
-def _remote_size(name: str, path: str) -> SourceSize | None:
-    """Return the exact size of prepared data in a store; None if the path has none. Raises ScaletrainError."""
+def _remote_document(path: str) -> dict[str, Any] | None:
+    """Return the description of prepared data in a store; None if the path has none. Raises ScaletrainError."""
     from scaletrain_cli.data.remote_datasets import find_description, inspect_dataset
 
     description = find_description(path, _REMOTE_SECONDS)
-    return None if description is None else _stated_size(name, inspect_dataset(description, _REMOTE_SECONDS))
-
-
-def _stated_size(name: str, document: Mapping[str, Any] | None) -> SourceSize | None:
-    tokens = None if document is None else document.get("train_tokens")
-    return SourceSize(name, tokens, exact=True) if isinstance(tokens, int) and tokens >= 0 else None
+    return None if description is None else inspect_dataset(description, _REMOTE_SECONDS)
 
 
 def _estimated_size(
@@ -211,16 +205,12 @@ def _stored_bytes(file: SourceFile, beginning: Beginning) -> float | None:
         return None
     if isinstance(records[0], TokenRecord):
         return float(sum(record.tokens.nbytes for record in records if isinstance(record, TokenRecord)))
-    rows = _parquet_rows(file) if file.kind == "parquet" and not is_remote(file.path) else 0
-    if rows:
-        return file.size * len(records) / rows
+    if file.kind == "parquet" and not is_remote(file.path):
+        from scaletrain_cli.data.sources.libraries import require
+
+        if rows := int(require("pyarrow.parquet", "parquet").read_metadata(file.path).num_rows):
+            return file.size * len(records) / rows
     return float(sum(len(record.text.encode()) for record in records if isinstance(record, Record)))
-
-
-def _parquet_rows(file: SourceFile) -> int:
-    from scaletrain_cli.data.sources.libraries import require
-
-    return int(require("pyarrow.parquet", "parquet").read_metadata(file.path).num_rows)
 
 
 class _Tokenizer:

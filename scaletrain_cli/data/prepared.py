@@ -227,6 +227,9 @@ def _preparation(
     data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path, workers: int = 1
 ) -> Preparation:
     sections = tuple(_with_paths(section, folder) for section in data.prepare)
+    tokenizer = ""  # one is to be trained
+    if data.tokenizer.path is not None:
+        tokenizer = tokenizer_content(data.tokenizer, folder, steps_folder(runs_root / "datasets"))
     return Preparation(
         sources=tuple(
             Source(each.section.name, each.files, each.content, columns_of(each.section, sections))
@@ -234,19 +237,12 @@ def _preparation(
             if each.dataset is None
         ),
         sections=sections,
-        tokenizer=_tokenizer(data, runs_root, folder),
+        tokenizer=tokenizer,
         validation_share=data.validation_split,
         skips_bad=data.on_bad == "skip",
         vocab_size=data.tokenizer.vocab_size,
         memory_bytes=_memory_bytes(workers),
     )
-
-
-def _tokenizer(data: DataSpec, runs_root: Path, folder: Path) -> str:
-    """Return the tokenizer.json of the spec; empty if one is to be trained."""
-    if data.tokenizer.path is None:
-        return ""
-    return tokenizer_content(data.tokenizer, folder, steps_folder(runs_root / "datasets"))
 
 
 def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:

@@ -129,14 +129,10 @@ def choose_cluster(name: str | None) -> Cluster | None:
         raise UsageError(
             f"{where} = {shown(chosen)}: no such cluster in {file}. {did_you_mean(chosen, sections)}{known}"
         )
-    entries = {key: value for key, value in sections[chosen].items() if key != HOST}
-    return Cluster(chosen, entries, source, name is not None, _login_node(chosen, sections[chosen].get(HOST)))
-
-
-def _login_node(cluster: str, given: Any) -> LoginNode | None:
-    if given is None:
-        return None
-    return LoginNode(cluster, **({"ssh": given} if isinstance(given, str) else given))
+    entries, host = dict(sections[chosen]), sections[chosen].get(HOST)
+    entries.pop(HOST, None)
+    login_node = None if host is None else LoginNode(chosen, **({"ssh": host} if isinstance(host, str) else host))
+    return Cluster(chosen, entries, source, name is not None, login_node)
 
 
 def cluster_names() -> list[str]:

@@ -6,7 +6,7 @@ Uses the standard library only, because checks before a run read the first rows;
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import sentence
@@ -153,7 +153,9 @@ def parse_row(row: Any, row_format: str, fields: FieldsSpec, *, images: bool = F
             raise RowError("image-marks", marks=marks, images=given)
         read.columns |= {"images", "image", fields.images}
     else:
-        _refuse_images(example)
+        for number, content in _contents(example):
+            if isinstance(content, list) and any(map(is_image_part, content)):
+                raise RowError("part", number=number, type="image")
     return ParsedRow(example, 1.0 if weight is None else _weight(weight), tuple(read.not_read()))
 
 
@@ -187,45 +189,32 @@ def require_format_with_images(row_format: str) -> None:
 
 def image_marks(example: Example) -> int:
     """Return the number of places of images in the text of an example."""
-    if isinstance(example, PlainText):
-        return example.text.count(IMAGE_MARK)
+    marks = 0
+    for _, content in _contents(example.chosen if isinstance(example, Pair) else example):
+        if isinstance(content, str):
+            marks += content.count(IMAGE_MARK)
+        elif isinstance(content, list):
+            marks += sum(map(is_image_part, content))
+    return marks
+
+
+def _contents(example: Example) -> Iterator[tuple[int, Any]]:
+    """Yield the texts of an example, and the contents of its messages with their numbers."""
     if isinstance(example, Pair):
-        return image_marks(example.chosen)
-    parts = [example.messages] if isinstance(example, Conversation) else [example.prompt, example.completion]
-    contents = [
-        content
-        for part in parts
-        for content in ([part] if isinstance(part, str) else (message.get("content") for message in part))
-    ]
-    return sum(
-        content.count(IMAGE_MARK)
-        if isinstance(content, str)
-        else sum(is_image_part(each) for each in content)
-        if isinstance(content, list)
-        else 0
-        for content in contents
-    )
+        yield from _contents(example.chosen)
+        yield from _contents(example.rejected)
+    elif isinstance(example, PlainText):
+        yield 0, example.text
+    else:
+        parts = [example.messages] if isinstance(example, Conversation) else [example.prompt, example.completion]
+        yield from ((0, part) for part in parts if isinstance(part, str))
+        messages = [message for part in parts if not isinstance(part, str) for message in part]
+        yield from ((number, message.get("content")) for number, message in enumerate(messages))
 
 
 def is_image_part(part: Mapping[str, Any]) -> bool:
     """Return True if a part of a message's content is the place of an image."""
     return part.get("type") == "image"
-
-
-def _refuse_images(example: Example) -> None:
-    """Raise RowError for a message with a part of type image."""
-    if isinstance(example, PlainText):
-        return
-    if isinstance(example, Pair):
-        _refuse_images(example.chosen)
-        _refuse_images(example.rejected)
-        return
-    parts = [example.messages] if isinstance(example, Conversation) else [example.prompt, example.completion]
-    messages = [message for part in parts if not isinstance(part, str) for message in part]
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, list) and any(is_image_part(part) for part in content):
-            raise RowError("part", number=number, type="image")
 
 
 def _columns(row: Any) -> list[str]:
@@ -311,18 +300,6 @@ class _RowReader:
         if not isinstance(variables, Mapping) or variables.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise RowError("template-variables", column=_VARIABLES)
         return variables
-
-
-def _plain_text(row: _RowReader) -> Example:
-    return PlainText(row.required_text(row.fields.text))
-
-
-def _chat(row: _RowReader) -> Example:
-    return _conversation(row.system(row.messages(row.fields.messages)), row)
-
-
-def _sharegpt(row: _RowReader) -> Example:
-    return _conversation(row.system(row.messages(row.fields.conversations)), row)
 
 
 def _alpaca(row: _RowReader) -> Example:
@@ -562,10 +539,10 @@ def _weight(given: Any) -> float:
     return float(given)
 
 
-_PARSERS = {
-    "text": _plain_text,
-    "messages": _chat,
-    "sharegpt": _sharegpt,
+_PARSERS: dict[str, Callable[[_RowReader], Example]] = {
+    "text": lambda row: PlainText(row.required_text(row.fields.text)),
+    "messages": lambda row: _conversation(row.system(row.messages(row.fields.messages)), row),
+    "sharegpt": lambda row: _conversation(row.system(row.messages(row.fields.conversations)), row),
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "preference": _preference,

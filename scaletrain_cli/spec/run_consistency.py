@@ -39,7 +39,9 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     if spec.training.early_stopping.patience and not spec.evaluation.every:
         yield "training.early_stopping.patience", "requires a validation loss. Set evaluation.every above 0."
     elif spec.training.early_stopping.patience:
-        yield from _early_stopping_inconsistencies(spec, spec.training.early_stopping.metric)
+        names = [name for name in _metric_names(spec) if name.startswith("validation_")]
+        if spec.training.early_stopping.metric not in names:
+            yield "training.early_stopping.metric", f"must be a metric of the validation. Use {' or '.join(names)}."
     if spec.evaluation.tasks:
         yield from _evaluation_inconsistencies(spec)
     if spec.checkpoint.keep_best is not None:
@@ -92,12 +94,6 @@ def _metric_names(spec: "RunSpec") -> tuple[str, ...]:
     objective = spec.training.objective
     loss = spec.training.loss.of(objective) if objective in LOSSES_OF else ""
     return spec.evaluation.metric_names(objective, loss, getattr(spec.model, "num_labels", 0))
-
-
-def _early_stopping_inconsistencies(spec: "RunSpec", metric: str) -> Iterator[tuple[str, str]]:
-    names = [name for name in _metric_names(spec) if name.startswith("validation_")]
-    if metric not in names:
-        yield "training.early_stopping.metric", f"must be a metric of the validation. Use {' or '.join(names)}."
 
 
 def _keep_best_inconsistencies(spec: "RunSpec", metric: str) -> Iterator[tuple[str, str]]:

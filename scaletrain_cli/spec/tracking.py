@@ -1,6 +1,5 @@
 """The section ``tracking``: logging interval, and the trackers that mirror the metrics."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, model_validator
@@ -87,14 +86,8 @@ def name_trackers(raw: dict[str, Any], source: Source) -> None:
         inner: Key = (*old, name) if isinstance(item, dict) and "kind" not in item else old
         if old in source.places:
             places["tracking", name] = source.places[old]
-        places |= {("tracking", name, *key[len(inner) :]): place for key, place in _below(source, inner)}
-    source.places = {key: place for key, place in source.places.items() if not _is_item(key)} | places
+        below = ((key[len(inner) :], place) for key, place in source.places.items() if key[: len(inner)] == inner)
+        places |= {("tracking", name, *rest): place for rest, place in below if rest}
+    others = {key: place for key, place in source.places.items() if key[0:1] != ("tracking",) or len(key) == 1}
+    source.places = others | places
     raw["tracking"] = {each[0]: each[1] for each in found if each is not None}
-
-
-def _below(source: Source, above: Key) -> Iterator[tuple[Key, str]]:
-    return ((key, place) for key, place in source.places.items() if key[: len(above)] == above and key != above)
-
-
-def _is_item(key: Key) -> bool:
-    return key[:1] == ("tracking",) and len(key) > 1 and isinstance(key[1], int)

@@ -275,7 +275,7 @@ class TrainableGroup(Section):
 
     match: Annotated[
         tuple[Text, ...],
-        BeforeValidator(_as_list),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(min_length=1, max_length=1000),
         WithJsonSchema(
             {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},

@@ -24,6 +24,20 @@ OLD_EOS = 2
 GROUPS = 32  # of channels, in GroupNorm (arXiv:1803.08494, section 4.1)
 
 
+InitialWeights = Annotated[
+    ModelPath | None,
+    Field(description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random"),
+]
+NewClassifier = Annotated[
+    bool,
+    used_when(where_not("model.weights", None)),
+    Field(description="random classifier in place of that of the weights, which may be of other classes"),
+]
+DropPathRate = Annotated[
+    Fraction, Field(description="share of images that skip the last block; the first has 0, the others in between")
+]
+
+
 class ResNetSpec(Section):
     """A residual network (arXiv:1512.03385) with the stride in the 3 x 3 convolution (v1.5), as in torchvision."""
 
@@ -47,13 +61,8 @@ class ResNetSpec(Section):
     num_channels: Whole = 3
     num_labels: Whole = 1000
     image_size: ImageSize = 224
-    weights: ModelPath | None = Field(
-        default=None,
-        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
-    )
-    new_classifier: Annotated[bool, used_when(where_not("model.weights", None))] = Field(
-        default=False, description="random classifier in place of that of the weights, which may be of other classes"
-    )
+    weights: InitialWeights = None
+    new_classifier: NewClassifier = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -80,21 +89,14 @@ class ConvNextSpec(Section):
     layer_scale_init_value: NonNegative = Field(
         default=1.0e-6, description="initial value of the learned scale per channel; 0: none"
     )
-    drop_path_rate: Fraction = Field(
-        default=0.0, description="share of images that skip the last block; the first has 0, the others in between"
-    )
+    drop_path_rate: DropPathRate = 0.0
     layer_norm_eps: Positive = Field(default=1.0e-12, description="of the last norm; all others have 1e-6")
     initializer_range: Positive = Field(default=0.02, description="standard deviation of random first weights")
     num_channels: Whole = 3
     num_labels: Whole = 1000
     image_size: ImageSize = 224
-    weights: ModelPath | None = Field(
-        default=None,
-        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
-    )
-    new_classifier: Annotated[bool, used_when(where_not("model.weights", None))] = Field(
-        default=False, description="random classifier in place of that of the weights, which may be of other classes"
-    )
+    weights: InitialWeights = None
+    new_classifier: NewClassifier = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -121,16 +123,9 @@ class VitSpec(Section):
     hidden_act: Activation = "gelu"
     layer_norm_eps: Positive = 1.0e-12
     initializer_range: Positive = Field(default=0.02, description="standard deviation of random first weights")
-    drop_path_rate: Fraction = Field(
-        default=0.0, description="share of images that skip the last block; the first has 0, the others in between"
-    )
-    weights: ModelPath | None = Field(
-        default=None,
-        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
-    )
-    new_classifier: Annotated[bool, used_when(where_not("model.weights", None))] = Field(
-        default=False, description="random classifier in place of that of the weights, which may be of other classes"
-    )
+    drop_path_rate: DropPathRate = 0.0
+    weights: InitialWeights = None
+    new_classifier: NewClassifier = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -201,10 +196,7 @@ class ClipSpec(Section):
     logit_bias_init_value: Number | None = Field(
         default=None, description="first value of a learned bias of similarities, for loss: sigmoid (-10); null: none"
     )
-    weights: ModelPath | None = Field(
-        default=None,
-        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
-    )
+    weights: InitialWeights = None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -230,10 +222,7 @@ class LlavaSpec(Section):
     image_token_index: WholeOrZero = Field(
         default=32000, description="token that is replaced by a feature of an image; it may lie above the vocabulary"
     )
-    weights: ModelPath | None = Field(
-        default=None,
-        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
-    )
+    weights: InitialWeights = None
     vision_weights: ModelPath | None = Field(
         default=None, description="initial weights of the tower alone: those of a CLIP, of its image tower, or a LLaVA"
     )

@@ -221,7 +221,7 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
             **{f"{split}_pixels": pixels[split] for split in SPLITS},
             **{f"{split}_short_sides": _short_sides(infos, split) for split in SPLITS},
             "classes": list(names) or None,
-            "num_classes": _num_classes(job.settings, names, largest),
+            "num_classes": (len(names) or largest + 1) if job.settings.targets in ("class", "classes") else None,
             "target_size": size,
             "bad_samples": sum(each["samples"] for each in bad),
             "bad": bad,
@@ -290,13 +290,6 @@ def _target_size(infos: Sequence[Mapping[str, Any]], job: _Job) -> int | None:
         problem = Reason("images.sizes-differ", {"sizes": sizes})
         raise UsageError(Reason("images.source-unusable", {"where": job.listing.location, "problem": problem}))
     return sizes[0] if sizes else None
-
-
-def _num_classes(settings: ImageSettings, names: Sequence[str], largest: int) -> int | None:
-    """Return the number of classes: of their names, or one more than the largest number; None without classes."""
-    if settings.targets not in ("class", "classes"):
-        return None
-    return len(names) or largest + 1
 
 
 def _bad(infos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -60,7 +60,8 @@ def converted(content: bytes) -> Any:
     has_symbols = _USER_DEFINED in kinds
     _add_normalization(tokenizer, rules, dummy_prefix=rules.add_dummy_prefix and not has_symbols)
     _add_splits(tokenizer, [piece for piece, _ in pieces], dummy_prefix=rules.add_dummy_prefix and has_symbols)
-    steps = [decoders.Replace(_SPACE, " "), *_byte_decoders(trained.byte_fallback), decoders.Fuse()]
+    of_bytes = [decoders.ByteFallback()] if trained.byte_fallback else []
+    steps = [decoders.Replace(_SPACE, " "), *of_bytes, decoders.Fuse()]
     if rules.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
@@ -112,9 +113,3 @@ def _add_splits(tokenizer: Any, pieces: Sequence[str], *, dummy_prefix: bool) ->
         steps.append(pre_tokenizers.Split(Regex(f"{_SPACE}+[^{_SPACE}]*|[^{_SPACE}]+"), "isolated"))
     if steps:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-
-
-def _byte_decoders(byte_fallback: bool) -> list[Any]:
-    from tokenizers import decoders
-
-    return [decoders.ByteFallback()] if byte_fallback else []

@@ -111,7 +111,8 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
         generation = ids = _ids_of_tokens(source, vocabulary)
     if source is None:
         files[_CONFIG] = _json(_derived_config(spec, ids, vocabulary))
-    stops = [] if trained is None else _stop_tokens(trained.parent)
+    dataset = {} if trained is None else _object(trained.parent / "dataset.json")
+    stops = list(map(int, filter(None, str(dataset.get("stop_tokens", "")).split(","))))  # of trained turns
     if generation is not None:
         stated = {name: value for name, value in generation.items() if value is not None}
         files[_GENERATION] = _json(_with_stops(stated, stops))
@@ -228,13 +229,6 @@ def _derived_config(spec: RunSpec, ids: Mapping[str, Any], vocabulary: Mapping[s
     tokens = {name.removesuffix("_id"): texts[number] for name, number in firsts.items() if number in texts}
     config = {**_GENERIC, "model_max_length": _longest_text(spec.model)}
     return {**config, "clean_up_tokenization_spaces": False, **tokens}
-
-
-def _stop_tokens(dataset: Path) -> list[int]:
-    """Return the ids at which the trained turns of a dataset end; empty where it does not record them."""
-    return [
-        int(number) for number in str(_object(dataset / "dataset.json").get("stop_tokens", "")).split(",") if number
-    ]
 
 
 def _with_stops(settings: Mapping[str, Any], stops: Sequence[int]) -> dict[str, Any]:

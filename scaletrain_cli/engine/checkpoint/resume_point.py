@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
@@ -191,16 +191,14 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
         validations=[
-            _measures(line) for line in lines if "validation_loss" in line and spec.evaluates_after(line["step"])
+            {key: value for key, value in line.items() if key.startswith(PREFIX) and isinstance(value, int | float)}
+            for line in lines
+            if "validation_loss" in line and spec.evaluates_after(line["step"])
         ],
         lost_steps=max(0, max(logged, default=0) - step),
         passed_over=passed_over,
         problem=problem,
     )
-
-
-def _measures(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if name.startswith(PREFIX) and isinstance(value, int | float)}
 
 
 def _no_checkpoint(folder: Path, search: Search) -> Reason:

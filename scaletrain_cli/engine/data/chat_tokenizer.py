@@ -215,8 +215,8 @@ class ChatTokenizer:
         texts: list[list[_Text] | RowError] = []
         for example, _ in examples:
             try:
-                found_texts = self._texts(example)
-                texts.append(found_texts if self.images is None else _counted(found_texts, example))
+                images = 0 if self.images is None else image_marks(example)
+                texts.append([text._replace(images=images) for text in self._texts(example)])
             except RowError as error:
                 texts.append(error)
         flat = [text for each in texts if not isinstance(each, RowError) for text in each]
@@ -384,10 +384,6 @@ class ChatTokenizer:
         weights[places] = 0
         copies = np.where(places, self.images.copies, 1)
         return document._replace(ids=np.repeat(ids, copies), weights=np.repeat(weights, copies))
-
-
-def _counted(texts: list[_Text], example: Example) -> list[_Text]:
-    return [text._replace(images=image_marks(example)) for text in texts]
 
 
 def _with_the_rest(text: str, spans: list[Span]) -> list[Span]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.token_files import open_source
-from scaletrain_cli.engine.data.sources import SourceSequences, TextSequences
+from scaletrain_cli.engine.data.sources import SourceSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 
@@ -68,30 +68,15 @@ def open_source_dataset(
     except (KeyError, TypeError) as error:
         raise CorruptDataError(folder / "dataset.json", f"it lacks a value: {error}") from error
     train, validation = (SourceSequences(splits[split], seq_len) for split in SPLITS)
-    _require_a_sequence(folder, info, train)
-    return info, train, validation
-
-
-def _require_a_sequence(folder: Path, info: DatasetInfo, train: TextSequences) -> None:
     if not len(train):
         sizes = {"tokens": info.train_tokens, "length": train.seq_len}
         raise UsageError(Reason("engine.dataset-too-small", {"folder": str(folder), **sizes}))
-
-
-_LATER_FIELDS = {"loss_on", "truncation", "chat_template", "fields", "image_token", "tokens_per_image"} | {
-    *("image_folder", "rows_with_bad_images", "bad_images"),
-    *(f"{split}_{name}" for split in SPLITS for name in ("images", "image_bytes", "image_place_bytes", "image_uses")),
-}
+    return info, train, validation
 
 
 def seal_of(info: DatasetInfo, hashes: list[bytes]) -> str:
-    """Return the SHA-256 of the other fields and of the ``hashes`` of the four data files, those of train.bin first.
-
-    Fields that earlier versions did not write, and that are empty for them, do not count.
-    """
-    stated = {
-        name: value for name, value in asdict(info).items() if name != "seal" and (value or name not in _LATER_FIELDS)
-    }
+    """Return the SHA-256 of the other fields and of the ``hashes`` of the data files, those of train.bin first."""
+    stated = {name: value for name, value in asdict(info).items() if name != "seal"}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
     for each in hashes:
         digest.update(hashlib.sha256(each).digest())

@@ -62,7 +62,7 @@ class RowsInfo(DatasetInfo):
     targets: int = 0
     template_date: str = ""
     template: str = ""  # SHA-256 of the special tokens and the chat templates
-    loss_on: str = ""  # empty in earlier versions, as the next ones
+    loss_on: str = ""
     truncation: str = ""
     chat_template: str = ""  # as DataSpec.recorded_template
     chat_template_kwargs: str = ""  # as DataSpec.recorded

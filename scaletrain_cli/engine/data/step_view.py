@@ -170,6 +170,9 @@ class _Samples:
         self._batch = lru_cache(maxsize=1)(self._read)  # the samples of a replica follow one another
 
     def _read(self, number: int, replica: int, rank: int | None) -> list[MicroBatch]:
+        layout, multiple = self._layout, PADDING_MULTIPLE
+        if rank is None:  # whole sequences are padded as those that several ranks share
+            multiple *= layout.sequence_parallel * layout.context_parallel
         reader = BatchReader(
             self._sequences,
             self._layout,
@@ -179,8 +182,7 @@ class _Samples:
             padded_to=padded_to(self._layout),
             within_documents=self._spec.data.packing == "documents",
             order=self._order,
-            # whole sequences are padded as those that several ranks share
-            padding_multiple=_padding_multiple(self._layout) if rank is None else PADDING_MULTIPLE,
+            padding_multiple=multiple,
         )
         return reader.batch(number).micro_batches()
 
@@ -300,8 +302,3 @@ def _mesh(layout: Layout, replica: int, rank: int | None) -> Mesh:
     context, sequence = Axis(layout.context_parallel, at["context"]), Axis(layout.sequence_parallel, at["sequence"])
     place = (replica * context.size + context.rank) * sequence.size + sequence.rank
     return Mesh(data=data, context=context, sequence=sequence, replicas=Axis(replicas(layout), place))
-
-
-def _padding_multiple(layout: Layout) -> int:
-    """Return what the length of a whole row is a multiple of, if its parts are multiples of PADDING_MULTIPLE."""
-    return PADDING_MULTIPLE * layout.sequence_parallel * layout.context_parallel

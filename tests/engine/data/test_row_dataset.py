@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections import Counter
@@ -16,10 +15,9 @@ import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.engine.data import docstrings
-from scaletrain_cli.engine.data.dataset import _LATER_FIELDS, SPLITS
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
-from scaletrain_cli.engine.data.row_dataset import RowsInfo, _open_split, rows_folder
+from scaletrain_cli.engine.data.row_dataset import RowsInfo, rows_folder
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
@@ -253,21 +251,6 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
     text = load(SPEC, f"data.source={folder}/a.jsonl", "data.tokenizer.vocab_size=300")
     with pytest.raises(UsageError, match=r"holds text and training.objective is sft"):
         open_data_of(spec(folder), prepared_text(text.data, folder / "runs"))
-
-
-def test_prepared_rows_of_earlier_versions_have_no_record_of_settings(folder: Path) -> None:
-    given = spec(folder)
-    path = prepare_rows(given, folder / "runs")
-    document = json.loads((path / "dataset.json").read_text())
-    hashes = [file.hashes for split in SPLITS for file in _open_split(path, split, open_data_of(given, path)[0])[0]]
-    earlier = {name: value for name, value in document.items() if name not in (*_LATER_FIELDS, "seal")}
-    stated = hashlib.sha256(json.dumps(earlier, sort_keys=True).encode())
-    for each in hashes:
-        stated.update(hashlib.sha256(each).digest())
-    (path / "dataset.json").write_text(json.dumps(earlier | {"seal": stated.hexdigest()}))
-    assert open_data_of(given, path)[0].loss_on == ""
-    asks = (f"data.source={path}", "data.loss_on=all", "data.truncation=drop", "data.chat_template=chat.jinja")
-    assert open_data_of(spec(folder, *asks), path)
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {

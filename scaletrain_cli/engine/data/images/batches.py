@@ -46,22 +46,14 @@ class ImageMicroBatch(NamedTuple):
         return map_tensors(self, lambda tensor: tensor.to(device))
 
 
-class ImageStepBatch(NamedTuple):
-    """All micro-batches of one step in few tensors, whose first dimension counts them.
+class ImageStepBatch(ImageMicroBatch):
+    """All micro-batches of one step in the same few tensors, whose first dimension counts them.
 
     images: [micro-batches, views * B, H, W, C] uint8: pixels lie as decoders write them, and micro-batches are views in
     the order of channels-last images.
     """
 
-    images: Tensor
-    samples: Tensor
-    targets: Tensor | None = None
-    tokens: Tensor | None = None
-    erased: Tensor | None = None
-    mix: Tensor | None = None
-    sources: Tensor | None = None
-    numbers: Tensor | None = None
-    real: Tensor | None = None
+    __slots__ = ()
 
     def micro_batches(self) -> list[ImageMicroBatch]:
         """Return the micro-batches, in the order of accumulation."""

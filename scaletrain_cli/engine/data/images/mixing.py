@@ -93,13 +93,9 @@ def normalized(
 ) -> Tensor:
     """Return uint8 images [N, C, H, W] less ``mean`` over ``std`` of each channel, float32."""
     found = images.to(torch.float32, memory_format=memory_format)
-    scale, shift = (torch.tensor(each, dtype=torch.float32) for each in _affine(mean, std))
+    scale = torch.tensor([1 / (255 * each) for each in std], dtype=torch.float32)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32)
     return found.mul_(_by_channel(scale, found)).add_(_by_channel(shift, found))
-
-
-def _affine(mean: Sequence[float], std: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return (scale, shift) of each channel, so that the normalized value is scale * byte + shift."""
-    return [1 / (255 * each) for each in std], [-m / s for m, s in zip(mean, std, strict=True)]
 
 
 def _by_channel(values: Tensor, images: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -93,8 +92,10 @@ class ImageBatchReader:
             raise
         if not (self.transform.augment.mixes and self.labeled):
             return batch
-        mixes = [self._mix(number - 1, place) for micro in within for place in micro]
-        return batch._replace(mix=torch.tensor(mixes, dtype=torch.float32).view(len(within), size, 5))
+        side, augment = self.transform.size, self.transform.augment
+        mixes = [mix_of_pair(self.seed, number - 1, place // 2, side, augment) for micro in within for place in micro]
+        values = torch.tensor([[mix.weight, *mix.box] for mix in mixes], dtype=torch.float32)
+        return batch._replace(mix=values.view(len(within), size, 5))
 
     def without_groups(self) -> ImageBatchReader:
         """Return a reader of the same batches without process groups, which another process can get as a pickle."""
@@ -142,10 +143,6 @@ class ImageBatchReader:
         source = int(np.searchsorted(self._starts, number, side="right")) - 1
         return _Place(source, 0, number - self._starts[source])
 
-    def _mix(self, batch: int, place: int) -> list[float]:
-        mix = mix_of_pair(self.seed, batch, place // 2, self.transform.size, self.transform.augment)
-        return [mix.weight, *mix.box]
-
     def _read(self, places: list[list[_Place]], numbers: list[list[int]], *, training: bool) -> ImageStepBatch:
         micros, size = len(places), self.layout.micro_batch_size
         side, channels = self.transform.size, self.transform.channels
@@ -177,16 +174,11 @@ class ImageBatchReader:
             images=torch.from_numpy(images).flatten(1, 2),
             samples=torch.tensor(numbers),
             targets=_targets(labels, shape) if self.labeled else None,
-            tokens=None if self.captions is None else self._tokens(captions).view(*shape, -1),
+            tokens=None if self.captions is None else torch.from_numpy(self.captions.encode(captions)).view(*shape, -1),
             erased=torch.from_numpy(boxes).flatten(1, 2) if erases else None,
             sources=sources if len(self.sources) > 1 else None,
             numbers=torch.tensor([[self._starts[each.source] + each.number for each in micro] for micro in places]),
         )
-
-    def _tokens(self, captions: Sequence[str]) -> Tensor:
-        assert self.captions is not None
-        encoded: npt.NDArray[np.int64] = self.captions.encode(captions)
-        return torch.from_numpy(encoded)
 
 
 def _present(value: Any, name: str, place: str) -> Any:

@@ -234,16 +234,12 @@ def _solarized_by_adding(image: Image.Image, added: float, _: Geometry) -> Image
     return image.point(table * len(image.getbands()))
 
 
-def _posterized(image: Image.Image, bits: float, _: Geometry) -> Image.Image:
-    return ImageOps.posterize(image, int(bits))
-
-
 OPERATIONS: dict[str, _Operation] = {
     "auto_contrast": lambda image, _, __: ImageOps.autocontrast(image),
     "equalize": lambda image, _, __: ImageOps.equalize(image),
     "invert": lambda image, _, __: ImageOps.invert(image),
     "rotate": _rotated,
-    "posterize": _posterized,
+    "posterize": lambda image, bits, _: ImageOps.posterize(image, int(bits)),
     "solarize": lambda image, threshold, _: ImageOps.solarize(image, int(threshold)),
     "solarize_add": _solarized_by_adding,
     "color": lambda image, factor, _: ImageEnhance.Color(image).enhance(factor),
