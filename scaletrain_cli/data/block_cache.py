@@ -56,7 +56,10 @@ class BlockCache:
             try:
                 self._add(path, content)
             except OSError as error:  # a full disk: training goes on, with a request for each read
-                _warn_once(str(self.folder), error.strerror or str(error))
+                if str(self.folder) not in _warned:
+                    _warned.add(str(self.folder))
+                    params = {"folder": str(self.folder), "error": error.strerror or str(error)}
+                    _log.warning("%s", Reason("remote.cache-not-written", params))
         return content[start:stop]
 
     def remove(self, name: str) -> None:
@@ -159,13 +162,7 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-_warned = set[str]()
-
-
-def _warn_once(folder: str, problem: str) -> None:
-    if folder not in _warned:
-        _warned.add(folder)
-        _log.warning("%s", Reason("remote.cache-not-written", {"folder": folder, "error": problem}))
+_warned = set[str]()  # folders; a warning each is enough
 
 
 def block_cache(settings: CacheSpec | None = None) -> BlockCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,11 @@ def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, 
             print(f"{dataset} was prepared by {owner}; using it as it is", file=sys.stderr)
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     counts = ("documents", "train_tokens", "validation_tokens", "train_sequences", "validation_sequences")
+    left_out = {name: [source[name] for source in sources] for name in _LEFT_OUT}
     return {
         "path": sources[0]["path"] if len(sources) == 1 else None,
         **{name: sum(source[name] for source in sources) for name in counts},
-        **{name: _sum([source[name] for source in sources]) for name in _LEFT_OUT},
+        **{name: None if None in known else sum(known) for name, known in left_out.items()},
         "vocab_size": max(source["vocab_size"] for source in sources),
         "dtype": sources[0]["dtype"],
         "sources": sources,
@@ -102,12 +103,6 @@ def prepare_images(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str
         **{key: sum(source[key] for source in training) for key in _OF_IMAGES},
         "sources": sources,
     }
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    """Return the sum of counts; None if one is not known."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
 
 
 def _line(source: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from scaletrain_cli.data.sources.places import (
 )
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import parse_object, read_document
 from scaletrain_cli.rundir.shared_datasets import place_of
 from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec.corpus_files import format_by_name
@@ -189,7 +189,7 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for _ in pool.map(lambda name: create_file(draft / name, _content(files[name])), wanted):
                 pass
-        _compare_with(_parsed(content), draft, files)
+        _compare_with(parse_object(content), draft, files)
         objects = {name: [file.size, file.etag] for name, file in files.items() if name.endswith(_DATA_SUFFIX)}
         create_file(draft / OBJECTS, json.dumps({"path": root, "objects": objects}))
         create_file(draft / DESCRIPTION, content)
@@ -243,7 +243,7 @@ def inspect_dataset(description: RemoteFile, seconds: float | None = None) -> di
 
     Raises PlaceError and UnavailableError.
     """
-    return _parsed(_checked(description, seconds)[0])
+    return parse_object(_checked(description, seconds)[0])
 
 
 def _checked(description: RemoteFile, seconds: float | None) -> tuple[bytes, dict[str, RemoteFile]]:
@@ -251,7 +251,7 @@ def _checked(description: RemoteFile, seconds: float | None) -> tuple[bytes, dic
     root = _root(description)
     content = _stated(description, seconds)
     files = {file.path.removeprefix(f"{root}/"): file for file in list_files(f"{root}/", seconds)}
-    _require_complete(root, _parsed(content), files)
+    _require_complete(root, parse_object(content), files)
     return content, files
 
 
@@ -259,7 +259,7 @@ def _stated(description: RemoteFile, seconds: float | None) -> bytes:
     """Return dataset.json, read again if it does not match its seal. Raises PlaceError."""
     for _ in range(_READS_OF_A_BLOCK):
         content = read_range(description, 0, description.size, seconds)
-        document = _parsed(content)
+        document = parse_object(content)
         if document.get("schema") == SCHEMA and document.get("seal", "") in ("", seal_of(document)):
             return content
         time.sleep(_PAUSE_SECONDS)
@@ -283,14 +283,6 @@ def _content(file: RemoteFile) -> bytes:
 def _is_beside(name: str, file: RemoteFile) -> bool:
     is_data = name.endswith(_DATA_SUFFIX) or name in (DESCRIPTION, OBJECTS)
     return not is_data and _NAME.fullmatch(name) is not None and file.size <= _LARGEST_BESIDE
-
-
-def _parsed(content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _require_complete(root: str, description: dict[str, Any], files: dict[str, RemoteFile]) -> None:

@@ -56,6 +56,15 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object; empty for anything else."""
+    try:
+        found = parse_json(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):

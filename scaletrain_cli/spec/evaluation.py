@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.hub_files import DataPath
-from scaletrain_cli.spec.quantities import Matching, NonNegative, Text, Whole, WholeOrZero
+from scaletrain_cli.spec.quantities import Matching, NonNegative, Text, Whole, WholeOrZero, valid_if
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
 TaskName = Annotated[str, Matching(r"[A-Za-z0-9_.-]+", 64, "must consist of letters, digits, '_', '-' and '.'")]
@@ -79,13 +78,10 @@ TEMPLATES = (
 )
 
 
-def _with_a_place(value: str) -> str:
-    if "{}" not in value:
-        raise PydanticCustomError("template", "must contain {}, the place of the name of the class")
-    return value
-
-
-Template = Annotated[Text, AfterValidator(_with_a_place)]
+Template = Annotated[
+    Text,
+    AfterValidator(valid_if(lambda value: "{}" in value, "must contain {}, the place of the name of the class")),
+]
 
 
 # The name of the images of evaluation.zero_shot among the datasets of a run; no source of data can have it.

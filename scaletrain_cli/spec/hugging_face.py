@@ -114,7 +114,10 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
     if kind == "deepseek_v2":
         found |= _groups(config)
     if "kv_lora_rank" in known.varies:
-        found |= _shared_experts(config, known)
+        shared = config.get("n_shared_experts", known.shared_experts)
+        width = config.get("moe_intermediate_size", known.defaults["moe_intermediate_size"])
+        if _are_whole(shared, width):  # the shared experts are as wide as the others
+            found["shared_expert_intermediate_size"] = shared * width
     if known.derive is not None:
         derived = known.derive(config)
         without = known.used | (frozenset() if known.experts or "num_experts" in derived else OF_EXPERTS)
@@ -285,13 +288,6 @@ def _groups(config: dict[str, Any]) -> dict[str, Any]:
             "hf_config", f"has topk_method = {shown}, but only greedy or group_limited_greedy is supported"
         )
     return {"n_group": None, "topk_group": None} if method == "greedy" else {}
-
-
-def _shared_experts(config: dict[str, Any], known: Architecture) -> dict[str, Any]:
-    """Return the width of the shared experts of a DeepSeek, which are as wide as the others."""
-    shared = config.get("n_shared_experts", known.shared_experts)
-    width = config.get("moe_intermediate_size", known.defaults["moe_intermediate_size"])
-    return {"shared_expert_intermediate_size": shared * width} if _are_whole(shared, width) else {}
 
 
 def _has_experts(config: dict[str, Any], known: Architecture) -> bool:

@@ -167,7 +167,8 @@ def to_hugging_face(model: ModelSpec | AnyVision) -> dict[str, Any]:
     """Return the config.json of the architecture that matches ``model``. Raises UsageError if there is none."""
     if not isinstance(model, ModelSpec):
         return vision_to_config(model, to_hugging_face)
-    model = _without_unused_experts(model)
+    if not model.moe_layers:  # the settings of experts have no effect
+        model = model.model_copy(update={key: ModelSpec.model_fields[key].default for key in OF_EXPERTS})
     problems = _unknown_to_all(model)
     if problems:
         raise UsageError("no Hugging Face architecture matches this model", tuple(problems))
@@ -177,16 +178,13 @@ def to_hugging_face(model: ModelSpec | AnyVision) -> dict[str, Any]:
     for ours, theirs in same_settings(kind).items():
         if model.moe_layers or ours not in OF_EXPERTS or ours in LATENT_KEYS:
             config[theirs] = values[ours] if ours in values else getattr(model, ours)
-    config |= _of_gpt2(model) if kind == "gpt2" else _of_llama(model, kind)
+    if kind == "gpt2":
+        config |= {"embd_pdrop": model.hidden_dropout, "resid_pdrop": model.hidden_dropout}
+        config |= {"activation_function": "gelu_new", "attn_pdrop": model.attention_dropout}
+    else:
+        config |= _of_llama(model, kind)
     keys = known_keys(kind)
     return {key: value for key, value in config.items() if key in keys}
-
-
-def _without_unused_experts(model: ModelSpec) -> ModelSpec:
-    """Return the model without the settings of experts if all its blocks are dense."""
-    if model.moe_layers:
-        return model
-    return model.model_copy(update={key: ModelSpec.model_fields[key].default for key in OF_EXPERTS})
 
 
 def _candidates(model: ModelSpec) -> list[str]:
@@ -263,11 +261,6 @@ def _values_of_config(model: ModelSpec, kind: str) -> dict[str, Any]:
         "v_head_dim": model.value_head_dim,
         "first_k_dense_replace": model.num_hidden_layers - model.moe_layers,
     }
-
-
-def _of_gpt2(model: ModelSpec) -> dict[str, Any]:
-    residual = {"embd_pdrop": model.hidden_dropout, "resid_pdrop": model.hidden_dropout}
-    return residual | {"activation_function": "gelu_new", "attn_pdrop": model.attention_dropout}
 
 
 def _of_llama(model: ModelSpec, kind: str) -> dict[str, Any]:

@@ -4,33 +4,21 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, not_a_switch
+from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, not_a_switch, valid_if
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
 Probability = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
 Color = Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=4)]
 
 
-def _ascending(value: tuple[float, float]) -> tuple[float, float]:
-    if value[0] > value[1]:
-        raise PydanticCustomError("range", "must be a range: the smaller number first")
-    return value
-
-
-Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
-
-
-def _share_of_area(value: tuple[float, float]) -> tuple[float, float]:
-    if value[1] > 1:
-        raise PydanticCustomError("share", "must not exceed 1, the whole area of the image")
-    return value
-
-
-AreaRange = Annotated[Range, AfterValidator(_share_of_area)]
-
-
+Range = Annotated[
+    tuple[Positive, Positive],
+    AfterValidator(valid_if(lambda value: value[0] <= value[1], "must be a range: the smaller number first")),
+]
+AreaRange = Annotated[
+    Range, AfterValidator(valid_if(lambda value: value[1] <= 1, "must not exceed 1, the whole area of the image"))
+]
 _WITHOUT_ROWS = used_when(where_not("model.family", "llava"))
 _WITH_ROWS = used_when(where("model.family", "llava"))
 _WITH_CLASSES = used_when(where("training.objective", "classification"))

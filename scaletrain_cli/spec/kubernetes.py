@@ -20,6 +20,7 @@ from scaletrain_cli.spec.quantities import (
     Seconds,
     Text,
     Whole,
+    valid_if,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, Section, used_when, where_not
 
@@ -38,12 +39,10 @@ _OWN_PATHS = ("/dev/shm", "/etc/scaletrain")
 
 
 def _word(pattern: str, longest: int, message: str) -> Callable[[Any], str]:
-    def checked(value: Any) -> str:
-        if not isinstance(value, str) or len(value) > longest or not re.fullmatch(pattern, value):
-            raise PydanticCustomError("kubernetes_name", message)
-        return value
-
-    return checked
+    return valid_if(
+        lambda value: isinstance(value, str) and len(value) <= longest and re.fullmatch(pattern, value) is not None,
+        message,
+    )
 
 
 def _image(value: Any) -> str:

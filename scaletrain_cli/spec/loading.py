@@ -71,7 +71,9 @@ def spec_text(path: Path) -> bytes:
             raise SpecError(f"{shown(name)} is larger than 1 MB and is not a run spec.")
         data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
+        reason = getattr(error, "strerror", None) or shown(str(error))
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
         hint = "Give the path of a YAML file; `scaletrain init` writes one."
         message = f"cannot read the run spec {shown(name)}: {reason}."
         raise SpecError(message, remedy=hint, file=name) from error
@@ -327,10 +329,6 @@ def _follows(
         return False
     above = (section, *key[:-1])
     return not model_is_known or any((*above, other) in reported for other in DERIVED_FROM.get(str(key[-1]), ()))
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or shown(str(error))
 
 
 def hub_environment_of(raw: dict[str, Any]) -> dict[str, str]:

@@ -37,7 +37,8 @@ def _unused(
             continue
         inner, value = (*key, alias), getattr(section, name)
         rules = (_relative(one, key) for one in field.metadata if isinstance(one, UsedWhen))
-        rule = next((one for one in rules if not _is_met(spec, one)), above)
+        unmet = (one for one in rules if not any(each.holds(_value(spec, each.key)) for each in one.conditions))
+        rule = next(unmet, above)
         if isinstance(value, BaseModel) and isinstance(given[alias], dict):
             yield from _unused(spec, value, given[alias], inner, rule, source)
         elif (
@@ -67,10 +68,6 @@ def _is_switched_off(rule: UsedWhen, key: Key, source: Source) -> bool:
     """Return True if the file has the key, and an override makes it ineffective."""
     makes = (source.place(tuple(one.shown_key.split("."))) for one in rule.conditions)
     return source.place(key) != SET_OPTION and SET_OPTION in makes
-
-
-def _is_met(spec: RunSpec, rule: UsedWhen) -> bool:
-    return any(condition.holds(_value(spec, condition.key)) for condition in rule.conditions)
 
 
 def _value(spec: RunSpec, key: str) -> Any:

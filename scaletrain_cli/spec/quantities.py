@@ -100,6 +100,17 @@ def parse_whole(value: Any, minimum: int = 1) -> int:
     return value
 
 
+def valid_if(is_valid: Callable[[Any], bool], message: str) -> Callable[[Any], Any]:
+    """Return a function that returns values that are valid, and raises PydanticCustomError for others."""
+
+    def checked(value: Any) -> Any:
+        if not is_valid(value):
+            raise PydanticCustomError("value", message)
+        return value
+
+    return checked
+
+
 def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
         parsed = parse(value)

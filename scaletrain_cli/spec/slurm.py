@@ -50,10 +50,6 @@ def _hostlist(value: Any) -> str:
     return word
 
 
-def _slurm_value(value: Any) -> str | int | bool:
-    return value if isinstance(value, int) else _slurm_word(value)
-
-
 # One word of a `#SBATCH` line, without blanks, quotes, backslashes or control characters.
 SlurmWord = Annotated[
     str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
@@ -66,7 +62,9 @@ SlurmOption = Annotated[
     ),
 ]
 SlurmValue = Annotated[
-    str | int | bool, PlainValidator(_slurm_value), WithJsonSchema({"type": ["string", "integer", "boolean"]})
+    str | int | bool,
+    PlainValidator(lambda value: value if isinstance(value, int) else _slurm_word(value)),
+    WithJsonSchema({"type": ["string", "integer", "boolean"]}),
 ]
 _ABSOLUTE_PATH = r"/[^\x00\n]*"
 AbsolutePath = Annotated[str, Matching(_ABSOLUTE_PATH, 4096, "must be an absolute path on one line")]

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.hub_files import DataPath
 from scaletrain_cli.spec.image_files import FOLDER, IMAGE_FORMATS, SHARDS
-from scaletrain_cli.spec.quantities import Bytes, Epochs, Matching, Text, not_a_switch, or_word
+from scaletrain_cli.spec.quantities import Bytes, Epochs, Matching, Text, not_a_switch, or_word, valid_if
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
@@ -107,18 +107,18 @@ class StageSpec(Section):
 MOST_WORKERS = 64  # processes of each rank that read
 
 
-def _number_of_workers(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_WORKERS:
-        raise PydanticCustomError("workers", f"must be a whole number from 0 to {MOST_WORKERS}")
-    return value
-
-
 class LoaderSpec(Section):
     """Settings of the reading of batches. They never change the contents of a batch."""
 
     workers: Annotated[
         int | Literal["auto"],
-        or_word("auto", _number_of_workers),
+        or_word(
+            "auto",
+            valid_if(
+                lambda value: type(value) is int and 0 <= value <= MOST_WORKERS,
+                f"must be a whole number from 0 to {MOST_WORKERS}",
+            ),
+        ),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": MOST_WORKERS}, {"const": "auto"}]}),
     ] = Field(default="auto", description="processes of each rank that read; 0: a thread")
     prefetch: Annotated[int, Field(strict=True, ge=1, le=1024)] = Field(
@@ -131,18 +131,15 @@ class LoaderSpec(Section):
         return max(self.prefetch, processes)
 
 
-def _cache_size(value: int) -> int:
-    if value < 1 << 20:
-        raise PydanticCustomError("cache_size", "must be at least 1 MiB, since remote data are read in such blocks")
-    return value
-
-
 class CacheSpec(Section):
     """Files of remote prepared data on each node, shared by its ranks; the least recently used ones are removed."""
 
-    size: Annotated[Bytes, AfterValidator(_cache_size)] = Field(
-        default=100 * 10**9, description="most bytes on each node, at least 1 MiB"
-    )
+    size: Annotated[
+        Bytes,
+        AfterValidator(
+            valid_if(lambda size: size >= 1 << 20, "must be at least 1 MiB, since remote data are read in such blocks")
+        ),
+    ] = Field(default=100 * 10**9, description="most bytes on each node, at least 1 MiB")
     path: Text | None = Field(default=None, description="folder on the nodes; null: below TMPDIR")
 
 

@@ -13,7 +13,7 @@ SPLITS = {
     **{"test": TEST, "testing": TEST, "eval": TEST, "evaluation": TEST},
 }
 # Programs and prose are called test.py and training.md for other reasons than a split.
-_PROSE = ("txt", "text", "md", "py")
+_PROSE = frozenset({"txt", "text", "md", "py"})
 
 
 def named_splits(part: str) -> tuple[str, ...]:
@@ -37,13 +37,10 @@ def read_split(names: Sequence[str], below: str = "", *, evaluation: bool = Fals
     if not any(splits.values()):
         splits = {name: the_one(named_splits(path[-1])) for name, path in parts.items()}
     there = set(splits.values())
-    unnamed_prose = any(not splits[name] and _is_prose(path[-1]) for name, path in parts.items())
+    unnamed = (path[-1].lower().split(".")[1:] for name, path in parts.items() if not splits[name])
+    unnamed_prose = any(not _PROSE.isdisjoint(suffixes) for suffixes in unnamed)
     if TRAIN not in there or len(there - {""}) < 2 or unnamed_prose:
         return list(names), Counter()
     wanted = (VALIDATION if VALIDATION in there else TEST) if evaluation else TRAIN
     left_out = Counter(f"of {f'the {split}' if split else 'no'} split" for split in splits.values() if split != wanted)
     return [name for name in names if splits[name] == wanted], left_out
-
-
-def _is_prose(name: str) -> bool:
-    return any(suffix in _PROSE for suffix in name.lower().split(".")[1:])

@@ -198,7 +198,10 @@ def starting_spec(
     text += _CLUSTER_OF_NODES + (traits.section.starting_text or "\n") if traits.max_nodes != 1 else _LOCAL_CLUSTER
     secrets = _HUB_SECRETS if model is not None and model.restricted else _SECRETS
     text += _TAIL + (secrets if traits.secrets_from_submitter else "")
-    own: dict[str, object] = {} if preset is None else _preset(preset)
+    own: dict[str, object] = {}
+    if preset is not None:
+        known = presets()[preset]
+        own = {"preset": preset, **_dimensions(known, min(int(known["max_position_embeddings"]), 8192))}
     if model is not None:
         longest = model.seq_len if data is None else min(model.seq_len, _LONGEST_ROWS)
         adapter = "  adapter: {name: lora, rank: 16, alpha: 32, targets: all-linear}  # of PEFT\n" if lora else ""
@@ -238,11 +241,6 @@ def starting_spec(
 
 def _rate(rate: float) -> str:
     return re.sub(r"e([-+])0", r"e\1", f"{rate:.1e}")
-
-
-def _preset(preset: str) -> dict[str, object]:
-    known = presets()[preset]
-    return {"preset": preset, **_dimensions(known, min(int(known["max_position_embeddings"]), 8192))}
 
 
 def _dimensions(known: Mapping[str, Any], seq_len: int) -> dict[str, object]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.plugins import OPTIMIZERS
 from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, optimizer_extension, or_plugin
@@ -20,29 +19,23 @@ from scaletrain_cli.spec.quantities import (
     Whole,
     WholeOrZero,
     not_a_switch,
+    valid_if,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
-
-def _stage_or_auto(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3):
-        return value
-    raise PydanticCustomError("zero_stage", "must be 0, 1, 2, 3 or auto")
-
-
 ZeroStage = Annotated[
-    int | Literal["auto"], PlainValidator(_stage_or_auto), WithJsonSchema({"enum": [0, 1, 2, 3, "auto"]})
+    int | Literal["auto"],
+    PlainValidator(
+        valid_if(
+            lambda value: value == "auto" or (type(value) is int and 0 <= value <= 3), "must be 0, 1, 2, 3 or auto"
+        )
+    ),
+    WithJsonSchema({"enum": [0, 1, 2, 3, "auto"]}),
 ]
-
-
-def _switch_or_auto(value: Any) -> Any:
-    if value == "auto" or isinstance(value, bool):
-        return value
-    raise PydanticCustomError("switch", "must be true, false or auto")
-
-
 SwitchOrAuto = Annotated[
-    bool | Literal["auto"], PlainValidator(_switch_or_auto), WithJsonSchema({"enum": [True, False, "auto"]})
+    bool | Literal["auto"],
+    PlainValidator(valid_if(lambda value: value == "auto" or isinstance(value, bool), "must be true, false or auto")),
+    WithJsonSchema({"enum": [True, False, "auto"]}),
 ]
 
 

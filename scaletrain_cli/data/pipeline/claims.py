@@ -25,12 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from scaletrain_cli.data.drafts import new_owner, remove_drafts
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, reason_from, recorded
-from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.rundir.documents import parse_object, read_document, write_document
 from scaletrain_cli.safe_files import create_file, make_folder, open_to_read
 from scaletrain_cli.secret_text import hide_values_in, secret_values
 from scaletrain_cli.unexpected import error_of_system
@@ -150,7 +149,7 @@ class Claims:
         try:
             with open_to_read(path) as file:  # opened, since an NFS client may show old times otherwise
                 changed = os.fstat(file.fileno()).st_mtime_ns
-                about = _parsed(file.read())
+                about = parse_object(file.read())  # empty if just created
         except FileNotFoundError:
             return True
         gone = about.get("machine") == _machine() != "" and about.get("started") != _started(about.get("pid"))
@@ -282,11 +281,3 @@ def _started(pid: object) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if stat[0] in "ZX" else stat[19]
     return ""
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    try:
-        found = parse_json(data)
-    except ValueError:  # just created
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -69,7 +69,9 @@ class Decisions:
         """Record a document that is removed; the first ones of each rule become examples."""
         rule = removed.rule
         self.removed_characters[rule] = self.removed_characters.get(rule, 0) + len(text)
-        measured, value = self.measured.setdefault(rule, {}), _rounded(removed.measured)
+        measured, value = self.measured.setdefault(rule, {}), removed.measured
+        if not isinstance(value, str):
+            value = f"{float(f'{value:.2g}'):g}"  # so that there are few different ones
         measured[value] = measured.get(value, 0) + 1
         if self._count(number, rule) <= _EXAMPLES_PER_RULE:
             about = {"rule": rule, "measured": removed.measured, "limit": removed.limit}
@@ -108,11 +110,6 @@ def read_decisions(path: Path) -> Decisions | None:
         return Decisions(**document | {"counts": Counter(document["counts"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _rounded(value: float | str) -> str:
-    """Return a measured value as text, numbers with two digits, so that there are few different ones."""
-    return value if isinstance(value, str) else f"{float(f'{value:.2g}'):g}"
 
 
 def shortened(text: str) -> str:

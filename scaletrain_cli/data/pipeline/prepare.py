@@ -132,7 +132,8 @@ def prepare(
         def remove_leftovers() -> None:
             for each_folder in written:
                 claims.remove_drafts(each_folder)
-            for corpus in _corpora(found):
+            steps = (step.looks_at_all for work in found for step in work.chain.steps)
+            for corpus in {step.corpus for step in steps if isinstance(step, _Duplicates)}:
                 remove_phases(corpus)  # of which a slow process may have written some again
 
         claims.at_last_end(remove_leftovers)
@@ -149,12 +150,6 @@ class _Crew:
 
     def run(self, stage: Stage) -> None:
         run_stage(stage, self.claims, self.workers, self.progress)
-
-
-def _corpora(found: Sequence[_Work]) -> set[Corpus]:
-    """Return what the steps over all documents have worked on."""
-    steps = (step.looks_at_all for work in found for step in work.chain.steps)
-    return {step.corpus for step in steps if isinstance(step, _Duplicates)}
 
 
 def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:

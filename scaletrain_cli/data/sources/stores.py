@@ -88,14 +88,10 @@ def parse_place(path: str) -> Place:
 
 def _require_secure(endpoint: str, path: str) -> None:
     """Raise PlaceError for http:// to another machine, unless the environment permits it."""
-    if endpoint.startswith("http://") and not _is_permitted_http(endpoint):
+    is_permitted = _is_set(ALLOW_HTTP) or _is_set("AWS_ALLOW_HTTP") or is_loopback(urlsplit(endpoint).hostname or "")
+    if endpoint.startswith("http://") and not is_permitted:
         shown = f"http://{urlsplit(endpoint).netloc.rpartition('@')[2]}"  # without a password
         raise PlaceError(Reason("remote.plain-http", {"path": path, "endpoint": shown, "variable": ALLOW_HTTP}))
-
-
-def _is_permitted_http(endpoint: str) -> bool:
-    host = urlsplit(endpoint).hostname or ""
-    return _is_set(ALLOW_HTTP) or _is_set("AWS_ALLOW_HTTP") or is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:

@@ -63,7 +63,8 @@ class Contamination:
         if spec.action == "drop":
             if spec.min_matching_share is None:
                 return Removed("contamination.ngram", len(starts), 0)
-            share = self._share(text)
+            shares = (self.indexes[length].largest_share(numbers) for length, numbers in self._numbers(text))
+            share = max(shares, default=0.0)
             return (
                 Removed("contamination.min_matching_share", share, spec.min_matching_share)
                 if (share >= spec.min_matching_share)
@@ -89,11 +90,6 @@ class Contamination:
         for length, numbers in self._numbers(text):
             found += [(int(start), length) for start in np.flatnonzero(self.indexes[length].contains(numbers))]
         return sorted(found)
-
-    def _share(self, text: str) -> float:
-        """Return the largest share of the n-grams of one item that the text has."""
-        shares = (self.indexes[length].largest_share(numbers) for length, numbers in self._numbers(text))
-        return max(shares, default=0.0)
 
     def _numbers(self, text: str) -> Iterator[tuple[int, _Numbers]]:
         """Yield each length of the evaluation's n-grams with the numbers of all sequences of the text."""

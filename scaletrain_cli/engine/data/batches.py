@@ -381,6 +381,11 @@ class BatchReader:
             each = [rows.images for rows in read if rows.images is not None]
             images = self.pixels.read(sequences.images, np.concatenate(each))
             counts = tuple(map(len, each))
+        step_tokens = None
+        if of_training is not None:  # the positions that all replicas compute
+            every = [self._indices(of_training, rank) for rank in range(self.layout.data_parallel)]
+            padded = sum(sum(self._lengths(sequences, each, in_training=True)) for each in every)
+            step_tokens = len(samples[0]) * padded
         alike = len(set(lengths)) == 1
         if not positions and alike:
             places_in_row = self.mesh.part.places(lengths[0])
@@ -398,7 +403,7 @@ class BatchReader:
             numbers=numbers,
             reference=reference,
             lengths=None if alike else tuple(lengths),
-            step_tokens=None if of_training is None else self._step_tokens(sequences, of_training),
+            step_tokens=step_tokens,
             real=self._stacked([rows.real for rows in read]),
             sources=self._sources(indices),
             images=images,
@@ -414,12 +419,6 @@ class BatchReader:
         padded = [-(-sequences.longest(batch) // multiple) * multiple for batch in indices]
         lengths = [min(length, sequences.seq_len) for length in padded]
         return [max(lengths)] * len(lengths) if self.padded_to == "step" else lengths
-
-    def _step_tokens(self, sequences: RowSamples, number: int) -> int:
-        """Return the positions that all replicas compute for a batch."""
-        rows = self.layout.micro_batch_size * (2 if sequences.pairs else 1)
-        batches = (self._indices(number, rank) for rank in range(self.layout.data_parallel))
-        return rows * sum(sum(self._lengths(sequences, indices, in_training=True)) for indices in batches)
 
     def _stacked(self, arrays: list[npt.NDArray[Any]]) -> Tensor:
         """Return this rank's part of the values of all positions of each micro-batch, in one tensor."""

@@ -472,7 +472,7 @@ def compile_template(
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = now.strftime
     # A template is a stranger's code: neither the type dict nor names with an underscore are within its reach.
-    environment.globals["dict"] = _new_dict
+    environment.globals["dict"] = lambda *given, **named: dict(*given, **named)
     environment.globals["namespace"] = _Namespace
     try:
         compiled = environment.from_string(source)
@@ -494,10 +494,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _new_dict(*given: Any, **named: Any) -> dict[Any, Any]:
-    return dict(*given, **named)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -535,11 +531,9 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        block = jinja2.nodes.CallBlock(self.call_method("_between_marks", self._mark_names()), [], [], body)
+        marks: list[Any] = [jinja2.nodes.Name(name, "load") for name in (_OPENING, _CLOSING)]
+        block = jinja2.nodes.CallBlock(self.call_method("_between_marks", marks), [], [], body)
         return [block.set_lineno(line)]
-
-    def _mark_names(self) -> list[Any]:
-        return [jinja2.nodes.Name(name, "load") for name in (_OPENING, _CLOSING)]
 
     def _between_marks(self, opening: str, closing: str, caller: Callable[[], str]) -> str:
         return f"{opening}{caller()}{closing}"

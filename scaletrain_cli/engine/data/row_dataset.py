@@ -85,12 +85,6 @@ class RowsInfo(DatasetInfo):
     rows_with_bad_images: int = 0  # which were left out
     bad_images: str = ""  # the first ones, a line each
 
-    @property
-    def samples(self) -> tuple[int, int]:
-        """Return the numbers of training and of validation sequences, or pairs."""
-        width = 2 if self.objective == "dpo" else 1
-        return self.train_rows // width, self.validation_rows // width
-
 
 def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
     """Return the folder of the prepared rows: the source itself if it is one, else a folder below the runs root.

@@ -106,7 +106,8 @@ class RowSequences:
             ends = self.document_ends[self.row_ends[row - 1] if row else 0 : self.row_ends[row]]
             base = self._start(row)
             stop = int(ends[-1])
-            self._check(base, stop)
+            for file, values in zip(self.files or (), (self.tokens, self.weights), strict=False):
+                file.check(base * values.itemsize, stop * values.itemsize)
             count = stop - base
             tokens[place, :count] = self.tokens[base:stop]
             weights[place, : count - 1] = self.weights[base + 1 : stop]  # 0 where the next document starts
@@ -134,11 +135,6 @@ class RowSequences:
         """Return the index of the first token of a row."""
         before = int(self.row_ends[row - 1]) if row else 0
         return int(self.document_ends[before - 1]) if before else 0
-
-    def _check(self, start: int, stop: int) -> None:
-        if self.files is not None:
-            for file, values in zip(self.files, (self.tokens, self.weights), strict=True):
-                file.check(start * values.itemsize, stop * values.itemsize)
 
 
 @dataclass(frozen=True)

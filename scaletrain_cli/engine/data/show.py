@@ -119,14 +119,9 @@ def _tokenizer(spec: RunSpec, runs_root: Path) -> tuple[Any, bool]:
         prepared = rows_folder(spec, runs_root) / "tokenizer.json"
         if not prepared.is_file():
             return tokenizer_of(spec.data, spec.training.objective, _ROWS_COUNTED, images=with_images), False
-        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": _file(prepared)})})
+        section = type(spec.data.tokenizer)(kind="file", path=str(prepared))
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": section})})
     return tokenizer_of(spec.data, spec.training.objective), True
-
-
-def _file(path: Path) -> Any:
-    from scaletrain_cli.spec.data import TokenizerSpec
-
-    return TokenizerSpec(kind="file", path=str(path))
 
 
 def _uncut(chat: ChatTokenizer, row: Row) -> list[Encoded]:

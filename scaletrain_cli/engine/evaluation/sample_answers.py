@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,9 @@ class SampleAnswers:
         names = [image.place for image in self.reader.sequences.images_of(row)[:images]]
         prompt = [token for token in tokens if token != self.spec.image_token_index]
         texts = {"prompt": prompt, "answer": found, "expected": expected[:-1]}
-        return {"sample": ", ".join(names) or f"row {row + 1}", **self._decoded(texts)}
-
-    def _decoded(self, texts: Mapping[str, list[int]]) -> dict[str, str]:
         tokenizer = load_tokenizer(str(self.tokenizer))
-        return {name: tokenizer.decode(ids).strip() for name, ids in texts.items()}
+        decoded = {name: tokenizer.decode(ids).strip() for name, ids in texts.items()}
+        return {"sample": ", ".join(names) or f"row {row + 1}", **decoded}
 
     def _greedy(self, engine: Any, prompt: Sequence[int], pixels: Tensor | None, end: int) -> list[int]:
         """Return tokens until ``end``, of which the first rank decides."""

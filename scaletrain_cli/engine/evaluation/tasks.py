@@ -91,7 +91,9 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
         run, "evaluated", step=step, evaluation=own.run_id, metrics=evaluation.metrics, failed=[*evaluation.errors]
     )
     shutil.rmtree(copied, ignore_errors=True)
-    _mirror_if_finished(run, record, rank.environment.attempt)
+    ends = [event["event"] for event in read_events(run) if event["event"] in ("started", "resumed", "finished")]
+    if ends[-1:] == ["finished"]:  # otherwise rank 0 of the run passes the metrics on to its trackers
+        start_trackers(run, record, rank.environment.attempt).finish("finished")
     return ExitCode.DONE if not evaluation.errors else ExitCode.DO_NOT_REQUEUE
 
 
@@ -203,10 +205,3 @@ def _lm_eval(task: LmEvalTask, evaluation: Evaluation, loaded: _ModelOnDemand, o
         lower_is_better=[*evaluation.lower_is_better, *found.lower_is_better],
         versions={**evaluation.versions, task.name: found.versions},
     )
-
-
-def _mirror_if_finished(run: RunDir, record: RunRecord, attempt: int) -> None:
-    """Pass the metrics on to the trackers of the run if its training has finished; otherwise rank 0 does it."""
-    places = [event["event"] for event in read_events(run) if event["event"] in ("started", "resumed", "finished")]
-    if places[-1:] == ["finished"]:  # a finished run may be resumed with more steps
-        start_trackers(run, record, attempt).finish("finished")

@@ -159,7 +159,9 @@ class ReferencePass:
         pairs = len(reader)
         # Files of the weights may be gone once a checkpoint has replaced them.
         key = reference_key(self.spec, dataset) if step == 0 and self._leads else {"dataset": list(dataset)}
-        known = self._shared(self._stored(path, pairs, key) if self._leads else None)
+        file = ReferenceFile.read(path) if self._leads else None
+        is_same = file is not None and file.pairs == pairs and key.items() <= file.key.items()
+        known = self._shared(file.values if file is not None and is_same else None)
         if len(known) == pairs:
             return known
         if step > 0:
@@ -182,12 +184,6 @@ class ReferencePass:
     @property
     def _leads(self) -> bool:
         return torch.distributed.get_rank() == 0
-
-    @staticmethod
-    def _stored(path: Path, pairs: int, key: dict[str, Any]) -> Values | None:
-        """Return the values in a file that was written for these pairs and has the entries of ``key``."""
-        file = ReferenceFile.read(path)
-        return None if file is None or file.pairs != pairs or not key.items() <= file.key.items() else file.values
 
     def _shared(self, values: Values | None) -> Values:
         """Return the values of rank 0 on every rank."""

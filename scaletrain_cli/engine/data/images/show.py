@@ -130,7 +130,8 @@ class ShownImages:
 
     def _labeled(self, reader: ImageBatchReader, sample: ImageSample) -> dict[str, Any]:
         """Return label, class names, caption, and the tokens of the caption."""
-        label, names = sample.label, self._class_names()
+        samples: Any = self._data.samples
+        label, names = sample.label, samples.class_names
         found: str | list[str] | None = None
         if isinstance(label, int):
             found = names[label] if names else str(label)
@@ -148,11 +149,6 @@ class ShownImages:
             "tokens": tokens,
             "cut": cut,
         }
-
-    def _class_names(self) -> tuple[str, ...] | None:
-        samples: Any = self._data.samples
-        names: tuple[str, ...] | None = samples.class_names
-        return names
 
 
 def _place(samples: ImageSamples | JoinedImages, number: int) -> tuple[int, int]:
