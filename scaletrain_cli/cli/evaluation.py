@@ -124,9 +124,10 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the evaluations after one step: metrics, errors, versions, generated texts, and the worst classes."""
+    from scaletrain_cli.rundir.documents import reporting_damage
     from scaletrain_cli.rundir.evaluations import read_evaluations
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.validations import read_validations
+    from scaletrain_cli.rundir.validations import read_validations, validation_path
     from scaletrain_cli.ui.evaluations import show_evaluation, show_validation
     from scaletrain_cli.ui.json import print_json
 
@@ -149,4 +150,5 @@ def show(
     if evaluation is not None:
         show_evaluation(evaluation)
     if validation is not None:
-        show_validation(validation)
+        with reporting_damage(validation_path(found, validation.step)):
+            show_validation(validation)

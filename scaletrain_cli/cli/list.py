@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
-_DAMAGED = "damaged"  # whose record cannot be read
 
 
 def state_groups() -> dict[str, frozenset[str]]:
     """Return the states selected by each value of --state."""
-    from scaletrain_cli.launch.status import OVER, RunState
+    from scaletrain_cli.launch.status import DAMAGED, OVER, RunState
 
-    states = frozenset((*get_args(RunState), _DAMAGED))
+    states = frozenset((*get_args(RunState), DAMAGED))
     return {
-        "active": states - {*OVER, _DAMAGED},
+        "active": states - {*OVER, DAMAGED},
         "over": frozenset(OVER),
         **{name: frozenset((name,)) for name in states},
     }
@@ -83,8 +82,8 @@ def command(
     States: queued, running, suspended, ending, preempted, finished, failed, cancelled, ended-idle, unknown,
     damaged.
     """
-    from scaletrain_cli.launch.status import run_statuses
-    from scaletrain_cli.rundir.paths import list_runs, runs_root
+    from scaletrain_cli.launch.status import run_statuses, runs_in_states
+    from scaletrain_cli.rundir.paths import list_runs, runs_root, submitted_at
     from scaletrain_cli.rundir.sweeps import find_sweep
 
     if cluster is not None:  # one with a login node has been asked there
@@ -92,16 +91,14 @@ def command(
     states = _states(state or ())
     chosen = list_runs() if sweep is None else find_sweep(sweep).runs
     earliest = float("-inf") if since is None else time.time() - seconds_of("--since", since)
-    found_times = sorted(_with_times(chosen), key=lambda found: found[0], reverse=True)
-    runs = [run for submitted, run in found_times if submitted >= earliest and not (mine and _is_of_another(run))]
-    if states is None:
-        shown = runs[:limit] if limit else runs
-        found = list(zip(shown, run_statuses(shown), strict=True))
-        left = len(runs) - len(shown)
-    else:
-        fitting = [pair for pair in zip(runs, run_statuses(runs), strict=True) if _state(pair[1]) in states]
-        found = fitting[:limit] if limit else fitting
-        left = len(fitting) - len(found)
+    submitted = {run: submitted_at(run) for run in chosen}
+    newest_first = sorted(chosen, key=lambda run: submitted[run], reverse=True)
+    runs = [run for run in newest_first if submitted[run] > earliest and not (mine and _is_of_another(run))]
+    fitting = runs if states is None else runs_in_states(runs, states)
+    shown = fitting[:limit] if limit else fitting
+    left = len(fitting) - len(shown)
+    # A run that was removed since it was listed has no row.
+    found = [(run, status) for run, status in zip(shown, run_statuses(shown), strict=True) if os.path.lexists(run.path)]
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -110,8 +107,8 @@ def command(
         return
     from scaletrain_cli.ui.console import say
 
-    if not runs and found_times:
-        say(f"none of the {counted(len(found_times), 'run')} under {runs_root()} {_chosen_by(since, mine)}.")
+    if not runs and submitted:
+        say(f"none of the {counted(len(submitted), 'run')} under {runs_root()} {_chosen_by(since, mine)}.")
         return
     if not runs:
         say(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
@@ -121,7 +118,7 @@ def command(
     if not found:
         say(f"none of the {counted(len(runs), 'run')} under {runs_root()} is {' or '.join(state or ())}.")
         return
-    show_runs([(run, status, _eta_seconds(run, status)) for run, status in found])
+    show_runs([(run, submitted[run], status, _eta_seconds(run, status)) for run, status in found])
     if left:
         say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
 
@@ -151,24 +148,17 @@ def _states(given: Sequence[str]) -> frozenset[str] | None:
     return frozenset().union(*(groups[name] for name in given))
 
 
-def _with_times(runs: Iterable[RunDir]) -> Iterator[tuple[float, RunDir]]:
-    """Yield each run with the modification time of its record; skip runs deleted in the meantime."""
-    for run in runs:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            yield run.record.stat().st_mtime, run
-
-
-def _state(status: RunStatus | UsageError) -> str:
-    return _DAMAGED if isinstance(status, UsageError) else status.state
-
-
 def _row(run: RunDir, status: RunStatus | UsageError) -> dict[str, Any]:
+    from scaletrain_cli.launch.status import DAMAGED
+
     if isinstance(status, UsageError):
-        return {"run_id": run.run_id, "state": _DAMAGED, "error": status.to_json()}
+        return {"run_id": run.run_id, "state": DAMAGED, "error": status.to_json()}
     return status.to_json() | {"eta_seconds": _eta_seconds(run, status)}
 
 
 def _eta_seconds(run: RunDir, status: RunStatus | UsageError) -> float | None:
     from scaletrain_cli.launch.status import eta_seconds
 
-    return None if isinstance(status, UsageError) else eta_seconds(run, status)
+    with contextlib.suppress(UsageError):  # damaged since its status was read
+        return None if isinstance(status, UsageError) else eta_seconds(run, status)
+    return None

@@ -17,7 +17,7 @@ from scaletrain_cli.diagnosis.findings import Change
 from scaletrain_cli.diagnosis.history import History, read_history
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import undamaged_document
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.measured import Measured, read_measured
@@ -250,7 +250,7 @@ def read_dataset(run: RunDir, spec: RunSpec) -> Dataset | None:
     if len(folders) != 1:
         return None
     (folder,) = folders.values()
-    found = read_document(folder / "dataset.json") or {}
+    found = undamaged_document(folder / "dataset.json") or {}
     tokens, tokenizer = found.get("train_tokens"), found.get("tokenizer")
     dtype = tokenizer.get("dtype") if isinstance(tokenizer, dict) else None
     if not isinstance(tokens, int) or dtype not in _CODES:

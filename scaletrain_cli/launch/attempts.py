@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -17,7 +17,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, class
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, has_all_files, read_checkpoint
-from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
+from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
@@ -194,10 +194,7 @@ def last_sign_of(run: RunDir, attempt: AttemptRecord) -> float:
 
 def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
     """Return one attempt; None where it has no record."""
-    path = run.attempt(number) / "attempt.json"
-    data = read_document(path)
-    with reporting_damage(path):
-        return _from_json(data) if data is not None else None
+    return read_as(AttemptRecord, run.attempt(number) / "attempt.json")
 
 
 def read_attempts(run: RunDir) -> list[AttemptRecord]:
@@ -274,9 +271,3 @@ def _planned_nodes(spec: RunSpec, attempt: AttemptRecord | None) -> int:
 
 def _write(run: RunDir, attempt: AttemptRecord) -> None:
     write_document(run.attempt(attempt.number) / "attempt.json", dataclasses.asdict(attempt))
-
-
-def _from_json(data: dict[str, Any]) -> AttemptRecord:
-    assert data["reason"] is None or data["reason"] in get_args(ExitReason), data["reason"]
-    decision = Decision(**data["decision"]) if data["decision"] else None
-    return AttemptRecord(**{**data, "nodes": tuple(data["nodes"]), "decision": decision})

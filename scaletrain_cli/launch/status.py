@@ -5,19 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.full_disk import has_no_space
-from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
+from scaletrain_cli.launch.attempts import (
+    AttemptRecord,
+    attempt_outcome,
+    newest_checkpoint_step,
+    read_attempt,
+    read_attempts,
+)
 from scaletrain_cli.launch.backends.base import Backend, Job, job_from
 from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import reporting_damage
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput, steps_lost
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
@@ -88,6 +95,8 @@ RunState = Literal[
 ]
 # fmt: on
 OVER: tuple[RunState, ...] = ("finished", "failed", "cancelled", "ended-idle")  # only a resume continues the run
+DAMAGED = "damaged"  # the state of a run with a document that cannot be read
+SETTLED_SECONDS = 3600.0  # since the recorded end of a run: its job has ended, too
 SENT_JOB_SECONDS = 60.0  # since the machine that shows a view has sent the job: after that, it is not known
 # The number of latest lines that are searched for a validation loss.
 _LINES_SEARCHED = 10_000
@@ -226,11 +235,40 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
     return [_status_or_error(run, scheduler) for run, scheduler in zip(runs, _schedulers(runs), strict=True)]
 
 
+def runs_in_states(runs: Sequence[RunDir], states: Collection[str]) -> list[RunDir]:
+    """Return the runs in one of the states, in their order.
+
+    The status is read only of those whose recorded end does not decide, unless damaged records are asked for.
+    """
+    found: dict[RunDir, str] = {}
+    for run in () if DAMAGED in states else runs:
+        if (settled := _settled_state(run)) is not None:
+            found[run] = settled
+    others = [run for run in runs if run not in found]
+    for run, status in zip(others, run_statuses(others), strict=True):
+        found[run] = DAMAGED if isinstance(status, UsageError) else status.state
+    return [run for run in runs if found[run] in states]
+
+
+def _settled_state(run: RunDir) -> RunState | None:
+    """Return the state by the recorded end of the last attempt, if nothing can have followed it; else None."""
+    with contextlib.suppress(UsageError):
+        last = read_attempt(run, max(run.attempts(), default=0))
+        if last is None or sent_run(run.path) is not None:
+            return None
+        if has_finished(run, last):
+            return "finished"
+        is_settled = last.ended is not None and time.time() - last.ended > SETTLED_SECONDS and not last.may_be_followed
+        if is_settled and not _is_submitted_after(run, last):
+            return "cancelled" if run.is_cancelled else _of_cause(last.reason)
+    return None
+
+
 def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
     """Return for each run the back end that already holds the answer about its job; None where there is none."""
     open_runs: dict[str, list[RunDir]] = {}
     for run in runs:
-        with contextlib.suppress(UsageError):  # its own row reports the damage
+        with contextlib.suppress(UsageError, OSError):  # its own row reports the damage
             if not _is_done(run):
                 open_runs.setdefault(read_record(run).spec.cluster.scheduler, []).append(run)
     found: dict[RunDir, Backend] = {}
@@ -244,22 +282,28 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
 
 def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | UsageError:
     try:
-        return run_status(run, scheduler)
+        with reporting_damage(run.path):
+            return run_status(run, scheduler)
     except UsageError as error:
         return error
+    except OSError as error:  # such as too many open files
+        return UsageError(f"{run.path} could not be read: {error.strerror or error}.")
 
 
 def _is_done(run: RunDir) -> bool:
-    attempts = read_attempts(run)
-    return has_finished(run, attempts[-1] if attempts else None)
+    return has_finished(run, read_attempt(run, max(run.attempts(), default=0)))
 
 
 def has_finished(run: RunDir, last: AttemptRecord | None) -> bool:
     """Return whether the last attempt has finished the run, and no job was submitted since to train more steps."""
     if last is None or last.reason != "done":
         return False
+    return not _is_submitted_after(run, last)
+
+
+def _is_submitted_after(run: RunDir, last: AttemptRecord) -> bool:
     submitted = (open_request(run), read_submission(run))
-    return not any(each is not None and each.first_attempt > last.number for each in submitted)
+    return any(each is not None and each.first_attempt > last.number for each in submitted)
 
 
 def is_over(run: RunDir, status: RunStatus) -> bool:

@@ -365,7 +365,7 @@ def read_submission(run: RunDir) -> Submission | None:
     data = read_document(_submission_path(run))
     if data is not None and data.get("state") == "asked":
         data = data.get("before")
-    return None if data is None else _submission(run, data)
+    return None if data is None else from_document(Submission, _without_state(data), _submission_path(run))
 
 
 def submitted_before(run: RunDir) -> Submission | None:
@@ -381,14 +381,11 @@ def open_request(run: RunDir) -> Request | None:
     data = read_document(_submission_path(run))
     if data is None or data.get("state") != "asked":
         return None
-    fields = {key: value for key, value in data.items() if key != "state"}
-    before = None if data.get("before") is None else _submission(run, data["before"])
-    return from_document(Request, {**fields, "before": before}, _submission_path(run))
+    return from_document(Request, _without_state(data), _submission_path(run))
 
 
-def _submission(run: RunDir, data: dict[str, Any]) -> Submission:
-    fields = {key: value for key, value in data.items() if key != "state"}
-    return from_document(Submission, fields, _submission_path(run))
+def _without_state(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key != "state"}
 
 
 @contextlib.contextmanager

@@ -14,17 +14,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.notify.delivery import LONGEST_RETRY_AFTER, Delivery, Origin, deliver
 from scaletrain_cli.notify.notices import Notice, Pending, Receiver, notice_of
-from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.rundir.documents import read_document, undamaged_document, write_document
+from scaletrain_cli.rundir.journal import placed_lines
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.safe_files import locked, open_to_read
+from scaletrain_cli.safe_files import locked
 from scaletrain_cli.spec.notify import NotifySpec
 
 _LEAST_GAP_SECONDS = 1.0  # between two notifications to a receiver
@@ -49,7 +50,7 @@ def state_file(run: RunDir) -> Path:
 
 def read_receivers(run: RunDir) -> dict[str, Receiver]:
     """Return the receivers in the state file by name; those of another form are left out."""
-    found = (read_document(state_file(run)) or {}).get("receivers")
+    found = (undamaged_document(state_file(run)) or {}).get("receivers")
     receivers: dict[str, Receiver] = {}
     for name, data in found.items() if isinstance(found, dict) else ():
         with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
@@ -101,7 +102,7 @@ class Notifier:
             settings = self._settings[name]
             if receiver.read_bytes is None:
                 receiver.read_bytes = _begin_of_submission(self._run.events)
-            for place, end, event in _events_from(self._run.events, receiver.read_bytes):
+            for place, end, event in placed_lines(self._run.events, receiver.read_bytes):
                 notice = notice_of(event, place)
                 if notice is not None:
                     receiver.take(notice, settings)
@@ -186,27 +187,7 @@ def trial_notice(now: float) -> Notice:
     return Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})
 
 
-def _events_from(path: Path, start: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (offset, offset of its end, event) of each complete line from ``start`` on."""
-    try:
-        with open_to_read(path) as file:
-            file.seek(0, os.SEEK_END)
-            begin = min(start, file.tell())
-            file.seek(begin)
-            data = file.read()
-    except FileNotFoundError:
-        return
-    place = begin
-    *lines, _ = data.split(b"\n")
-    for line in lines:
-        end = place + len(line) + 1
-        with contextlib.suppress(ValueError):
-            if isinstance(event := parse_json(line), dict):
-                yield place, end, event
-        place = end
-
-
 def _begin_of_submission(path: Path) -> int:
     """Return the offset of the latest event ``submitted``; 0 if there is none: a new receiver gets no older events."""
-    places = [place for place, _, event in _events_from(path, 0) if event.get("event") == "submitted"]
+    places = [place for place, _, event in placed_lines(path) if event.get("event") == "submitted"]
     return places[-1] if places else 0

@@ -22,9 +22,9 @@ _LAST_VALUES = 20
 
 
 def read_report(runs: Sequence[RunDir], sweep: Sweep | None = None) -> dict[str, Any]:
-    """Return the report (docs/json.md). Raises UsageError for a damaged record.
+    """Return the report (docs/json.md). Of several runs, those that cannot be read are in ``damaged``.
 
-    Of a sweep, runs with damaged records are in ``damaged``.
+    Raises UsageError if none can be read.
     """
     if len(runs) > MOST_RUNS:
         raise UsageError(Reason("report.many-runs", {"runs": len(runs), "most": MOST_RUNS}))
@@ -35,7 +35,7 @@ def read_report(runs: Sequence[RunDir], sweep: Sweep | None = None) -> dict[str,
         try:
             found.append(read_run_report(run, most_bins=bins))
         except UsageError as error:
-            if sweep is None:
+            if sweep is None and run == runs[-1] and not found:
                 raise
             damaged.append({"run_id": run.run_id, "text": error.message})
     measure = "validation_loss" if found and all(_validated(run) for run in found if _trained(run)) else "loss"

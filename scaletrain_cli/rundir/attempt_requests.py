@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import read_document, reporting_damage, typed, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 
@@ -42,9 +42,11 @@ def growth_requests(run: RunDir) -> list[GrowthRequest]:
     """Return all requests of the run, in order of the attempts."""
     found = []
     for number in run.attempts():
-        data = read_document(run.attempt(number) / "growth.json")
+        data = read_document(path := run.attempt(number) / "growth.json")
         if data is not None:
-            found.append(GrowthRequest(number, float(data["time"]), data.get("params", {}).get("before")))
+            with reporting_damage(path):
+                before = typed(int | None, data.get("params", {}).get("before"))
+                found.append(GrowthRequest(number, typed(float, data["time"]), before))
     return found
 
 

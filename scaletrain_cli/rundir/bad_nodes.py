@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import typed, undamaged_document, write_document
 from scaletrain_cli.safe_files import locked
 
 _LOCK_SECONDS = 10.0
@@ -38,10 +38,8 @@ def bad_nodes_file(root: Path) -> Path:
 
 def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
     """Return the nodes to exclude, latest evidence first."""
-    data = None
-    with contextlib.suppress(OSError):  # a folder, or not readable by this user: no node is known
-        data = read_document(bad_nodes_file(root))
-    if data is None or data.get("schema") != SCHEMA:
+    data = undamaged_document(bad_nodes_file(root))
+    if data is None or data.get("schema") != SCHEMA or not isinstance(data.get("nodes"), list):
         return []
     nodes = [_by_this_clock(node, now) for entry in data.get("nodes", ()) if (node := _bad_node(entry)) is not None]
     return sorted((node for node in nodes if node.expires > now), key=lambda node: -node.time)
@@ -78,12 +76,11 @@ def _bad_node(entry: object) -> BadNode | None:
     """Return the node of an entry; None if it is invalid, since any user with write access to the root can edit the
     file.
     """
-    names = {field.name for field in dataclasses.fields(BadNode)}
-    if not isinstance(entry, dict) or entry.keys() != names:
+    try:
+        found: BadNode = typed(BadNode, entry)
+        return found
+    except (TypeError, ValueError, LookupError):
         return None
-    text = all(isinstance(entry[name], str) for name in ("node", "reason", "message", "run_id"))
-    numbers = all(isinstance(entry[name], int | float) for name in ("attempt", "time", "expires"))
-    return BadNode(**entry) if text and numbers else None
 
 
 def _write(root: Path, nodes: Collection[BadNode]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
+from scaletrain_cli.rundir.documents import DamagedError, entries, parse_json, read_content, read_document
 from scaletrain_cli.safe_files import open_to_read
 
 MANIFEST = "manifest.json"
@@ -140,36 +141,36 @@ def committed_folders(folder: Path) -> list[Path]:
     return [path for step in sorted(found) if (path := found[step]) == checkpoint_path(folder, step)]
 
 
-def entries(folder: Path) -> list[Path]:
-    """Return all entries of a folder; none if it does not exist."""
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
 def read_checkpoint(path: Path) -> Checkpoint | Defect:
     """Return the checkpoint as its manifest states it, or the defect of the manifest."""
     try:
-        with open_to_read(path / MANIFEST) as file:
-            content = file.read()
-    except FileNotFoundError:
+        content = read_content(path / MANIFEST)
+    except DamagedError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError):
+            return _os_defect(cause, f"{MANIFEST}: ")
+        return Defect("damaged", f"{MANIFEST}: {cause}")
+    if content is None:
         return Defect("damaged", f"{MANIFEST}: missing (the deletion was interrupted, or the file was lost)")
-    except OSError as error:
-        return _os_defect(error, f"{MANIFEST}: ")
     return parse_manifest(content, path)
 
 
 def parse_manifest(content: bytes, path: Path) -> Checkpoint | Defect:
     """Return the checkpoint in the folder ``path`` as its manifest states it, or the defect of the manifest."""
     try:
-        data = json.loads(content.decode("utf-8"))
+        data = parse_json(content)
         stated = data.pop("sha256")
         if stated != manifest_hash(data):
             return Defect("damaged", f"{MANIFEST}: content does not match the recorded hash")
         files = {name: FileDigest(**digest) for name, digest in data["files"].items() if _is_inside(name)}
         if len(files) != len(data["files"]):
             return Defect("damaged", f"{MANIFEST}: names files outside its folder")
+        numbers = [data["step"], data["world_size"], data["attempt"], *(file.size for file in files.values())]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError("not the counts of a checkpoint")
         checkpoint = Checkpoint(path, data["step"], data["world_size"], data["clean"], data["attempt"], files)
         own_name = checkpoint_path(path.parent, checkpoint.step).name
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Defect("damaged", f"{MANIFEST}: not the manifest of a checkpoint")
     if own_name != path.name:
         return Defect(
@@ -182,9 +183,8 @@ def parse_manifest(content: bytes, path: Path) -> Checkpoint | Defect:
 def read_client_state(path: Path) -> dict[str, Any] | None:
     """Return what the training loop has stated of a checkpoint, such as its data; None if it cannot be read."""
     try:
-        with open_to_read(path / STATE_FILE) as file:
-            client = json.loads(file.read().decode("utf-8"))["client"]
-    except (OSError, ValueError, KeyError, TypeError):
+        client = (read_document(path / STATE_FILE) or {}).get("client")
+    except DamagedError:
         return None
     return client if isinstance(client, dict) else None
 
@@ -217,7 +217,8 @@ def _os_defect(error: OSError, where: str = "") -> Defect:
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+    os.fsencode(name)  # raises UnicodeError, a ValueError, for characters that no file name has
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def file_digest(path: Path) -> FileDigest:

@@ -6,7 +6,6 @@ dataset when another one is added, and when its files are touched, moved or dele
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.hub.cache import path_in_cache
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import undamaged_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
 from scaletrain_cli.safe_files import make_folder
@@ -55,7 +54,7 @@ def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> l
 
 def read_entries(file: Path) -> list[Entry]:
     """Return what is recorded; empty if there is no file, or if it is damaged."""
-    found = (read_document(file) or {}).get("datasets")
+    found = (undamaged_document(file) or {}).get("datasets")
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
@@ -126,10 +125,8 @@ def _hashed(identity: Sequence[Any]) -> str:
 
 def _identity(folder: Path) -> dict[str, Any] | None:
     """Return what dataset.json says about the content of a dataset; None if there is none that can be read."""
-    with contextlib.suppress(OSError):
-        if (found := read_document(folder / DATASET)) is not None:
-            return {name: found.get(name) for name in ("fingerprint", "seal")}
-    return None
+    found = undamaged_document(folder / DATASET)
+    return None if found is None else {name: found.get(name) for name in ("fingerprint", "seal")}
 
 
 def _recorded_folder(folder: Path, runs_root: Path) -> str:

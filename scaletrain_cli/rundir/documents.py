@@ -1,20 +1,44 @@
-"""Small JSON documents of a run directory that are replaced atomically: a reader sees the old or the new one."""
+"""The documents of a run directory: every reader of one goes through this module.
+
+A fault, a full disk or another user may have left anything under the name of a document. A reader is therefore bounded
+in size, checks types, and has one error, DamagedError, which names the file and costs the row of its run alone.
+Documents are replaced atomically: a reader sees the old or the new one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
+import functools
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.safe_files import open_to_read, replace_file
+from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.safe_files import open_to_read, replace_file, user_name
 from scaletrain_cli.sent_run import sent_document
 
 T = TypeVar("T")
+LARGEST_BYTES = 64 << 20  # a thousand times a usual document
+_LARGEST_INTEGER = 1 << 63  # float(), time and format codes of larger ones raise
+_TIMES = ("time", "started", "ended", "created", "updated", "began", "expires")
+_YEAR_10000 = 253_402_300_800  # in Unix seconds: time.localtime() knows no later years
+_LISTS = (list, tuple, Sequence, Collection)
+_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+# What code raises that reads values of another form than those that were written.
+_MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class DamagedError(UsageError):
+    """A document or a folder of a run cannot be used: not readable, too large, or not of the form that was written."""
 
 
 def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) -> None:
@@ -25,19 +49,58 @@ def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) ->
     replace_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n", shared=shared)
 
 
-def read_document(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the file; None if the file is missing or is not a JSON object (full disk).
+def read_content(path: Path) -> bytes | None:
+    """Return the content of a file; None if it is missing. Raises DamagedError, also for a very large file."""
+    with reporting_damage(path):
+        try:
+            with open_to_read(path) as file:
+                size = os.fstat(file.fileno()).st_size  # also of a sparse file, whose zeros would fill the memory
+                if size > LARGEST_BYTES:
+                    raise ValueError(f"it has {size:,} bytes, more than {LARGEST_BYTES:,}")
+                return file.read(LARGEST_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.lexists(path):
+                raise ValueError("it is not a regular file") from None
+            return None
 
-    In a view for another machine, a file that is missing here may be one of that machine (sent_run.py).
+
+def read_document(path: Path, schema: str = "") -> dict[str, Any] | None:
+    """Return the JSON object in the file; None if it is missing. Raises DamagedError.
+
+    ``schema``: that the object must have. In a view for another machine, a file that is missing here may be one of that
+    machine (sent_run.py).
     """
-    try:
-        with open_to_read(path) as file:
-            data = parse_json(file.read())
-    except FileNotFoundError:
+    content = read_content(path)
+    if content is None:
         return sent_document(path)
-    except (NotADirectoryError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
+    with reporting_damage(path):
+        data = parse_json(content)
+        if not isinstance(data, dict):
+            raise TypeError("it is not a JSON object")
+        if schema and data.get("schema") != schema:
+            raise ValueError(f"it has schema {data.get('schema')!r}; this version reads {schema}")
+        return data
+
+
+def undamaged_document(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file that the run can do without; None if it is missing or damaged."""
+    with contextlib.suppress(DamagedError):
+        return read_document(path)
+    return None
+
+
+def read_as(kind: type[T], path: Path) -> T | None:
+    """Return the dataclass that a document holds; None if it is missing. Raises DamagedError."""
+    data = read_document(path)
+    return None if data is None else from_document(kind, data, path)
+
+
+def from_document(kind: type[T], data: Mapping[str, Any], path: Path) -> T:
+    """Return the dataclass that the data of a document hold. Raises DamagedError if keys or types do not match."""
+    with reporting_damage(path):
+        if not isinstance(data, Mapping):
+            raise TypeError("it is not a JSON object")
+        return _dataclass(kind, data)
 
 
 def json_number(value: float) -> float | None:
@@ -46,9 +109,10 @@ def json_number(value: float) -> float | None:
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the JSON value. Raises ValueError for invalid JSON, other encodings, NaN, infinity, and excessive nesting.
+    """Return the JSON value.
 
-    A damaged or hostile file in a shared runs root therefore cannot end a verb that reads all runs.
+    Raises ValueError for invalid JSON, other encodings, NaN, infinity, excessive nesting, and integers of more than 64
+    bits, with which arithmetic would fail later.
     """
     try:
         return _DECODER.decode(data.decode())
@@ -72,27 +136,95 @@ def _finite(digits: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or abs(number := int(digits)) >= _LARGEST_INTEGER:
+        raise ValueError(f"{digits[:20]}... is too large an integer")
+    return number
 
 
-def from_document(kind: type[T], data: dict[str, Any], path: Path) -> T:
-    """Return the dataclass stored in a document. Raises UsageError if keys or types of values do not match."""
-    with reporting_damage(path):
-        hints = get_type_hints(kind)
-        for name, value in data.items():
-            hint = hints[name]
-            allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            plain = allowed and all(one in (str, int, float, bool, type(None)) for one in allowed)
-            number = type(value) is int and float in allowed
-            if plain and type(value) not in allowed and not number:
-                raise TypeError(f"{name} = {value!r}")
-        return kind(**data)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, parse_int=_integer)
+
+
+def typed(hint: Any, value: Any) -> Any:
+    """Return a JSON value as ``hint`` says: a dataclass, tuple, Reason, or the value itself. Raises TypeError.
+
+    The key ``schema`` of a dataclass's object is left out.
+    """
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if hint is Any or (kind is Literal and value in parts) or (kind in (str, int, bool) and type(value) is kind):
+        return value
+    if kind is float and type(value) in (int, float):
+        return value
+    if kind in (Union, UnionType):
+        if value is None and type(None) in parts:
+            return None
+        return typed(next(part for part in parts if part is not type(None)), value)
+    if kind is Reason and isinstance(value, dict):
+        return reason_from(value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _dataclass(kind, value)
+    if kind in (dict, Mapping) and isinstance(value, dict):
+        return {typed(parts[0], key): typed(parts[1], one) for key, one in value.items()}
+    if kind in _LISTS and isinstance(value, list):
+        items = [typed(parts[0], one) for one in value]
+        return tuple(items) if kind is tuple else items
+    raise TypeError(f"{value!r:.100} is not {getattr(hint, '__name__', hint)}")
+
+
+def _dataclass(kind: type[T], data: Mapping[str, Any]) -> T:
+    hints, fields = _hints(kind), {}
+    for name, value in data.items():
+        if name == "schema":
+            continue
+        try:
+            fields[name] = typed(hints[name], value)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from error
+        if name in _TIMES and not is_time(value):
+            raise ValueError(f"{name}: {value!r} is not a time")
+    return kind(**fields)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def is_time(value: float | None) -> bool:
+    """Return False for Unix seconds that cannot be a date."""
+    return value is None or 0 <= value < _YEAR_10000
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return all entries of a folder of a run, sorted; none if it is missing. Raises DamagedError."""
+    with reporting_damage(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(folder / name for name in os.listdir(folder))
+    return []
+
+
+def documents_in(folder: Path) -> list[Path]:
+    """Return the paths of the documents in a folder of a run, sorted, without drafts. Raises DamagedError."""
+    return [path for path in entries(folder) if path.suffix == ".json" and not path.name.startswith(".")]
 
 
 @contextlib.contextmanager
 def reporting_damage(path: Path) -> Iterator[None]:
-    """Turn errors from a document with an unexpected structure into a UsageError that names the file."""
+    """Turn errors from a file or folder that cannot be read or has another form into a DamagedError that names it."""
     try:
         yield
-    except (TypeError, KeyError, ValueError, AttributeError, AssertionError, IndexError) as error:
-        raise UsageError(f"{path} is damaged: {error}. Restore it from a copy, or remove it.") from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _OF_THIS_PROCESS:
+            raise
+        raise DamagedError(f"{path} cannot be read: {error.strerror or error}.{_owner(path, error)}") from error
+    except _MISFITS as error:
+        said = f"{error.args[0]!r} is missing" if type(error) is KeyError and error.args else str(error)
+        raise DamagedError(f"{path} is damaged: {said}. Restore it from a copy, or remove it.") from error
+
+
+def _owner(path: Path, error: OSError) -> str:
+    if error.errno == errno.EACCES:
+        with contextlib.suppress(OSError):
+            return f" Ask {user_name(path.lstat().st_uid)} to run `chmod -R u+rX,g+rX {path}`."
+    return ""

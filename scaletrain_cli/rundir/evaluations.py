@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.checkpoints import entries, list_checkpoints
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.documents import DamagedError, entries, read_as, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
 from scaletrain_cli.rundir.mirror_state import step_being_mirrored
 from scaletrain_cli.rundir.paths import RunDir
@@ -68,11 +67,7 @@ def write_evaluation(run: RunDir, evaluation: Evaluation) -> Evaluation:
 
 def read_evaluation(run: RunDir, step: int) -> Evaluation | None:
     """Return the evaluation of a checkpoint; None if none was requested. Raises UsageError for a damaged file."""
-    path = evaluation_path(run, step)
-    data = read_document(path)
-    if data is None:
-        return None
-    return from_document(Evaluation, {key: value for key, value in data.items() if key != "schema"}, path)
+    return read_as(Evaluation, evaluation_path(run, step))
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
@@ -80,7 +75,7 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     found = (_FILE.fullmatch(path.name) for path in entries(run.path / "evaluations"))
     evaluations: list[Evaluation] = []
     for step in sorted(int(match[1]) for match in found if match):
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(DamagedError):
             evaluation = read_evaluation(run, step)
             evaluations += [] if evaluation is None else [evaluation]
     return evaluations

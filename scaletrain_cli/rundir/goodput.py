@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -9,7 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import (
+    DamagedError,
+    read_as,
+    read_document,
+    reporting_damage,
+    typed,
+    write_document,
+)
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -39,11 +47,10 @@ def write_ledger(run: RunDir, ledger: Ledger) -> None:
 
 
 def read_ledger(run: RunDir, attempt: int) -> Ledger | None:
-    """Return the ledger of an attempt, or None if it wrote none."""
-    data = read_document(run.ledger(attempt))
-    if data is None or data.pop("schema", None) != LEDGER_SCHEMA:
-        return None
-    return from_document(Ledger, data, run.ledger(attempt))
+    """Return the ledger of an attempt, or None if it wrote none that can be read."""
+    with contextlib.suppress(DamagedError):  # of figures alone
+        return read_as(Ledger, run.ledger(attempt))
+    return None
 
 
 @dataclass(frozen=True)
@@ -157,10 +164,9 @@ def _spent(attempt: AttemptSpan) -> dict[Category, float]:
 
 
 def _span(run: RunDir, number: int, in_vain: bool) -> AttemptSpan | None:
-    data, ledger = read_document(run.attempt(number) / "attempt.json"), read_ledger(run, number)
-    if data is None and ledger is None:
-        return None
+    path, ledger = run.attempt(number) / "attempt.json", read_ledger(run, number)
+    data = read_document(path)
     if data is None:
-        assert ledger is not None
-        data = {"started": ledger.began, "ended": None}
-    return AttemptSpan(data["started"], data["ended"], ledger, in_vain)
+        return None if ledger is None else AttemptSpan(ledger.began, None, ledger, in_vain)
+    with reporting_damage(path):
+        return AttemptSpan(typed(float, data["started"]), typed(float | None, data["ended"]), ledger, in_vain)

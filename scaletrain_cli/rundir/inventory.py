@@ -17,11 +17,11 @@ from scaletrain_cli.rundir.checkpoints import (
     MANIFEST,
     Checkpoint,
     checkpoints_to_prune,
-    entries,
     latest_valid,
     read_checkpoint,
     verify,
 )
+from scaletrain_cli.rundir.documents import DamagedError, entries
 
 _FOLDER = re.compile(r"(damaged-|misnamed-)?step-(\d{8,})(?:\.\d+)?")
 _ATTEMPT = re.compile(r"attempt-\d{4,}\.tmp")
@@ -75,7 +75,7 @@ def plan_pruning(folder: Path, keep: int, keep_every: int | None, also_kept: Col
 
 def _entries_at(path: Path) -> Iterator[Entry]:
     if _ATTEMPT.fullmatch(path.name):
-        with contextlib.suppress(OSError):  # deleted meanwhile, or not readable by this user
+        with contextlib.suppress(DamagedError):
             for inner in entries(path):
                 if match := _FOLDER.fullmatch(inner.name):
                     yield Entry(inner, int(match[2]), _written(inner), None, f"incomplete, in {path.name}")

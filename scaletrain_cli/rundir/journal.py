@@ -16,15 +16,17 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from scaletrain_cli.rundir.documents import parse_json
+from scaletrain_cli.rundir.documents import is_time, parse_json, reporting_damage
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import closing_descriptor, locked, open_to_append, open_to_change, open_to_read
 from scaletrain_cli.sent_run import sent_run
 
 _BLOCK_BYTES = 1 << 16
 _LOCK_SECONDS = 1.0  # a line takes microseconds
+LONGEST_LINE = 4 << 20  # bytes: ten times the longest that a run of a thousand nodes writes
 _PLACED = ("from-scratch", "started", "resumed", "rolled-back")
 _METRICS_BYTES = "metrics_bytes"
 
@@ -59,12 +61,28 @@ def _writing(path: Path) -> Iterator[None]:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every complete JSON object in the file, oldest first; none if the file is missing."""
-    try:
-        with open_to_read(path) as file:
-            text = file.read()
-    except FileNotFoundError:
-        return
-    yield from _objects(text.split(b"\n"))
+    return (record for *_, record in placed_lines(path))
+
+
+def placed_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the offsets of the begin and the end of each complete JSON object from ``start`` on, and the object.
+
+    None if the file is missing. Raises DamagedError if it cannot be read, or has a line that no writer makes: a sparse
+    file has one without end.
+    """
+    with reporting_damage(path), contextlib.suppress(FileNotFoundError), open_to_read(path) as file:
+        place = file.seek(min(start, file.seek(0, os.SEEK_END)))
+        while line := file.readline(LONGEST_LINE + 1):
+            require_line(line)
+            for record in _objects([line]):
+                yield place, place + len(line), record
+            place += len(line)
+
+
+def require_line(line: bytes) -> None:
+    """Raise ValueError for a longer line than any writer makes."""
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"it has a line of more than {LONGEST_LINE:,} bytes")
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -79,17 +97,14 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every complete JSON object, newest first, reading the file only as far as needed."""
-    try:
-        file = open_to_read(path)
-    except FileNotFoundError:
-        return
-    with file:
+    with reporting_damage(path), contextlib.suppress(FileNotFoundError), open_to_read(path) as file:
         position, rest = file.seek(0, os.SEEK_END), b""
         while position > 0:
             start = max(0, position - _BLOCK_BYTES)
             file.seek(start)
             first, *lines = (file.read(position - start) + rest).split(b"\n")
             position, rest = start, first
+            require_line(rest)
             yield from _objects(reversed(lines))
         yield from _objects([rest])
 
@@ -134,7 +149,7 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
     own, elsewhere = _own_events(run), sent_run(run.path)
     if elsewhere is None or not elsewhere.events:
         return own
-    return sorted([*elsewhere.events, *own], key=_time_of)
+    return sorted([*filter(_is_event, elsewhere.events), *own], key=lambda event: event.get("time") or 0.0)
 
 
 def events_to_send(run: RunDir) -> list[dict[str, Any]]:
@@ -145,25 +160,39 @@ def events_to_send(run: RunDir) -> list[dict[str, Any]]:
     return [event for event in _own_events(run) if event["event"] not in _PLACED]
 
 
-def _time_of(event: Mapping[str, Any]) -> float:
-    found = event.get("time")
-    return float(found) if isinstance(found, int | float) else 0.0
-
-
 def _own_events(run: RunDir) -> list[dict[str, Any]]:
     global _parsed
     known = _parsed
-    try:
-        with open_to_read(run.events) as file:
-            found = os.fstat(file.fileno())
-            state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-            if known is None or known[:2] != (run.events, state):
-                lines = _objects(file.read(found.st_size).split(b"\n"))
-                known = (run.events, state, [event for event in lines if isinstance(event.get("event"), str)])
-                _parsed = known
-            return list(known[2])
-    except FileNotFoundError:
-        return []
+    with reporting_damage(run.events):
+        try:
+            found = os.stat(run.events)
+        except FileNotFoundError:
+            return []
+        state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if known is None or known[:2] != (run.events, state):
+            known = (run.events, state, [event for event in read_lines(run.events) if _is_event(event)])
+            _parsed = known
+        return list(known[2])
+
+
+# Fields that readers rely on. An event with another type in one of them is a damaged line.
+_INTEGERS = ("attempt", "first_attempt", "from_step", "lost_steps", _METRICS_BYTES, "saved_step", "step", "to_step")
+_NUMBERS = ("time", "seconds", "blocked_seconds", "bytes")
+
+
+def _with(events: Iterable[Mapping[str, Any]], names: Collection[str], *fields: str) -> list[Mapping[str, Any]]:
+    """Return the events with one of the names that have a value in each of the fields."""
+    return [event for event in events if event["event"] in names and all(event.get(key) is not None for key in fields)]
+
+
+def _is_event(record: Mapping[str, Any]) -> bool:
+    name, skip = record.get("event"), record.get("skip")
+    has_types = all(type(record.get(key, 0)) in (int, NoneType) for key in _INTEGERS) and all(
+        type(record.get(key, 0)) in (int, float, NoneType) for key in _NUMBERS
+    )
+    if not isinstance(name, str) or not has_types or not is_time(record.get("time", 0)):
+        return False
+    return skip is None or (isinstance(skip, list) and [type(one) for one in skip] == [int, int])
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
@@ -173,12 +202,12 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     override earlier ones, key by key. Lines and events are compared by position: clocks are set back, and differ.
     """
     events = read_events(run)
-    scratch = [event for event in events if event["event"] == "from-scratch"][-1:]
-    back = [event for event in events if event["event"] == "rolled-back"]
+    scratch = _with(events, ("from-scratch",), _METRICS_BYTES)[-1:]
+    back = _with(events, (ROLLBACK_EVENT,), "to_step", _METRICS_BYTES)
     by_step: dict[int, dict[str, Any]] = {}
-    for place, record in _placed_lines(run.metrics):
+    for place, _, record in placed_lines(run.metrics):
         step = record.get("step")
-        if not isinstance(step, int) or any(place < event[_METRICS_BYTES] for event in scratch):
+        if type(step) is not int or any(place < event[_METRICS_BYTES] for event in scratch):
             continue
         if any(step > event["to_step"] and place < event[_METRICS_BYTES] for event in back):
             continue
@@ -188,22 +217,9 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 def steps_logged_since_begun(run: RunDir) -> list[int]:
     """Return the steps logged since an attempt last began to train or was rolled back, in file order."""
-    begun = [event for event in read_events(run) if event["event"] in _PLACED and event["event"] != "from-scratch"][-1:]
-    lines = [line for line in _placed_lines(run.metrics) if isinstance(line[1].get("step"), int)]
+    begun = _with(read_events(run), _PLACED[1:], _METRICS_BYTES)[-1:]
+    lines = [(place, line) for place, _, line in placed_lines(run.metrics) if type(line.get("step")) is int]
     return [line["step"] for place, line in lines if not any(place < event[_METRICS_BYTES] for event in begun)]
-
-
-def _placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every complete JSON object in the file with the offset of its first byte."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return
-    place = 0
-    for line in text.split(b"\n"):
-        for record in _objects([line]):
-            yield place, record
-        place += len(line) + 1
 
 
 def has_committed(run: RunDir) -> bool:
@@ -215,7 +231,7 @@ def has_committed(run: RunDir) -> bool:
 
 def last_logged_step(run: RunDir) -> int | None:
     """Return the step of the newest line in metrics.jsonl; after a resume it may be below earlier ones."""
-    return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
+    return next((line["step"] for line in read_lines_backwards(run.metrics) if type(line.get("step")) is int), None)
 
 
 BRANCH_EVENT = "branched"
@@ -239,7 +255,7 @@ def invalidated_steps(events: Iterable[Mapping[str, Any]], steps: Collection[int
     invalid: set[int] = set()
     for event in events:
         if event["event"] in ("mirrored", "moved"):  # a history that was moved may lack the first one
-            invalid.discard(event["step"])
+            invalid.discard(event.get("step") or 0)
         elif event["event"] == "from-scratch":
             invalid.update(steps)
         elif event["event"] == ROLLBACK_EVENT:
@@ -255,11 +271,7 @@ def record_rollback(run: RunDir, rollback: Rollback, **evidence: Any) -> None:
 
 def read_rollbacks(run: RunDir) -> list[Rollback]:
     """Return the rollbacks since the run last started from scratch, oldest first."""
-    found: list[Rollback] = []
-    for event in read_events(run):
-        if event["event"] == "from-scratch":
-            found = []
-        elif event["event"] == ROLLBACK_EVENT:
-            first, last = event["skip"]
-            found.append(Rollback(event["from_step"], event["to_step"], (first, last)))
-    return found
+    events = read_events(run)
+    scratch = max((place for place, event in enumerate(events) if event["event"] == "from-scratch"), default=0)
+    kept = _with(events[scratch:], (ROLLBACK_EVENT,), "from_step", "to_step", "skip")
+    return [Rollback(event["from_step"], event["to_step"], tuple(event["skip"])) for event in kept]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
+from scaletrain_cli.rundir.documents import DamagedError, reporting_damage, typed, undamaged_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.measured/v1"
@@ -79,14 +80,17 @@ def write_measured(run: RunDir, measured: Measured) -> None:
 def read_measured(run: RunDir) -> Measured | None:
     """Return the measurement of the newest attempt that has one, or None."""
     for attempt in reversed(run.attempts()):
-        data = read_document(run.measured(attempt))
+        data = undamaged_document(run.measured(attempt))
         if data is not None and data.get("schema") == SCHEMA:
-            with reporting_damage(run.measured(attempt)):
+            with contextlib.suppress(DamagedError), reporting_damage(run.measured(attempt)):
                 stages = tuple(_stage(stage) for stage in data["stages"])
-                return Measured(attempt, data["step"], data["ranks"], data["device"], data["worst"], stages)
+                found = Measured(attempt, data["step"], data["ranks"], data["device"], data["worst"], stages)
+                assert found.model_states is not None, "worst"
+                return found
     return None
 
 
 def _stage(data: dict[str, Any]) -> StageFigures:
-    figures = {name: Figure(f["planned"], f["measured"]) for name, f in data.items() if name != "stage"}
-    return StageFigures(data["stage"], figures)
+    by_name = {name: value for name, value in data.items() if name != "stage"}
+    stored = {name: {key: value[key] for key in ("planned", "measured")} for name, value in by_name.items()}
+    return StageFigures(data["stage"], {name: typed(Figure, value) for name, value in stored.items()})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import DamagedError, read_as, read_document, undamaged_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.mirror/v1"
@@ -77,17 +78,9 @@ def write_mirror_state(run: RunDir, state: MirrorState) -> None:
 
 def read_mirror_state(run: RunDir) -> MirrorState | None:
     """Return the state; None if the run has no mirror, or the file is damaged: training reads it."""
-    data = read_document(mirror_file(run))
-    if data is None or data.get("schema") != SCHEMA:
-        return None
-    fields = {key: value for key, value in data.items() if key != "schema"}
-    try:
-        problem = None if fields["problem"] is None else reason_from(fields["problem"])
-        state = MirrorState(**{**fields, "problem": problem, "steps": [int(step) for step in fields["steps"]]})
-        numbers = (state.updated, state.committed or 0.0, state.waiting_since or 0.0, state.failing_since or 0.0)
-        return state if all(isinstance(number, int | float) for number in numbers) else None
-    except (TypeError, KeyError, ValueError):
-        return None
+    with contextlib.suppress(DamagedError):
+        return read_as(MirrorState, mirror_file(run))
+    return None
 
 
 def step_being_mirrored(run: RunDir) -> int | None:
@@ -105,7 +98,7 @@ def read_superseded(run: RunDir) -> dict[str, Any] | None:
     """Return the claim of the place that continues the run; None if this one does."""
     if not run.superseded_file.exists():
         return None
-    return read_document(run.superseded_file) or {}
+    return undamaged_document(run.superseded_file) or {}
 
 
 def mark_restored(run: RunDir, token: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.documents import entries
 from scaletrain_cli.safe_files import make_folder, user_name
 from scaletrain_cli.sent_run import sent_run, sent_run_folder
 
@@ -115,10 +116,7 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Return the numbers of the attempts made so far, in order."""
-        folder = self.path / "attempts"
-        if not folder.is_dir():
-            return []
-        return sorted(int(entry.name) for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name))
+        return sorted(int(one.name) for one in entries(self.path / "attempts") if _ATTEMPT.fullmatch(one.name))
 
     def new_attempt(self, after: int = 0) -> int:
         """Claim the next attempt number, above ``after``; concurrent processes get different ones."""
@@ -138,7 +136,15 @@ def find_run_or_newest(name: str | None) -> RunDir:
     runs = list_runs()
     if not runs:
         raise UsageError(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
-    return max(runs, key=lambda run: run.record.stat().st_mtime)
+    return max(runs, key=submitted_at)
+
+
+def submitted_at(run: RunDir) -> float:
+    """Return when run.json was written, in Unix seconds; minus infinity if the run was removed meanwhile."""
+    try:
+        return os.stat(f"{run.path}/run.json").st_mtime
+    except OSError:
+        return float("-inf")
 
 
 def find_run(name: str) -> RunDir:
@@ -149,9 +155,7 @@ def find_run(name: str) -> RunDir:
     if name and os.path.isfile(os.path.join(name, "run.json")):
         return RunDir(Path(os.path.abspath(name)))
     root = runs_root()
-    known = list_runs()
-    exact = [run for run in known if run.run_id == name]
-    found = exact or [run for run in known if name and run.run_id.startswith(name)]
+    found = [run] if (run := exact_run(name)) is not None else list_runs(name) if name else []
     if len(found) == 1:
         return found[0]
     if found:
@@ -169,17 +173,22 @@ def find_run(name: str) -> RunDir:
     )
 
 
+def exact_run(name: str) -> RunDir | None:
+    """Return the run with exactly this id, without listing the runs root; None if there is none."""
+    run = RunDir(runs_root() / name)
+    return run if name and name == run.run_id and not name.startswith(".") and os.path.isfile(run.record) else None
+
+
 def swap_folder(run_id: str, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
     """Return the folder for NVMe offload of one node, in ``$SCALETRAIN_SWAP`` or the temporary folder."""
     parent = environment.get("SCALETRAIN_SWAP") or environment.get("TMPDIR") or "/tmp"
     return Path(parent).absolute() / f"scaletrain-swap-{run_id}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
 
 
-def list_runs() -> list[RunDir]:
-    """Return the runs under the runs root, sorted by name."""
+def list_runs(begin: str = "") -> list[RunDir]:
+    """Return the runs under the runs root whose ids begin so, sorted by name."""
     root = runs_root()
-    if not root.is_dir():
-        return []
-    visible = (entry for entry in sorted(root.iterdir()) if not entry.name.startswith("."))  # hidden: being created
+    names = sorted(os.listdir(root)) if root.is_dir() else []
+    named = (name for name in names if name.startswith(begin) and not name.startswith("."))  # hidden: being created
     # os.path, unlike Path, returns False for paths that this user may not read.
-    return [RunDir(entry) for entry in visible if os.path.isfile(entry / "run.json")]
+    return [RunDir(root / name) for name in named if os.path.isfile(f"{root}/{name}/run.json")]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import read_as, read_document, reporting_damage, typed, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 
@@ -59,8 +59,7 @@ def record_job(folder: Path, job: PreparationJob) -> None:
 
 def read_job(folder: Path) -> PreparationJob | None:
     """Return the preparation job that was queued last; None if there is none."""
-    found = read_document(folder / "job.json")
-    return None if found is None else from_document(PreparationJob, found, folder / "job.json")
+    return read_as(PreparationJob, folder / "job.json")
 
 
 def read_failure(folder: Path) -> Reason | None:
@@ -77,7 +76,8 @@ def record_job_failure(folder: Path, why: Reason, exit_code: int) -> None:
 def exit_code_of_failure(folder: Path) -> int | None:
     """Return the exit code with which the job has failed; None if no failure is recorded."""
     found = read_document(folder / "failure.json")
-    return None if found is None else int(found.get("exit_code", 1))
+    with reporting_damage(folder / "failure.json"):
+        return None if found is None else typed(int, found.get("exit_code", 1))
 
 
 def is_done(folder: Path) -> bool:

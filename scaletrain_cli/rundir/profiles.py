@@ -15,7 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scaletrain_cli.rundir.documents import from_document, parse_json, read_document, reporting_damage, write_document
+from scaletrain_cli.rundir.documents import (
+    entries,
+    parse_json,
+    read_as,
+    read_document,
+    reporting_damage,
+    write_document,
+)
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, open_to_read
 
@@ -139,18 +146,14 @@ def write_profile(folder: Path, profile: Profile) -> None:
 
 def read_profile(folder: Path) -> Profile | None:
     """Return what was profiled; None without ``profile.json``. Raises UsageError for a damaged one."""
-    path = folder / "profile.json"
-    data = read_document(path)
-    return None if data is None else from_document(Profile, data, path)
+    return read_as(Profile, folder / "profile.json")
 
 
 def profile_folders(run: RunDir) -> list[Path]:
     """Return the folders of all profiles, the newest attempt and the latest step last."""
     folders: list[Path] = []
     for attempt in run.attempts():
-        parent = run.attempt(attempt) / "profile"
-        if parent.is_dir():
-            folders += sorted(entry for entry in parent.iterdir() if _FOLDER.fullmatch(entry.name))
+        folders += (one for one in entries(run.attempt(attempt) / "profile") if _FOLDER.fullmatch(one.name))
     return folders
 
 

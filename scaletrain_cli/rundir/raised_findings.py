@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import undamaged_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 RAISED_EVENT, CLEARED_EVENT = "finding", "finding-cleared"
@@ -69,7 +69,7 @@ def mark_diagnosis(run: RunDir, attempt: int, *, is_over: bool) -> None:
 
 def is_diagnosed(run: RunDir, attempt: int) -> bool:
     """Return False while a process diagnoses the attempt, and True once no findings will follow."""
-    found = read_document(_mark(run, attempt))
+    found = undamaged_document(_mark(run, attempt))
     return found is None or found.get("is_over") is not False
 
 

@@ -22,14 +22,20 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.code import CodeRecord, code_file
-from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.rundir.documents import (
+    entries,
+    read_document,
+    reporting_damage,
+    typed,
+    undamaged_document,
+    write_document,
+)
 from scaletrain_cli.rundir.mirror_state import begun_here
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import (
     create_file,
     expand_home,
     make_folder,
-    open_to_read,
     replace_file,
     require_own,
     require_writable,
@@ -110,10 +116,8 @@ def read_first_record(run: RunDir) -> RunRecord:
 
 def revisions(run: RunDir) -> list[int]:
     """Return the numbers of the revisions made so far, in order."""
-    folder = run.path / "revisions"
-    if not folder.is_dir():
-        return []
-    return sorted(int(match[1]) for entry in folder.iterdir() if (match := _REVISION.fullmatch(entry.name)))
+    found = (_REVISION.fullmatch(entry.name) for entry in entries(run.path / "revisions"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def add_revision(
@@ -177,10 +181,8 @@ def read_size_plans(run: RunDir, record: RunRecord) -> dict[int, RunPlan]:
     if path is None:
         raise UsageError(f"{run.path} has no plans of its sizes {', '.join(map(str, record.sizes))}.")
     plans = _read(path, SIZES_SCHEMA)["plans"]
-    try:
+    with reporting_damage(path):
         return {nodes: _plan_reader().validate_python(with_reasons(plans[str(nodes)])) for nodes in record.sizes}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
 
 
 def _size_plans_path(run: RunDir, revision: int) -> Path:
@@ -194,9 +196,11 @@ def revision_path(run: RunDir, number: int) -> Path:
 
 def read_revision_figures(run: RunDir, number: int) -> tuple[int, float | None]:
     """Return the ranks and the dollars per GPU-hour of a revision's plan (0: run.json), without the rest of it."""
-    plan = _read(revision_path(run, number), REVISION_SCHEMA)["plan"] if number else _read(run.record, SCHEMA)["plan"]
-    price = plan["cost"]["price_per_gpu_hour"]
-    return int(plan["layout"]["world_size"]), None if price is None else float(price)
+    path, schema = (revision_path(run, number), REVISION_SCHEMA) if number else (run.record, SCHEMA)
+    plan = _read(path, schema)["plan"]
+    with reporting_damage(path):
+        price = plan["cost"]["price_per_gpu_hour"]
+        return typed(int, plan["layout"]["world_size"]), typed(float | None, price)
 
 
 _SPEC_LINES = "spec-lines.json"
@@ -210,12 +214,13 @@ def write_spec_lines(run: RunDir, spec: RunSpec) -> None:
 
 def read_spec_lines(run: RunDir) -> dict[str, str]:
     """Return ``file:line`` by dotted key, as the file was at submission; ``--set`` for overrides, also of a resume."""
-    data = read_document(run.path / _SPEC_LINES) or {}
+    data = undamaged_document(run.path / _SPEC_LINES) or {}
     lines = data.get("lines")
     found = {str(key): str(place) for key, place in lines.items()} if isinstance(lines, dict) else {}
     for number in revisions(run):
-        overrides = (read_document(revision_path(run, number)) or {}).get("overrides", ())
-        found |= {str(override).partition("=")[0].strip(): SET_OPTION for override in overrides}
+        overrides = (read_document(revision_path(run, number)) or {}).get("overrides")
+        for override in overrides if isinstance(overrides, list) else ():
+            found[str(override).partition("=")[0].strip()] = SET_OPTION
     return found
 
 
@@ -246,7 +251,7 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
         write_document(run.record, first)
     elif _read(run.record, SCHEMA) != first:
         raise UsageError(f"{run.path} on the volume is another run with the same name. Submit with another --run-id.")
-    for path in folder.iterdir():
+    for path in entries(folder):
         match = _REVISION.fullmatch(path.name)
         if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
             make_folder(revised.parent)
@@ -265,7 +270,7 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
 
 def specs_of_documents(folder: Path) -> list[dict[str, Any]]:
     """Return the specs in documents_of() as they are recorded, without validation. Raises UsageError and OSError."""
-    paths = (folder / "run.json", *(path for path in folder.iterdir() if _REVISION.fullmatch(path.name)))
+    paths = (folder / "run.json", *(path for path in entries(folder) if _REVISION.fullmatch(path.name)))
     return [_read(path, SCHEMA if path.name == "run.json" else REVISION_SCHEMA).get("spec", {}) for path in paths]
 
 
@@ -294,13 +299,9 @@ def _decided(record: RunRecord) -> dict[str, Any]:
 
 
 def _read(path: Path, schema: str) -> dict[str, Any]:
-    try:
-        with open_to_read(path) as file:
-            data: dict[str, Any] = parse_json(file.read())
-        if data["schema"] != schema:
-            raise UsageError(f"{path} has schema {data['schema']!r}; this version reads {schema}.")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+    data = read_document(path, schema)
+    if data is None:
+        raise UsageError(f"{path} cannot be read: it does not exist.")
     return data
 
 
@@ -313,30 +314,26 @@ def _plan_reader() -> TypeAdapter[RunPlan]:
 
 
 def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord:
-    from pydantic import ValidationError
-
     path = revision_path(run, revision) if revision else run.record
     decided = _read(path, REVISION_SCHEMA) if revision else data
-    try:
+    with reporting_damage(path):
         spec = RunSpec.model_validate(decided["spec"], context=dict(RECORDED))
         spec.set_folder(Path(data["working_folder"]))
         return RunRecord(
-            run_id=data["run_id"],
-            created=data["created"],
+            run_id=typed(str, data["run_id"]),
+            created=typed(float, data["created"]),
             spec=spec,
             plan=_plan_reader().validate_python(with_reasons(decided["plan"])),
-            versions=data["versions"],
-            code_hash=data["code_hash"],
-            wandb_run_id=data["wandb_run_id"],
+            versions=typed(dict[str, str], data["versions"]),
+            code_hash=typed(str, data["code_hash"]),
+            wandb_run_id=typed(str, data["wandb_run_id"]),
             working_folder=data["working_folder"],
             revision=revision,
-            code=None if decided.get("code") is None else CodeRecord(**decided["code"]),
-            hub={str(text): str(commit) for text, commit in decided.get("hub", {}).items()},
-            sizes=tuple(int(nodes) for nodes in decided.get("sizes", ())),
-            branch_of=None if data.get("branch_of") is None else BranchPoint(**data["branch_of"]),
+            code=typed(CodeRecord | None, decided.get("code")),
+            hub=typed(dict[str, str], decided.get("hub", {})),
+            sizes=typed(tuple[int, ...], decided.get("sizes", [])),
+            branch_of=typed(BranchPoint | None, data.get("branch_of")),
         )
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
 
 
 def require_own_run(run: RunDir, *, trust_owner: bool, remedy: str) -> None:

@@ -5,13 +5,14 @@ A sweep has no folder: it is the set of runs under the runs root whose files nam
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.documents import read_document, write_document
-from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
+from scaletrain_cli.rundir.documents import DamagedError, read_as, write_document
+from scaletrain_cli.rundir.paths import RunDir, exact_run, find_run, list_runs, runs_root
 from scaletrain_cli.sent_run import sent_run_folder
 
 
@@ -50,20 +51,15 @@ def write_sweep_place(run: RunDir, place: SweepPlace) -> None:
 
 def read_sweep_place(run: RunDir) -> SweepPlace | None:
     """Return the place of a run in its sweep; None if it has none or the file is invalid."""
-    data = read_document(run.path / "sweep.json")
-    if data is None:
-        return None
-    try:
-        place = (data["sweep"], data["number"], data["points"], tuple(data["overrides"]), data["after"])
-        return SweepPlace(*place, array=bool(data.get("array", False)))
-    except (KeyError, TypeError):
-        return None
+    with contextlib.suppress(DamagedError):
+        return read_as(SweepPlace, run.path / "sweep.json")
+    return None
 
 
-def list_sweeps() -> dict[str, Sweep]:
-    """Return the sweeps with runs under the runs root, by name."""
+def list_sweeps(begin: str = "") -> dict[str, Sweep]:
+    """Return the sweeps with runs under the runs root whose ids begin so, by name: as that of their sweep does."""
     found: dict[str, list[tuple[SweepPlace, RunDir]]] = {}
-    for run in list_runs():
+    for run in list_runs(begin):
         place = read_sweep_place(run)
         if place is not None:
             found.setdefault(place.sweep, []).append((place, run))
@@ -76,7 +72,7 @@ def list_sweeps() -> dict[str, Sweep]:
 
 def find_sweep(name: str) -> Sweep:
     """Return the sweep with this name or unique prefix. Raises UsageError."""
-    sweeps = list_sweeps()
+    sweeps = list_sweeps(name) or list_sweeps()
     begun = [sweep for sweep in sweeps if name and sweep.startswith(name)]
     if name in sweeps or len(begun) == 1:
         return sweeps.get(name) or sweeps[begun[0]]
@@ -88,13 +84,12 @@ def find_sweep(name: str) -> Sweep:
 
 def find_run_or_sweep(name: str) -> RunDir | Sweep:
     """Return a sweep for its full name, or for a prefix of its runs only; otherwise a run, as find_run() does."""
-    runs = list_runs()
-    if sent_run_folder() is not None or name in {run.run_id for run in runs}:
+    if sent_run_folder() is not None or not name or exact_run(name) is not None:
         return find_run(name)
-    begun = {run.run_id for run in runs if name and run.run_id.startswith(name)}
+    begun = {run.run_id for run in list_runs(name)}
     if len(begun) < 2 and not any(run.startswith(f"{name}-") for run in begun):
         return find_run(name)
-    sweeps = list_sweeps()
+    sweeps = list_sweeps(name)
     if name in sweeps:
         return sweeps[name]
     of = [sweep for key, sweep in sweeps.items() if key.startswith(name)]

@@ -15,9 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.checkpoints import entries
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import DamagedError, entries, read_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 
@@ -35,7 +33,7 @@ class Validation:
 
     step: int
     time: float
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,11 +60,7 @@ def write_validation(run: RunDir, step: int, metrics: Mapping[str, float], detai
 
 def read_validation(run: RunDir, step: int) -> Validation | None:
     """Return the validation after ``step`` steps; None if it has no file. Raises UsageError for a damaged file."""
-    path = validation_path(run, step)
-    data = read_document(path)
-    if data is None:
-        return None
-    return from_document(Validation, {key: value for key, value in data.items() if key != "schema"}, path)
+    return read_as(Validation, validation_path(run, step))
 
 
 def read_validations(run: RunDir) -> list[Validation]:
@@ -74,7 +68,7 @@ def read_validations(run: RunDir) -> list[Validation]:
     found = (_FILE.fullmatch(path.name) for path in entries(run.path / "evaluations"))
     validations: list[Validation] = []
     for step in sorted(int(match[1]) for match in found if match):
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(DamagedError):
             validation = read_validation(run, step)
             validations += [] if validation is None else [validation]
     return validations

@@ -72,21 +72,21 @@ def _whole_minutes(seconds: float) -> float:
 _RUN_TITLES = ("run", "state", "step", "loss", "attempts")
 
 
-def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError, float | None]]) -> None:
-    """Print a table of runs in the given order, each with the seconds that are left, as far as they are known.
+def show_runs(rows: Sequence[tuple[RunDir, float, RunStatus | UsageError, float | None]]) -> None:
+    """Print a table of runs in the given order, each with its time of submission (Unix seconds) and the seconds left.
 
     With a column for the time that is left if a run trains, and one for the point if a run is part of a sweep.
     """
-    of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, status, _ in rows)
-    trains = any(seconds for _, _, seconds in rows)
+    of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, _, status, _ in rows)
+    trains = any(seconds for *_, seconds in rows)
     titles = (*_RUN_TITLES, *(["left"] if trains else []), "submitted", *(["of sweep"] if of_sweeps else []))
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in titles:
         right = title in ("step", "loss", "attempts", "left")
         table.add_column(justify="right" if right else "left", no_wrap=title != "run", overflow="fold")
     table.add_row(*(Text(title, "dim") for title in titles))
-    for run, status, seconds in rows:
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.stat().st_mtime))
+    for run, submitted, status, seconds in rows:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(submitted))
         if isinstance(status, UsageError):
             empty = ("",) * (4 if trains else 3)
             table.add_row(escaped_text(run.run_id), Text("damaged", "red"), *empty, created)

@@ -26,10 +26,10 @@ from scaletrain_cli.rundir.checkpoints import (
     FileDigest,
     checkpoint_path,
     committed_folders,
-    entries,
     manifest_hash,
     read_checkpoint,
 )
+from scaletrain_cli.rundir.documents import entries
 from scaletrain_cli.safe_files import make_folder, open_new, open_to_read, replace_file, sync_folder
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")

@@ -23,7 +23,7 @@ from typing import Any
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import documents_in, read_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.secret_text import hide_values, hide_values_in, secret_values
@@ -176,8 +176,8 @@ def _secrets_of(run: RunDir) -> list[str]:
 
 def read_failures(run: RunDir, attempt: int) -> list[Failure]:
     """Return the failure records of an attempt, by file name. Raises UsageError for a damaged one."""
-    paths = sorted((run.attempt(attempt) / "failures").glob("[!.]*.json"))
-    return [from_document(Failure, data, path) for path in paths if (data := read_document(path)) is not None]
+    found = [read_as(Failure, path) for path in documents_in(run.attempt(attempt) / "failures")]
+    return [failure for failure in found if failure is not None]
 
 
 def _reason_of_link(error: BaseException) -> str | None:

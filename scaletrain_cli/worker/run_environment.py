@@ -11,7 +11,7 @@ from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import entries, read_document, reporting_damage
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import expand_home
 
@@ -76,11 +76,12 @@ def read_resolved_run(run: RunDir, attempt: int | None = None) -> ResolvedRun:
     if named is not None:  # a network file system may list the folder as it was before the revision was written
         path = folder / f"{named:04d}.json" if named else run.record
     else:
-        revisions = [path for path in folder.iterdir() if _REVISION.fullmatch(path.name)] if folder.is_dir() else []
+        revisions = [path for path in entries(folder) if _REVISION.fullmatch(path.name)]
         path = max(revisions, key=lambda path: int(path.stem), default=run.record)
     found = read_document(path)
     if found is None or not {"spec", "plan"} <= found.keys():
         raise UsageError(Reason("engine.record-unreadable", {"path": str(path)}))
-    place = found["spec"]["checkpoint"]["dir"]
-    folder = run.checkpoints if place == "auto" else expand_home(place) / run.run_id
+    with reporting_damage(path):
+        place = found["spec"]["checkpoint"]["dir"]
+        folder = run.checkpoints if place == "auto" else expand_home(place) / run.run_id
     return ResolvedRun(found["spec"], found["plan"], folder)

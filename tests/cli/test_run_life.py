@@ -332,7 +332,7 @@ def test_one_damaged_run_does_not_hide_the_others(finished: Path, monkeypatch: p
     rows = {row.split()[0]: row.split()[1] for row in scaletrain("list").out.splitlines()[1:]}
     assert rows == {"r0": "damaged", "r1": "finished"}
     listed = {row["run_id"]: row for row in scaletrain("list", "--json").data["runs"]}
-    assert "cannot be read" in listed["r0"]["error"]["message"]
+    assert "is damaged" in listed["r0"]["error"]["message"]
     assert scaletrain("status", "r0").code == ExitCode.USAGE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import (
     Decision,
     attempt_outcome,
@@ -235,10 +236,11 @@ def test_a_checkpoint_with_a_missing_or_shortened_file_is_not_the_newest(make_ru
     assert newest_checkpoint_step(made.run, made.record.spec) == 2
 
 
-def test_a_truncated_attempt_record_is_skipped(make_run: MakeRun) -> None:
+def test_a_truncated_attempt_record_is_named_and_its_number_stays_taken(make_run: MakeRun) -> None:
     made = make_run()
     for _ in range(2):
         number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
     (made.run.attempt(number) / "attempt.json").write_text('{"number": 2, "sched')
-    assert [attempt.number for attempt in read_attempts(made.run)] == [1]
+    with pytest.raises(UsageError, match=r"attempts/0002/attempt\.json is damaged"):
+        read_attempts(made.run)
     assert begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",)) == 3

@@ -71,7 +71,7 @@ def test_after_a_withdrawn_revision_the_previous_one_counts(made: MadeRun) -> No
 def test_a_damaged_revision_is_an_error_and_the_previous_one_is_not_used(made: MadeRun) -> None:
     revise(made, "cluster.gpus_per_node=1")
     revision_path(made.run, 1).write_text("{")
-    with pytest.raises(UsageError, match=r"revisions/0001\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"revisions/0001\.json is damaged"):
         read_record(made.run)
 
 

@@ -92,7 +92,7 @@ def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> 
     runs[1].run.record.write_text("{")
     found = sweep_status(find_sweep("s"))
     assert found.states_in_words == "3 queued, 1 damaged"
-    assert "cannot be read" in found.members[1].to_json()["error"]["message"]
+    assert "is damaged" in found.members[1].to_json()["error"]["message"]
     assert [name for name, _ in cancel_members(found.members).refused] == ["s-2"]
     shown = scaletrain("status", "s").out
     assert "damaged" in shown

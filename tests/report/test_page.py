@@ -176,7 +176,7 @@ def test_damaged_files_are_named_in_the_page_and_a_damaged_record_is_an_error(tm
     assert re.search("nodes: .* is damaged", shown.text)
     run.record.write_text("{")
     ended = scaletrain("report", "r1", "-o", tmp_path / "other.html")
-    assert (ended.code, "run.json cannot be read" in ended.err) == (2, True)
+    assert (ended.code, "run.json is damaged" in ended.err) == (2, True)
     assert not (tmp_path / "other.html").exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.rundir import journal
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import DamagedError, read_document, undamaged_document
 from scaletrain_cli.rundir.journal import (
     append_line,
     last_logged_step,
@@ -226,7 +226,10 @@ def test_a_named_pipe_as_journal_does_not_block_readers(tmp_path: Path, read: Re
     assert read(tmp_path / "events.jsonl") == []
 
 
-def test_a_named_pipe_or_an_invalid_document_reads_as_none(tmp_path: Path) -> None:
+def test_a_named_pipe_or_an_invalid_document_is_damaged_and_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
-    assert read_document(tmp_path / "pipe.json") is read_document(tmp_path / "deep.json") is None
+    for name in ("pipe.json", "deep.json"):
+        with pytest.raises(DamagedError, match=f"{name} is damaged"):
+            read_document(tmp_path / name)
+        assert undamaged_document(tmp_path / name) is None

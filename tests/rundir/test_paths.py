@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import DamagedError, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import read_record
 
@@ -82,4 +82,5 @@ def test_a_document_is_replaced_atomically(tmp_path: Path) -> None:
         write_document(path, {"n": float("inf")})
     assert read_document(path) == {"n": 1}
     path.write_text('{"n": ')
-    assert read_document(path) is None
+    with pytest.raises(DamagedError, match=r"attempt\.json is damaged"):
+        read_document(path)

@@ -22,7 +22,7 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node.inspection import count_gpus
 from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.safe_files import create_file, touch
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text, counted
@@ -53,9 +53,7 @@ def facts_file(folder: Path, task: int) -> Path:
 
 def read_facts(folder: Path, task: int) -> NodeFacts | None:
     """Return the facts of a task; None before it has written them. Raises UsageError for a damaged file."""
-    path = facts_file(folder, task)
-    data = read_document(path)
-    return None if data is None else from_document(NodeFacts, data, path)
+    return read_as(NodeFacts, facts_file(folder, task))
 
 
 def place_token(folder: Path, token: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import signal
 from dataclasses import dataclass
-from typing import Any
 
 from scaletrain_cli.launch.node.processes import ProcessIdentity
-from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
+from scaletrain_cli.rundir.documents import documents_in, read_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, touch
 
@@ -71,10 +70,8 @@ def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
 
 def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     """Return the records of an attempt's nodes, by node rank. Raises UsageError for a damaged one."""
-    folder = run.attempt(attempt) / "nodes"
-    with reporting_damage(folder):
-        found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
-        return sorted(found, key=lambda record: record.node_rank)
+    found = [read_as(NodeRecord, path) for path in documents_in(run.attempt(attempt) / "nodes")]
+    return sorted(filter(None, found), key=lambda record: record.node_rank)
 
 
 def announce_failure(run: RunDir, attempt: int) -> None:
@@ -105,13 +102,3 @@ def announce_end(run: RunDir, attempt: int) -> None:
 def has_ended(run: RunDir, attempt: int) -> bool:
     """Return whether the first node has announced that all nodes have ended."""
     return (run.attempt(attempt) / "ended").exists()
-
-
-def _documents(run: RunDir, attempt: int, folder: str) -> list[dict[str, Any]]:
-    paths = sorted((run.attempt(attempt) / folder).glob("[!.]*.json"))
-    return [data for path in paths if (data := read_document(path)) is not None]
-
-
-def _node_record(data: dict[str, Any]) -> NodeRecord:
-    ranks = tuple(RankRecord(**rank) for rank in data["ranks"])
-    return NodeRecord(**{**data, "ranks": ranks})

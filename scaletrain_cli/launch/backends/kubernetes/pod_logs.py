@@ -21,7 +21,7 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, shares_vol
 from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, NODE
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, own_container, reports
 from scaletrain_cli.launch.backends.kubernetes.pod_output import progress_in, rank_of, read_pod_line
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import locked, make_folder, open_to_append
 
@@ -144,9 +144,8 @@ class PodLogs:
             write_document(state, asdict(source))
 
     def _source(self, state: Path, pod: Object) -> _Source:
-        data = read_document(state)
-        if data is not None:
-            return _Source(**data)
+        if (source := read_as(_Source, state)) is not None:
+            return source
         name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "unknown")
         return _Source(name, node, index_of(pod) * self._ranks_per_pod)
 
