@@ -14,10 +14,10 @@ import functools
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, reason_from
@@ -172,7 +172,7 @@ def typed(hint: Any, value: Any) -> Any:
 
 
 def _dataclass(kind: type[T], data: Mapping[str, Any]) -> T:
-    hints, fields = _hints(kind), {}
+    hints, fields = _hints(cast(Hashable, kind)), {}
     for name, value in data.items():
         if name == "schema":
             continue

@@ -186,13 +186,14 @@ def _is_nested_too_deeply(text: str) -> bool:
 @functools.lru_cache(maxsize=128)  # of a spec, each override is applied twice and the file read for each sweep point
 def _load(text: str, file: str) -> Any:
     """Return the tree of ruamel, which nobody changes."""
-    from ruamel.yaml import YAML, RoundTripConstructor
+    from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import RoundTripConstructor
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError
 
     values: list[Any] = []
 
-    class Constructor(RoundTripConstructor):  # type: ignore[misc]
+    class Constructor(RoundTripConstructor):
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             values.append(node)
             return super().construct_object(node, deep)
