@@ -17,7 +17,7 @@ from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.status import RunStatus, failed_preparation, run_status, unreported_end
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import undamaged_document
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import preparation_folder
@@ -135,7 +135,7 @@ def _unreachable(run: RunDir, attempt: int) -> Reason | None:
 def _shared_cores(run: RunDir, attempt: int) -> Iterator[Evidence]:
     """Yield that the ranks of a node share CPU cores, from the inspection of the first node on which they do."""
     for path in sorted((run.attempt(attempt) / "preflight").glob("[!.]*.json")):
-        reasons = map(reason_from, (read_document(path) or {}).get("note_reasons", ()))
+        reasons = map(reason_from, (undamaged_document(path) or {}).get("note_reasons", ()))
         if (found := next((reason for reason in reasons if reason.code == "node.few-cores"), None)) is not None:
             yield Evidence.because(path.stem, found)
             return
