@@ -1,5 +1,6 @@
 """The cluster section: scheduler, nodes, accelerators, links, interruptions and price."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -290,6 +291,15 @@ class ClusterSpec(OpenSection):
     def place(self) -> str:
         """Return the target of the job as text: ``on Slurm, partition gpu``."""
         return f"on {self.traits.display_name}{self.section.summary}"
+
+    @property
+    def gpu_slice(self) -> tuple[int, int] | None:
+        """The compute slices (of eight) and the GiB of memory of a part of a GPU (MIG); None for whole GPUs.
+
+        Profiles as ``1g.10gb`` in NVIDIA's Multi-Instance GPU User Guide.
+        """
+        found = re.search(r"(\d)g\.(\d+)gb", self.section.gpu_kind) if self.gpu != "cpu" else None
+        return None if found is None else (int(found[1]), int(found[2]))
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         most = self.traits.max_nodes

@@ -323,6 +323,10 @@ class KubernetesSpec(BackendSection):
         return None if self.memory_per_node == "auto" else self.memory_per_node
 
     @property
+    def gpu_kind(self) -> str:
+        return self.gpu_resource
+
+    @property
     def cores_per_node(self) -> int | None:
         return None if self.cpus_per_node == "auto" else self.cpus_per_node
 

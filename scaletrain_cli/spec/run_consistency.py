@@ -56,6 +56,9 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
             "cluster.idle_timeout",
             f"must be at least {least:g} s with telemetry.interval = {spec.telemetry.interval:g} s.",
         )
+    if spec.cluster.gpu_slice is not None and spec.world_size > 1 and not spec.code.own_program:
+        key = "cluster.gpus_per_node" if spec.cluster.gpus_per_node > 1 else "cluster.nodes"
+        yield key, f"must be 1: NCCL does not connect parts of GPUs ({spec.cluster.section.gpu_kind}, MIG)."
     yield from notify_inconsistencies(spec.notify, spec.env, own_program=spec.code.own_program)
     yield from spec.cluster.section.run_inconsistencies(env=spec.env, secret_env=spec.secret_env)
 

@@ -224,6 +224,11 @@ class BackendSection(Section):
         return None
 
     @property
+    def gpu_kind(self) -> str:
+        """Return the scheduler's word for the GPUs that the job requests; empty for GPUs of any kind."""
+        return ""
+
+    @property
     def cores_per_node(self) -> int | None:
         """Return the CPU cores that the section requests on each node; None to leave them to other settings."""
         return None

@@ -209,6 +209,10 @@ class SlurmSpec(BackendSection):
         return "on the nodes"
 
     @property
+    def gpu_kind(self) -> str:
+        return self.gres_type or ""
+
+    @property
     def host_memory_per_node(self) -> float | None:
         return self.memory_per_node
 

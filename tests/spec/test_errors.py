@@ -80,6 +80,10 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
         ("cluster.gpu={name: x}", "cluster.gpu.memory: is missing."),
         ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
         ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!(), for a"),
+        (
+            "cluster={scheduler: slurm, nodes: 2, gpu: h100-sxm-80gb, slurm: {gres_type: h100_1g.10gb}}",
+            "must be 1: NCCL does not connect parts of GPUs (h100_1g.10gb, MIG).",
+        ),
         ("cluster.slurm.account=3", "cluster.slurm.account = 3: must be text. Put it in quotes."),
         ("cluster.slurm.exclude=n1,n[a-c]", "exclude = n1,n[a-c]: must be a hostlist, such as n[1-4,7],login1."),
         ("cluster.slurm.nodelist=n[]", "nodelist = n[]: must be a hostlist, such as n[1-4,7],login1."),

@@ -80,6 +80,8 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     if isinstance(wanted, str):
         name = full_name(wanted)
         found = _from_row(name, _catalogue()[name])
+        if cluster.gpu_slice is not None:
+            found = _part_of(found, *cluster.gpu_slice)
     else:
         given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8", "fp4")}
         flops = {"fp32": wanted.fp32_flops, "tf32": wanted.fp32_flops} | {k: v for k, v in given.items() if v}
@@ -103,6 +105,25 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     if stated.matmul or stated.attention or stated.memory:
         found = replace(found, efficiency=(stated.matmul, stated.attention, stated.memory))
     return found
+
+
+def _part_of(device: Accelerator, slices: int, gib: int) -> Accelerator:
+    """Return a part of a GPU: an eighth of its multiprocessors for each compute slice, seven being the whole GPU."""
+    compute = 1.0 if slices >= 7 else slices / 8
+    memory = _slice_bytes(device.memory_bytes, gib)
+    return replace(
+        device,
+        name=f"{device.name} {slices}g.{gib}gb",
+        memory_bytes=memory,
+        flops={precision: rate * compute for precision, rate in device.flops.items()},
+        memory_bandwidth=device.memory_bandwidth * min(1.0, memory / device.memory_bytes),
+        multiprocessors=round(device.multiprocessors * compute),
+    )
+
+
+def _slice_bytes(whole: int, gib: int) -> int:
+    """Return the memory of a slice: 9,728 MiB of a 1g.10gb (NVIDIA's Multi-Instance GPU User Guide, of an A100)."""
+    return min(whole, round(0.95 * gib * 2**30))
 
 
 @cache
@@ -132,7 +153,10 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
 def memory_bytes(cluster: ClusterSpec) -> int:
     """Return the memory of the device in bytes, without building an Accelerator: the search calls it per layout."""
     wanted = cluster.gpu
-    return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
+    if isinstance(wanted, str):
+        whole = int(_catalogue()[full_name(wanted)]["memory_bytes"])
+        return whole if cluster.gpu_slice is None else _slice_bytes(whole, cluster.gpu_slice[1])
+    return wanted.memory
 
 
 def cuda_capability(cluster: ClusterSpec) -> float:

@@ -10,6 +10,7 @@ import pytest
 import scaletrain_cli.plan.catalogue.hardware
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.plan import accelerator_names, find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import memory_bytes
 from tests.plan.specs import spec_of
 
 
@@ -116,3 +117,17 @@ def test_a_table_describes_an_accelerator_that_the_catalogue_lacks() -> None:
 def test_a_stated_bandwidth_replaces_the_catalogue() -> None:
     assert find_accelerator(spec_of(cluster__intra_node_bandwidth="7GB/s").cluster).intra_node_bandwidth == 7e9
     assert find_accelerator(spec_of(cluster__host_bandwidth="7GB/s").cluster).host_bandwidth == 7e9
+
+
+def test_a_part_of_a_gpu_is_planned_with_its_own_memory_and_rates() -> None:
+    """1g.10gb of an A100: 14 of its 108 multiprocessors and 9,728 MiB (NVIDIA's Multi-Instance GPU User Guide)."""
+    slurm = {"cluster__scheduler": "slurm", "cluster__gpus_per_node": 1, "cluster__gpu": "a100-sxm-80gb"}
+    whole = find_accelerator(spec_of(**slurm).cluster)
+    for kind in ("1g.10gb", "nvidia_a100_80gb_1g.10gb"):
+        cluster = spec_of(**slurm, cluster__slurm={"gres_type": kind}).cluster
+        part = find_accelerator(cluster)
+        assert part.memory_bytes == memory_bytes(cluster) == pytest.approx(9728 * 2**20, rel=1e-3)
+        assert part.multiprocessors == 14
+        assert part.flops["bf16"] == whole.flops["bf16"] / 8
+        assert part.memory_bandwidth == pytest.approx(whole.memory_bandwidth / 8, rel=0.05)
+    assert find_accelerator(spec_of(**slurm, cluster__slurm={"gres_type": "a100"}).cluster) == whole
