@@ -75,6 +75,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     heartbeat = Heartbeat.from_environment(os.environ)
     telemetry = RankTelemetry.from_environment(os.environ, interval_seconds=0.0)
     checkpoints = run_folder / "checkpoints"
+    ended = RunDir(run_folder).attempt(ATTEMPT) / f".ended-{RANK}"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)
     end, faults = planned(fake.get("die", {})), Faults.from_environment(RANK, ATTEMPT, checkpoints)
     while step < fake.get("steps", 3):
@@ -86,6 +87,8 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
             hang(stopped=RANK in fake.get("stopped", []))
         faults.before_step(step)
         if end is not None and step >= fake.get("die_at", 1):
+            if end == 0:
+                ended.touch()
             return die(run_folder, end, fake.get("reason"))
         if RANK == 0:
             append(run_folder / "metrics.jsonl", {"step": step, "loss": 1.0 / step})
@@ -102,7 +105,21 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
             return 75
         if save:
             commit(run_folder, step)
+    ended.touch()
     if RANK == 0:
+        # All ranks of an engine commit its last checkpoint: if one of a node that began has failed, rank 0 waits for
+        # its own end.
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        while not all(
+            ended.with_name(f".ended-{int(path.name[5:9]) * size + local}").exists()
+            for path in (ended.parent / "nodes").glob("node-*.json")
+            for local in range(size)
+        ):
+            time.sleep(0.01)
+            heartbeat.beat(step, "save")
+            if _stop_at:
+                commit(run_folder, step)
+                return 75
         append(run_folder / "events.jsonl", {"time": time.time(), "event": "finished", "step": step})
         while "linger" in fake and not (run_folder / "go").exists():  # as a tracker that still sends
             time.sleep(0.05)
