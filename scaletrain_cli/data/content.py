@@ -69,13 +69,12 @@ def known_hashes(
 
 def combined_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> str:
     """Return the hash of a source from those of its local files by path; a remote file counts by its ETag."""
-    return _combined([_identity(file, hashes) for file in files])
-
-
-def _identity(file: SourceFile, hashes: Mapping[str, str]) -> str:
-    """Return all that the documents of a file depend on: how it is read, and what it contains."""
-    read_as = f"{file.kind}.{file.compression}" if file.compression else file.kind
-    return f"{read_as} {file.path} {file.size} {file.etag}" if file.etag else f"{read_as} {hashes[file.path]}"
+    identities = []
+    for file in files:
+        read_as = f"{file.kind}.{file.compression}" if file.compression else file.kind
+        contents = f"{file.path} {file.size} {file.etag}" if file.etag else hashes[file.path]
+        identities.append(f"{read_as} {contents}")
+    return _combined(identities)
 
 
 def _read_note(path: Path) -> dict[str, tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from scaletrain_cli.plugins import MODEL_FAMILIES, OPTIMIZERS, PluginError, plugins
@@ -32,8 +31,9 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of the files that load_spec accepts, except for yes and no as booleans."""
     schema = RunSpec.model_json_schema(by_alias=True, mode="validation")
     sections = schema["$defs"]
-    for name, section in _open_sections():
-        _add_plugins(sections[name], section)
+    for field in RunSpec.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, OpenSection):
+            _add_plugins(sections[field.annotation.__name__], field.annotation)
     sections[ClusterSpec.__name__]["properties"]["scheduler"]["enum"] = backend_names()
     sections[OptimizerSpec.__name__]["properties"]["name"]["enum"] += plugins(OPTIMIZERS, BUILT_IN_OPTIMIZERS)
     sections[ModelSpec.__name__]["properties"]["family"]["enum"] += plugins(MODEL_FAMILIES, FAMILIES)
@@ -60,12 +60,6 @@ def json_schema() -> dict[str, Any]:
 def _dimensions() -> dict[str, list[str]]:
     added = {family: base_family(family) for family in plugins(MODEL_FAMILIES, FAMILIES)}
     return _DIMENSIONS | {family: _DIMENSIONS[base] for family, base in added.items() if base in _DIMENSIONS}
-
-
-def _open_sections() -> Iterator[tuple[str, type[OpenSection]]]:
-    for field in RunSpec.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, OpenSection):
-            yield field.annotation.__name__, field.annotation
 
 
 def _add_plugins(properties_of: dict[str, Any], section: type[OpenSection]) -> None:

@@ -270,7 +270,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     Raises UsageError for a file that cannot be read.
     """
     named = _named(*(json_object(folder / name) for name in TOKEN_FILES[:2]))
-    return {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name in _SPECIAL if isinstance(text := texts.get(name), str)}
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -280,8 +281,3 @@ def json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(Reason("tokenizers.file-unreadable", {"path": str(path), "error": str(error)})) from error
     return found if isinstance(found, dict) else {}
-
-
-def _token(given: Any) -> str | None:
-    text = given.get("content") if isinstance(given, dict) else given
-    return text if isinstance(text, str) else None

@@ -1,26 +1,27 @@
-"""Chat templates: rendering conversations as transformers does, and finding the assistant's text in the result.
-
-The environment is that of transformers' ``apply_chat_template`` (utils/chat_template_utils.py), with a fixed date in
-``strftime_now``.
-"""
+"""Chat templates: rendering conversations as transformers does, and finding the assistant's text in the result."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scaletrain_cli.engine.data.missing_parts import Part, in_words
+from scaletrain_cli.engine.data.template_environment import (
+    CLOSING,
+    OPENING,
+    Rendered,
+    marks_for,
+    template_environment,
+    without_marks,
+)
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.row_formats import (
@@ -37,8 +38,6 @@ _MOST_STRUCTURES = 10_000  # of conversations, whose missing parts are remembere
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # variables that a row does not set by name
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE, _OTHER_PROBE = "9b1c6f", "e40a77"  # texts that no template contains
-# Unicode's noncharacters mark the ends of generation blocks while a template is rendered.
-_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 # ChatML (github.com/openai/openai-python, chatml.md) with tools in the form of Qwen2.5 and Hermes.
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -81,13 +80,6 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-
-
-class Rendered(NamedTuple):
-    """A rendered conversation; ``marked``: first and last + 1 character of each generation block."""
-
-    text: str
-    marked: list[tuple[int, int]]
 
 
 class Span(NamedTuple):
@@ -159,10 +151,10 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any], *, prompt: bool = False
     ) -> Rendered:
         messages = [_with_reasoning(message) for message in messages]
-        opening, closing = _marks(messages, tools) if self.is_marked else ("", "")
+        opening, closing = marks_for(messages, tools) if self.is_marked else ("", "")
         values = {"documents": None, **self.tokens.named, **self.variables, **variables}
         values |= {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
-        values |= {_OPENING: opening, _CLOSING: closing}
+        values |= {OPENING: opening, CLOSING: closing}
         try:
             text = self.compiled.render(values)
         except jinja2.TemplateError as error:
@@ -177,7 +169,7 @@ class ChatTemplate:
             ValueError,
         ) as error:
             raise RowError("template-failed", error=f"{type(error).__name__}: {error}") from error
-        return _without_marks(text, opening, closing) if opening else Rendered(text, [])
+        return without_marks(text, opening, closing) if opening else Rendered(text, [])
 
     # ---- what the template takes and writes, found by rendering short conversations ----------------------------------
 
@@ -464,16 +456,7 @@ def compile_template(
 
     ``variables``: values for all conversations, by name.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    now = datetime.fromisoformat(date)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = now.strftime
-    # A template is a stranger's code: neither the type dict nor names with an underscore are within its reach.
-    environment.globals["dict"] = lambda *given, **named: dict(*given, **named)
-    environment.globals["namespace"] = _Namespace
+    environment = template_environment(date)
     try:
         compiled = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -484,91 +467,6 @@ def compile_template(
         raise UsageError(Reason("data.template-invalid", params)) from error
     read = jinja2.meta.find_undeclared_variables(environment.parse(source))
     return ChatTemplate(source, tokens, compiled, variables, frozenset(read) - _RESERVED)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without private attributes."""
-
-    def __init__(*given: Any, **named: Any) -> None:
-        values = dict(*given[1:], **named)
-        for name in values:
-            _require_public(name)
-        jinja2.utils.Namespace.__init__(given[0], values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _require_public(name)
-        super().__setitem__(name, value)
-
-
-def _require_public(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace must not have the attribute {name!r}")
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-# Variables of a template that hold the marks of this rendering.
-_OPENING, _CLOSING = "__generation_opening", "__generation_closing"
-
-
-class _Generation(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``: writes a mark before and after its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        marks: list[Any] = [jinja2.nodes.Name(name, "load") for name in (_OPENING, _CLOSING)]
-        block = jinja2.nodes.CallBlock(self.call_method("_between_marks", marks), [], [], body)
-        return [block.set_lineno(line)]
-
-    def _between_marks(self, opening: str, closing: str, caller: Callable[[], str]) -> str:
-        return f"{opening}{caller()}{closing}"
-
-
-def _marks(messages: list[Message], tools: list[Any] | None) -> tuple[str, str]:
-    """Return two characters that the conversation does not contain. Raises RowError."""
-    given = json.dumps([messages, tools], ensure_ascii=False, default=str)
-    free = [mark for mark in _NONCHARACTERS if mark not in given]
-    if len(free) < 2:
-        raise RowError("template-failed", error="the row has every one of Unicode's noncharacters U+FDD0 to U+FDEF")
-    return free[0], free[1]
-
-
-def _without_marks(text: str, opening: str, closing: str) -> Rendered:
-    """Return the text without marks, and the spans between them."""
-    found: list[str] = []
-    marked: list[tuple[int, int]] = []
-    length, start = 0, -1
-    for part in re.split(f"([{opening}{closing}])", text):
-        if part == opening:
-            if start >= 0:
-                raise RowError("template-failed", error="generation blocks are nested")
-            start = length
-        elif part == closing:
-            if start < 0:
-                raise RowError("template-failed", error="a generation block was cut")
-            marked.append((start, length))
-            start = -1
-        else:
-            found.append(part)
-            length += len(part)
-    if start >= 0:
-        raise RowError("template-failed", error="a generation block was cut")
-    return Rendered("".join(found), [each for each in marked if each[0] < each[1]])
 
 
 def with_image_parts(messages: Sequence[Message]) -> list[Message]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.sources.rows import Tally
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens
+from scaletrain_cli.engine.data.chat_tokenizer import Encoded, ImageTokens
 from scaletrain_cli.engine.data.packing import pack
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.row_source import Row, RowImage, rows_of
@@ -62,7 +62,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
                 ),
                 "whole" if kept else "unusable",
             )
-            documents = kept[0] if kept else _uncut(chat, row)
+            whole = kept if kept else chat.encode([(row.example, row.weight)])  # also of a row that is left out
+            documents = whole[0] if isinstance(whole[0], list) else []
             shown.append(_shown(number, row, state, documents, tokenizer, chat.images))
     if not shown:
         raise UsageError(Reason("data.row-out-of-range", {"rows": number, "row": first}))
@@ -122,12 +123,6 @@ def _tokenizer(spec: RunSpec, runs_root: Path) -> tuple[Any, bool]:
         section = type(spec.data.tokenizer)(kind="file", path=str(prepared))
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": section})})
     return tokenizer_of(spec.data, spec.training.objective), True
-
-
-def _uncut(chat: ChatTokenizer, row: Row) -> list[Encoded]:
-    """Return the whole documents of a row that is left out."""
-    (found,) = chat.encode([(row.example, row.weight)])
-    return found if isinstance(found, list) else []
 
 
 def _shown(

@@ -192,7 +192,10 @@ class _Samples:
         micro = self._batch(number, place.replica, rank)[place.micro_batch]
         first = (number - 1) * layout.global_batch_size
         sample = first + (place.micro_batch * layout.data_parallel + place.replica) * size + place.row
-        sequence = self._sequence(sample)
+        if self._order is not None:
+            sequence = self._order(sample)
+        else:
+            sequence = sample_at(sample, seed=self._spec.training.seed, samples=len(self._sequences))
         sources, own = list(self._data.sizes), sequence
         source = 0
         if isinstance(self._sequences, JoinedSequences | JoinedRows):
@@ -222,11 +225,6 @@ class _Samples:
             width, height = size_of(content, place)
             found.append({"place": place, "width": width, "height": height})
         return found
-
-    def _sequence(self, sample: int) -> int:
-        if self._order is not None:
-            return self._order(sample)
-        return sample_at(sample, seed=self._spec.training.seed, samples=len(self._sequences))
 
     def _text(self, micro: MicroBatch, row: int, sequence: int, places: list[int]) -> dict[str, Any]:
         """Return one row of a micro-batch. ``places``: the positions of its tokens in the whole sequence."""

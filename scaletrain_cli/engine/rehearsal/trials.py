@@ -138,12 +138,9 @@ class Trials:
         """Return the result of work, and the seconds that the slowest rank took for it."""
         began = time.perf_counter()
         result = work()
-        self._synchronize()
-        return result, self.largest(time.perf_counter() - began)
-
-    def _synchronize(self) -> None:
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
+        return result, self.largest(time.perf_counter() - began)
 
     @torch.no_grad()
     def copy(self) -> StateCopy:

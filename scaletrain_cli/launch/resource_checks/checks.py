@@ -218,7 +218,8 @@ def engine_problems(view: View) -> Iterator[Problem]:
         reason = Reason("checks.no-import-root", {"path": code.path})
         yield view.problem("code.import_root", reason, code.import_root)
         return
-    if code.engine is None or _module_in(kept, root + code.engine.replace(".", "/")):
+    module = None if code.engine is None else root + code.engine.replace(".", "/")
+    if module is None or not {f"{module}.py", f"{module}/__main__.py"}.isdisjoint(kept):
         return
     yield from _installed_problems(view)
 
@@ -238,10 +239,6 @@ def _installed_problems(view: View) -> Iterator[Problem]:
     else:
         reason = Reason("checks.engine-not-installed")
     yield view.problem("code.engine", reason, engine)
-
-
-def _module_in(files: Collection[str], path: str) -> bool:
-    return f"{path}.py" in files or f"{path}/__main__.py" in files
 
 
 def _is_installed(module: str, view: View) -> bool:

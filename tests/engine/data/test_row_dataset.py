@@ -157,7 +157,7 @@ def test_weights_of_rows_and_messages_multiply(folder: Path) -> None:
 def test_pairs_keep_both_answers_side_by_side(folder: Path) -> None:
     given = spec(folder, objective="dpo")
     info, train, validation = opened(given, folder / "runs")
-    assert len(train) + len(validation) == len(PAIRS) == sum(info.samples)
+    assert len(train) + len(validation) == len(PAIRS) == (info.train_rows + info.validation_rows) // 2
     plain = tokenizers.Tokenizer.from_file(str(rows_folder(given, folder / "runs") / "tokenizer.json"))
     asked = {row["prompt"]: (row["chosen"], row["rejected"]) for row in PAIRS}
     for number in range(len(train)):

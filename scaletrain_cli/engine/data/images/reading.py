@@ -115,7 +115,9 @@ class ImageBatchReader:
         size = self.layout.micro_batch_size
         first = ((number - 1) * self.layout.data_parallel + self.mesh.data.rank) * size
         numbers = list(range(first, first + size))
-        places = [self._stored(min(each, count - 1)) for each in numbers]
+        stored = [min(each, count - 1) for each in numbers]
+        sources = np.searchsorted(self._starts, stored, side="right") - 1
+        places = [_Place(s, 0, each - self._starts[s]) for s, each in zip(sources.tolist(), stored, strict=True)]
         batch = self._read([places], [numbers], training=False)
         if count % (size * self.layout.data_parallel):
             batch = batch._replace(real=batch.samples < count)
@@ -137,11 +139,6 @@ class ImageBatchReader:
         size = len(self.sources[source])
         number = sample_at(position, seed=source_seed(self.seed, source), samples=size)
         return _Place(source, position // size, number)
-
-    def _stored(self, number: int) -> _Place:
-        """Return the place of a sample by its number among those of all sources."""
-        source = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return _Place(source, 0, number - self._starts[source])
 
     def _read(self, places: list[list[_Place]], numbers: list[list[int]], *, training: bool) -> ImageStepBatch:
         micros, size = len(places), self.layout.micro_batch_size
