@@ -141,7 +141,7 @@ def replan(
             spec.data,
             before.working_folder,
             _trained_sources(run, before, step),
-            reads_words=spec.training.objective not in LOSSES_OF,
+            objective=spec.training.objective,
             moved=moved,
         )
     if "data.skip" in judged and not _keeps_batches(run, before.spec, spec, step):
@@ -224,15 +224,15 @@ def _trained_sources(run: RunDir, record: RunRecord, steps: int) -> set[str]:
 
 
 def _source_objections(
-    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str], *, reads_words: bool, moved: bool
+    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str], *, objective: str, moved: bool
 ) -> Iterator[Problem]:
     """Yield what a changed list of sources changes of the samples that the run was trained on.
 
     Sources keep their places, because the order of samples counts them. ``trained``: names of those that have given
-    samples; the others may be removed. ``reads_words``: sources are prepared with a tokenizer. ``moved``: to another
-    cluster, where files have other paths.
+    samples; the others may be removed. ``moved``: to another cluster, where files have other paths.
     """
     keys = [key.removesuffix(".path") for key, _ in after.paths()]
+    reads_words = objective not in LOSSES_OF  # sources are prepared with a tokenizer
     for number, was in enumerate(before.all_sources):
         if number >= len(after.all_sources):
             independent = not reads_words or _is_independent(was, before, working_folder)
@@ -249,7 +249,12 @@ def _source_objections(
                     key = "data.validation_source" if name == "validation_path" else keys[number]
                 yield _fixed(key, json.dumps(old[name]), json.dumps(new[name]))
     for number, added in enumerate(after.all_sources):
-        if number < len(before.all_sources) or _is_dataset(added.path, working_folder):
+        if number < len(before.all_sources):
+            continue
+        if objective == "dpo":
+            reason = Reason("launch.resume-source-and-reference", {"source": added.name})
+            yield Problem.because("--set", keys[number], reason)
+        if _is_dataset(added.path, working_folder):
             continue
         if reads_words and after.tokenizer.path is None:
             reason = Reason("launch.resume-source-and-tokenizer", {"source": added.name})

@@ -516,6 +516,9 @@ TEXTS: dict[str, Text] = {
         "{source} is new, and the tokenizer of the run was trained on the other sources",
         ("Prepare it with the tokenizer.json of the run's datasets and give its folder as the path",),
     ),
+    "resume-source-and-reference": Text(
+        "{source} is new, and the weights are no longer those of the reference", ("Submit a new run",)
+    ),
     "resume-source-and-duplicates": Text(
         "{source} is new, and data.prepare.{step} would remove other documents of the sources before it",
         ("Prepare it on its own and give the folder of its dataset as the path",),

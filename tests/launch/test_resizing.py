@@ -306,6 +306,15 @@ def test_a_change_of_what_sources_contain_is_another_run(override: str, key: str
     assert (key, True) in [(problem.key, why in problem.message) for problem in refused.value.problems]
 
 
+def test_a_source_of_pairs_cannot_be_added_after_the_first_step() -> None:
+    given = ("data.tokenizer.kind=file", "data.tokenizer.path=/d/tokenizer.json", "training.objective=dpo")
+    made = ended_run(*MIXED, *given)
+    assert replan(made.run, ["data.sources.0.weight=0.5"]).changes
+    with pytest.raises(UsageError) as refused:
+        replan(made.run, [f"data.sources=[{WEB}, {CODE}, {BOOKS}]"])
+    assert "no longer those of the reference" in " ".join(problem.message for problem in refused.value.problems)
+
+
 def test_all_keys_of_data_may_change_until_the_first_step() -> None:
     spec = make_spec(*MIXED)
     created = create_run(spec, make_plan(spec), "mine")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from scaletrain_cli.diagnosis.findings import Cause
 from scaletrain_cli.diagnosis.rehearsal import Item
@@ -275,7 +274,9 @@ def causality(trials: Trials) -> Item:
     mesh = trainer.composed.objective.mesh
     part, alone = mesh.part, mesh.part.ranks == 1
     documents = batch.documents if alone else None
-    place = length // 2 if documents is None else _within_first_document(documents)
+    place = length // 2
+    if documents is not None:  # the middle of the shortest first document of a row
+        place = max(0, min(int((row == row[0]).sum()) for row in documents) // 2)
     if mesh.parts.rank == mesh.parts.size - 1:
         changed[:, place] = (changed[:, place] + 1) % trials.case.spec.model.vocab_size
     before, after = trials.outputs(batch), trials.outputs(batch._replace(tokens=changed))
@@ -302,9 +303,3 @@ def causality(trials: Trials) -> Item:
         )
     code = Reason("rehearsal.causal-in-documents" if several else "rehearsal.causal")
     return Item("causality", "passed", code, figures)
-
-
-def _within_first_document(documents: Tensor) -> int:
-    """Return a place inside the first document of every row: the middle of the shortest one."""
-    first = [int((row == row[0]).sum()) for row in documents]
-    return max(0, min(first) // 2)
