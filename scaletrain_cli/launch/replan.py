@@ -127,7 +127,7 @@ def replan(
     trained = bool(changes) and _has_trained(run, before.spec)
     step = newest or 0
     moved = moving or any(event["event"] == "moved" for event in read_events(run))
-    judged = {key: values for key, values in changes.items() if trained or not _is_of_data(key)}
+    judged = {key: values for key, values in changes.items() if trained or key.split(".")[0] != "data"}
     if moved:  # the ranks compare the data and the weights with those of the checkpoint
         judged = {key: values for key, values in judged.items() if not _is_path(key)}
     if branch_at is not None:
@@ -192,10 +192,6 @@ def _trained_batch(run: RunDir, spec: RunSpec, step: int) -> int:
 def _is_path(key: str) -> bool:
     """Return whether a key has another value on another cluster, without a change of what is trained."""
     return key in _PATHS or (key.startswith("data.sources.") and key.endswith((".path", ".validation_path")))
-
-
-def _is_of_data(key: str) -> bool:
-    return key == "data" or key.startswith("data.")
 
 
 def _has_trained(run: RunDir, spec: RunSpec) -> bool:

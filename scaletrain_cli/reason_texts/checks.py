@@ -120,6 +120,7 @@ TEXTS: dict[str, Text] = {
     "weights-incomplete": Text("lacks {files:list}, which its index names", _WEIGHTS),
     "weights-unreadable": Text("cannot be read: {said}", _WEIGHTS),
     "weights-index": Text("its index cannot be read", _WEIGHTS),
+    "weights-pointer": Text("{file} is a pointer of Git LFS, and not the file", ("Run git lfs pull",)),
     "weights-file": Text("{file} is not a safetensors file, or is truncated", _WEIGHTS),
     "weights-file-size": Text("{file} holds {bytes} bytes, and its header says {expected}", _WEIGHTS),
     "weights-differ": Text(

@@ -26,6 +26,7 @@ ENDS_OF_TEXT = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"),
     *("<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>"),
 )
+LFS_POINTER = "version https://git-lfs.github.com/spec/"  # how a file begins that git lfs pull would replace
 # Files beside a tokenizer.json that state tokens, and settings that change them.
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
+from scaletrain_cli.spec.corpus_files import LFS_POINTER
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, Architecture
 from scaletrain_cli.spec.hugging_face_keys import KnownKeys, check_keys
 from scaletrain_cli.spec.hugging_face_read_only import ABOUT_IMAGES, READ_ONLY, TEXT_PARTS, shortest
@@ -321,6 +322,7 @@ def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the parsed config.json at ``path``, a file or a folder. Raises SourceError."""
+    data = b""
     try:
         if path.is_dir():
             path = path / "config.json"
@@ -330,6 +332,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SourceError("hf_config", f"cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
+        if data.startswith(LFS_POINTER.encode()):
+            raise SourceError("hf_config", "is a pointer of Git LFS, and not the file", "Run git lfs pull.") from error
         raise SourceError("hf_config", "is not JSON") from error
     if not isinstance(config, dict):
         raise SourceError("hf_config", "is not a Hugging Face config.json, which holds one JSON object")

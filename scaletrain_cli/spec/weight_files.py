@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, factor_shapes
+from scaletrain_cli.spec.corpus_files import LFS_POINTER
 from scaletrain_cli.text import either
 
 Shape = tuple[int, ...]
@@ -65,11 +66,16 @@ class Header(NamedTuple):
 
 
 class DamagedHeaderError(Exception):
-    """A file is not a complete safetensors file. ``found``, ``expected``: its bytes; None if the header is invalid."""
+    """A file is not a complete safetensors file. ``found``, ``expected``: its bytes; None if the header is invalid.
 
-    def __init__(self, file: str, found: int | None = None, expected: int | None = None) -> None:
+    ``is_pointer``: it is one of Git LFS.
+    """
+
+    def __init__(
+        self, file: str, found: int | None = None, expected: int | None = None, *, is_pointer: bool = False
+    ) -> None:
         super().__init__(f"{file} is not a safetensors file, or is truncated")
-        self.file, self.found, self.expected = file, found, expected
+        self.file, self.found, self.expected, self.is_pointer = file, found, expected, is_pointer
 
 
 def read_headers(path: Path) -> dict[str, Header]:
@@ -79,9 +85,10 @@ def read_headers(path: Path) -> dict[str, Header]:
     """
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
-        length = header_bytes(file.read(8), size)
+        length = header_bytes(beginning := file.read(8), size)
         if length is None:
-            raise DamagedHeaderError(path.name)
+            beginning += file.read(len(LFS_POINTER) - 8)
+            raise DamagedHeaderError(path.name, is_pointer=beginning == LFS_POINTER.encode())
         return parsed_headers(str(path), file.read(length), size)
 
 

@@ -18,13 +18,17 @@ from scaletrain_cli.errors import ExitCode, UsageError, WrongNodesError
 from scaletrain_cli.launch.resource_checks.checks import check_external, check_on_node, has_login
 from scaletrain_cli.launch.resource_checks.files import class_file_problems, tokenizer_problem
 from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.weights import damage_of
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.data import FieldsSpec
+from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.images import ImageFieldsSpec
 from scaletrain_cli.spec.json_schema import json_schema
 from scaletrain_cli.spec.preparation import IDENTIFIERS
+from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.weight_files import DamagedHeaderError, read_headers
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.launch.conftest import MakeRun
 from tests.launch.working_tree import WorkingTree
@@ -622,6 +626,17 @@ def test_a_tokenizer_needs_an_end_of_text_token_and_ids_within_the_vocabulary(tm
     assert "no end-of-text token" in problem({"a": 0}, [])
     assert "has token ids up to 4096, and model.vocab_size is 4096" in problem({"a": 4096}, [end])
     assert "is not a tokenizer.json" in problem({"a": "b"}, [{}])
+
+
+def test_pointers_of_git_lfs_are_named(tmp_path: Path) -> None:
+    spec, path = load_spec(SMALL), tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(DamagedHeaderError) as damaged:
+        read_headers(path)
+    with pytest.raises(SourceError) as refused:
+        read_config(path)
+    for said in (str(damage_of(damaged.value)), str(tokenizer_problem(path, spec)), str(refused.value)):
+        assert "is a pointer of Git LFS, and not the file" in said
 
 
 def test_files_that_are_never_read_are_a_warning(things: Path) -> None:

@@ -16,12 +16,11 @@ from scaletrain_cli.data.sources.opening import DamagedFileError, opened
 from scaletrain_cli.data.sources.tables import arrow_batches
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, MOST_REPLACED, kind_of
+from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, LFS_POINTER, MOST_REPLACED, kind_of
 from scaletrain_cli.spec.row_formats import RowError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _PROBLEMS_KEPT = 20
-_LFS_POINTER = "version https://git-lfs.github.com/spec/"
 
 
 @dataclass
@@ -124,7 +123,7 @@ def _parsed(text: str) -> Any:
 
 def _json_problem(text: str) -> str:
     """Return the code of the reason why a line, or the whole of an array, is not JSON."""
-    if text.startswith(_LFS_POINTER):
+    if text.startswith(LFS_POINTER):
         return "git-lfs-pointer"
     if text.startswith("\x1f"):
         return "json-is-gzip"

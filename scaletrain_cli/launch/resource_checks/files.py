@@ -87,8 +87,9 @@ def _problems_of_rows(view: View, key: str, source: str, *, validation: bool) ->
     data, objective = view.spec.data, view.spec.training.objective
     if reason := problem_of_rows(found.files, data, objective, view.folder, images=with_images):
         yield view.problem(key, reason, source)
-    if _is_empty(found.files):
-        yield view.problem(key, Reason("checks.no-text"), source)
+    with contextlib.suppress(OSError):
+        if not any(path.stat().st_size for path in found.files):
+            yield view.problem(key, Reason("checks.no-text"), source)
     here = view.spec.cluster.traits.runs_here
     if here and any(kind_of(path) in ("parquet", "arrow") for path in found.files) and find_spec("pyarrow") is None:
         yield view.problem(key, Reason("checks.no-pyarrow"), source)
@@ -127,12 +128,6 @@ def evaluation_problems(view: View) -> Iterator[Problem]:
         if view.spec.cluster.traits.runs_here and not shutil.which(task.command[0], path=path):
             params = {"program": task.command[0]}
             yield view.problem(f"{key}.command", Reason("checks.no-program", params), task.command[0])
-
-
-def _is_empty(files: tuple[Path, ...]) -> bool:
-    with contextlib.suppress(OSError):
-        return not any(path.stat().st_size for path in files)
-    return False
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
@@ -210,7 +205,7 @@ def image_folder_problems(view: View) -> Iterator[Problem]:
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     """Return the problem of a tokenizer.json, or of a tokenizer file of another library; None for a valid one."""
     from scaletrain_cli.data.tokenizers.files import require_stated_ends, special_tokens
-    from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
+    from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT, LFS_POINTER
 
     ends = set(ENDS_OF_TEXT)
     try:
@@ -227,7 +222,8 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
             return Reason("checks.tokenizer-missing")
         return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return Reason("checks.tokenizer-invalid")
+        is_pointer = path.read_bytes().startswith(LFS_POINTER.encode())
+        return Reason("data.git-lfs-pointer" if is_pointer else "checks.tokenizer-invalid")
     if ends.isdisjoint(ids):
         return Reason("checks.tokenizer-no-end", {"tokens": list(ENDS_OF_TEXT)})
     if spec.training.objective in LOSSES_OF:

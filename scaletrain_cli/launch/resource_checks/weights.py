@@ -214,6 +214,6 @@ def _safetensors_problem(path: Path) -> Reason | None:
 def damage_of(error: DamagedHeaderError) -> Reason:
     """Return the reason of an invalid or incomplete file."""
     if error.found is None:
-        return Reason("checks.weights-file", {"file": error.file})
+        return Reason("checks.weights-pointer" if error.is_pointer else "checks.weights-file", {"file": error.file})
     params = {"file": error.file, "bytes": error.found, "expected": error.expected}
     return Reason("checks.weights-file-size", params)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.images.decode import MODES
@@ -165,12 +164,15 @@ class ImageBatchReader:
                 labels.append(_present(sample.label, "label", sample.place))
             if self.captions is not None:
                 captions.append(_present(sample.caption, "caption", sample.place))
-        shape = (micros, size)
+        shape, targets = (micros, size), None
+        if self.labeled:
+            kind = torch.int64 if isinstance(labels[0], int) else torch.float32  # classes, or numbers
+            targets = torch.tensor(labels, dtype=kind).unflatten(0, shape)
         sources = torch.tensor([[place.source for place in micro] for micro in places])
         return ImageStepBatch(
             images=torch.from_numpy(images).flatten(1, 2),
             samples=torch.tensor(numbers),
-            targets=_targets(labels, shape) if self.labeled else None,
+            targets=targets,
             tokens=None if self.captions is None else torch.from_numpy(self.captions.encode(captions)).view(*shape, -1),
             erased=torch.from_numpy(boxes).flatten(1, 2) if erases else None,
             sources=sources if len(self.sources) > 1 else None,
@@ -182,10 +184,3 @@ def _present(value: Any, name: str, place: str) -> Any:
     if value is None:
         raise CorruptDataError(place, f"it has no {name}")
     return value
-
-
-def _targets(labels: list[int | tuple[float, ...]], shape: tuple[int, int]) -> Tensor:
-    """Return classes as [micro-batches, samples] int64, and numbers as [micro-batches, samples, numbers] float32."""
-    if isinstance(labels[0], int):
-        return torch.tensor(labels, dtype=torch.int64).view(shape)
-    return torch.tensor(labels, dtype=torch.float32).view(*shape, -1)
