@@ -167,7 +167,7 @@ class ImageBatchReader:
         shape, targets = (micros, size), None
         if self.labeled:
             kind = torch.int64 if isinstance(labels[0], int) else torch.float32  # classes, or numbers
-            targets = torch.tensor(labels, dtype=kind).unflatten(0, shape)
+            targets = torch.unflatten(torch.tensor(labels, dtype=kind), 0, shape)
         sources = torch.tensor([[place.source for place in micro] for micro in places])
         return ImageStepBatch(
             images=torch.from_numpy(images).flatten(1, 2),
