@@ -60,67 +60,6 @@ _KEPT_VARIABLES = {"GIT_CONFIG_GLOBAL"}
 _MOST_SECONDS = 600.0  # reading a .gitignore that is a FIFO or on a dead file system never returns
 
 
-class GitError(Exception):
-    """git failed or timed out; the message is its output."""
-
-
-class Git:
-    """Calls git in one folder. ``filters``: names of the content filters that are switched off."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.filters: tuple[str, ...] = ()
-        self.filters = self._configured_filters()
-
-    def run(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
-        """Return the output of git. ``sent`` is its input. Raises GitError."""
-        import subprocess
-
-        settings = [*_SETTINGS, *(f"filter.{name}.{key}" for name in self.filters for key in _FILTER_OFF)]
-        words = [word for setting in settings for word in ("-c", setting)]
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(self._folder), *words, *arguments],
-                env=_environment(os.environ) | dict(environment or {}),
-                input=sent,
-                capture_output=True,
-                timeout=_MOST_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise GitError(f"nothing for {_MOST_SECONDS:.0f} s") from error
-        if done.returncode:
-            raise GitError(" ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}")
-        return done.stdout
-
-    def filtered(self, paths: Sequence[str]) -> dict[str, str]:
-        """Return the filter attribute by path, for the paths that have one. Raises GitError."""
-        if not self.filters or not paths:
-            return {}
-        sent = b"\0".join(map(os.fsencode, paths))
-        answer = self.run("check-attr", "-z", "--stdin", "filter", sent=sent).split(b"\0")
-        entries = zip(answer[0::3], answer[2::3], strict=False)  # path, attribute, value
-        return {os.fsdecode(path): os.fsdecode(name) for path, name in entries if os.fsdecode(name) in self.filters}
-
-    def _configured_filters(self) -> tuple[str, ...]:
-        """Return the names of the filters in all configurations that git reads here. Raises GitError."""
-        names = set()
-        for entry in self.run("config", "--null", "--name-only", "--list").split(b"\0"):
-            section, _, rest = os.fsdecode(entry).partition(".")
-            name, dot, _ = rest.rpartition(".")
-            if section.lower() != "filter" or not dot:
-                continue
-            if "=" in name or "\n" in name:  # no command-line option of git can switch it off
-                raise GitError(f"the filter {name!r} of its configuration has a name that cannot be switched off")
-            names.add(name)
-        return tuple(sorted(names))
-
-
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    own = {name: value for name, value in environment.items() if name[:4] != "GIT_" or name in _KEPT_VARIABLES}
-    own.pop("SSH_ASKPASS", None)
-    return absolute_paths(own) | _ENVIRONMENT
-
-
 IGNORE_FILE = ".scaletrainignore"
 _NAMED = 5  # most files that a message lists
 # Produces a patch that git apply accepts, independent of the user's diff configuration.
@@ -132,20 +71,58 @@ _FOR_OTHERS = 0o044
 _PATHS_AT_A_TIME = 500  # per command line, which is limited to 2 MB
 
 
+class GitError(Exception):
+    """git failed or timed out; the message is its output."""
+
+
 class WorkingTree:
     """A folder of a git working tree. Raises UsageError for any other folder, and without git."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self.folder, self.where = folder, where
+        self._filters: tuple[str, ...] = ()  # names of the content filters, which are switched off
         if not folder.is_dir():
             raise _refusal(where, Reason("checks.code-no-folder"), folder)
         if shutil.which("git") is None:
             raise _refusal(where, Reason("checks.code-no-git"), folder)
-        try:
-            self._reader = Git(folder)
-        except GitError as error:
-            raise self._git_failed("config", str(error)) from error
+        self._filters = self._configured_filters()
         self._git("rev-parse", "--show-toplevel")
+
+    def _configured_filters(self) -> tuple[str, ...]:
+        """Return the names of the filters in all configurations that git reads here. Raises UsageError."""
+        names = set()
+        for entry in self._git("config", "--null", "--name-only", "--list").split(b"\0"):
+            section, _, rest = os.fsdecode(entry).partition(".")
+            name, dot, _ = rest.rpartition(".")
+            if section.lower() != "filter" or not dot:
+                continue
+            if "=" in name or "\n" in name:  # no command-line option of git can switch it off
+                what = f"the filter {name!r} of its configuration has a name that cannot be switched off"
+                raise self._git_failed("config", what)
+            names.add(name)
+        return tuple(sorted(names))
+
+    def _run(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
+        """Return the output of git. ``sent`` is its input. Raises GitError."""
+        import subprocess
+
+        settings = [*_SETTINGS, *(f"filter.{name}.{key}" for name in self._filters for key in _FILTER_OFF)]
+        words = [word for setting in settings for word in ("-c", setting)]
+        kept = {name: value for name, value in os.environ.items() if name[:4] != "GIT_" or name in _KEPT_VARIABLES}
+        kept.pop("SSH_ASKPASS", None)
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(self.folder), *words, *arguments],
+                env=absolute_paths(kept) | _ENVIRONMENT | dict(environment or {}),
+                input=sent,
+                capture_output=True,
+                timeout=_MOST_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise GitError(f"nothing for {_MOST_SECONDS:.0f} s") from error
+        if done.returncode:
+            raise GitError(" ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}")
+        return done.stdout
 
     def commit(self) -> str:
         return self._git("rev-parse", "--verify", "HEAD").decode().strip()
@@ -187,15 +164,20 @@ class WorkingTree:
         """Yield the content in HEAD of those of the paths that HEAD has."""
         for path in paths:
             with contextlib.suppress(GitError):  # a new file
-                yield path, self._reader.run("cat-file", "blob", f"HEAD:./{path}")
+                yield path, self._run("cat-file", "blob", f"HEAD:./{path}")
 
     def _stored_elsewhere(self, paths: set[str]) -> set[str]:
         """Return the paths whose content matches the hash in the committed pointer, as of git-lfs.
 
         No filter is run, so git reports such a file as changed wherever it does not trust the file's mtime.
         """
+        if not self._filters or not paths:
+            return set()
+        sent = b"\0".join(map(os.fsencode, sorted(paths)))
+        answer = self._git("check-attr", "-z", "--stdin", "filter", sent=sent).split(b"\0")
+        entries = zip(answer[0::3], answer[2::3], strict=False)  # path, attribute, value
         same = set()
-        for path in sorted(self._reader.filtered(sorted(paths))):
+        for path in sorted(os.fsdecode(path) for path, name in entries if os.fsdecode(name) in self._filters):
             place = self.folder / path
             if place.is_symlink() or not place.is_file():
                 continue
@@ -225,8 +207,11 @@ class WorkingTree:
     def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
         """Return the paths that are not in run directories (links resolved), which contain secrets and checkpoints."""
         out = runs.resolve()
-        folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
-        known = [self.folder / folder for folder in folders if folder and _is_run(self.folder / folder / "run.json")]
+        known = []
+        for record in (self.folder / path for path in paths if path.endswith("/run.json")):
+            with contextlib.suppress(OSError), record.open("rb") as file:
+                if b'"scaletrain.run/' in file.read(200):
+                    known.append(record.parent)
         found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
         if inside.is_relative_to(out):
             return found
@@ -290,7 +275,7 @@ class WorkingTree:
 
     def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
         try:
-            return self._reader.run(*arguments, environment=environment, sent=sent)
+            return self._run(*arguments, environment=environment, sent=sent)
         except GitError as error:
             raise self._git_failed(arguments[0], str(error), about_head=arguments[-1] == "HEAD") from error
 
@@ -301,15 +286,6 @@ class WorkingTree:
         elif "not a git repository" in said or about_head:
             code = "checks.code-no-repository"
         return _refusal(self.where, Reason(code, {"command": command, "said": said}), self.folder)
-
-
-def _is_run(record: Path) -> bool:
-    """Return whether a file called run.json is the record of a run."""
-    try:
-        with record.open("rb") as file:
-            return b'"scaletrain.run/' in file.read(200)
-    except OSError:
-        return False
 
 
 def _refusal(where: str, reason: Reason, given: object, key: str = "code.path") -> UsageError:

@@ -59,12 +59,21 @@ class Slice:
 
     @classmethod
     def from_json(cls, name: str, data: dict[str, Any]) -> Slice:
-        """Return the slice that ``to_json`` was called on."""
-        spec = None
+        """Return the slice that ``to_json`` was called on. Raises ValueError for numbers that no slice has."""
+        shape, spec, (dim, ranks, rank, parts) = tuple(data["shape"]), None, data["cut"] or (0, 1, 0, 1)
+        ratio = [parts] if isinstance(parts, int) else [*parts]
+        numbers = (*shape, dim, ranks, rank, *ratio, data["start"], data["stop"])
+        if any(type(number) is not int or not 0 <= number < _MOST_ELEMENTS for number in numbers):
+            raise ValueError(f"{name} has a number that is not allowed")
+        held = math.prod(shape)
         if data["cut"] is not None:
-            dim, ranks, rank, parts = data["cut"]
+            if not (rank < ranks and dim < len(shape) and 0 < sum(ratio) <= _MOST_PARTS):
+                raise ValueError(f"{name} has shard {rank} of {ranks} along dimension {dim} of {shape}")
             spec = ShardSpec(dim, ranks, rank, tuple(parts) if isinstance(parts, list) else parts)
-        return cls(name, tuple(data["shape"]), spec, data["start"], data["stop"])
+            held = held // max(1, shape[dim]) * sum(length for _, length in spec.spans(shape[dim]))
+        if not data["start"] <= data["stop"] <= held:
+            raise ValueError(f"{name} has elements {data['start']} to {data['stop']} of {held}")
+        return cls(name, shape, spec, data["start"], data["stop"])
 
 
 class Overlap(NamedTuple):
@@ -118,6 +127,7 @@ SCHEMA = "scaletrain.shard/v1"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int64: "I64"}
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _ALIGNMENT_BYTES = 8
+_MOST_ELEMENTS, _MOST_PARTS = 1 << 48, 1 << 16  # of a matrix; a header that states more was forged
 
 
 class Entry(NamedTuple):
@@ -204,8 +214,12 @@ class ShardFile:
             if metadata["schema"] != SCHEMA:
                 raise ValueError(f"has schema {metadata['schema']!r}; this version reads {SCHEMA}")
             slices = {name: Slice.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
-            other_counts = json.loads(metadata.get("other_counts", "{}"))
-            self.header = ShardHeader(int(metadata["rank"]), slices, json.loads(metadata["counts"]), other_counts)
+            counts, other_counts = json.loads(metadata["counts"]), json.loads(metadata.get("other_counts", "{}"))
+            if not all(
+                isinstance(value, int | float) for each in (counts, *other_counts.values()) for value in each.values()
+            ):
+                raise ValueError("a counter of the optimizer is no number")
+            self.header = ShardHeader(int(metadata["rank"]), slices, counts, other_counts)
             for key, entry in index.items():
                 _check_place(key, entry, whole - 8 - size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -218,11 +232,17 @@ class ShardFile:
         return self._index.keys()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a tensor. Raises KeyError for an unknown name."""
+        """Return elements ``start`` to ``stop`` of a tensor. Raises KeyError for an unknown name, and CorruptShardError
+        if the file has fewer elements.
+        """
         found = self._index[key]
         dtype, (first, last) = _TORCH_DTYPES[found["dtype"]], found["data_offsets"]
         width = dtype.itemsize
-        stop = (last - first) // width if stop is None else stop
+        count = (last - first) // width
+        stop = count if stop is None else stop
+        if stop > count:
+            params = {"path": str(self._path), "error": f"{key} has {count} elements, and {stop} are stated"}
+            raise CorruptShardError(Reason("engine.not-a-shard", params))
         values = torch.empty(stop - start, dtype=dtype)
         with self._path.open("rb") as file:
             file.seek(self._data_start + first + start * width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,50 @@ def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge
     path.write_bytes(forge(int.from_bytes(content[:8], "little"), content[8:]))
     with pytest.raises(CorruptShardError, match="not a shard of a checkpoint"):
         ShardFile(path)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"cut": [7, 2, 0, 1]},
+        {"cut": [0, 0, 0, 1]},
+        {"cut": [0, 2, 2, 1]},
+        {"cut": [0, 2, 0, 1 << 40]},
+        {"cut": [0, 2, 0, []]},
+        {"cut": {"dim": 0}},
+        {"shape": [-2, -2]},
+        {"shape": [1 << 62]},
+        {"shape": "44"},
+        {"shape": [2.0, 2]},
+        {"start": -1},
+        {"stop": 1 << 40},
+        {"start": 3, "stop": 2},
+        {"start": None},
+    ],
+    ids=str,
+)
+def test_a_header_with_a_slice_that_no_matrix_has_is_an_error(tmp_path: Path, stated: dict[str, Any]) -> None:
+    path = tmp_path / "rank-00000.safetensors"
+    slices = {"a": Slice("a", (2, 2), None, 0, 4)}
+    write_shard(path, ShardHeader(0, slices, {"step": 1.0}), [Entry("weight/a", torch.ones(4))])
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    index = json.loads(content[8 : 8 + size])
+    index["__metadata__"]["pieces"] = json.dumps({"a": slices["a"].to_json() | stated})
+    text = json.dumps(index).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    with pytest.raises(CorruptShardError, match="not a shard of a checkpoint"):
+        ShardFile(path)
+
+
+def test_counters_that_are_no_numbers_and_fewer_elements_than_stated_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.safetensors"
+    slices = {"a": Slice("a", (2, 2), None, 0, 4)}
+    write_shard(path, ShardHeader(0, slices, {"step": "x"}), [])  # type: ignore[dict-item]
+    with pytest.raises(CorruptShardError, match="is no number"):
+        ShardFile(path)
+    write_shard(
+        path, ShardHeader(0, slices, {"step": 1.0}), [Entry("weight/a", torch.ones(2)), Entry("z", torch.ones(9))]
+    )
+    with pytest.raises(CorruptShardError, match="has 2 elements, and 4 are stated"):
+        StateReader(tmp_path, 0, [slices["a"]], [path.name]).read("weight", slices["a"])
