@@ -24,7 +24,7 @@ _PREFIXES = (
     "xkeysib- FLWSECK AGE-SECRET-KEY-1 ddp_ tfp_ EZAK EZTK aio_ rdme_"
 ).split()
 _STARTS = "|".join(map(re.escape, _PREFIXES))
-_KEYS_IN_BASE64 = "QUklWQVRF|BSU0Eg|BFQyBQ|BPUEVOU1NI|BFTkNSWVBU|BEU0Eg"  # of -----BEGIN PRIVATE KEY, ... RSA, ... EC
+_KEYS_IN_BASE64 = "BQUklWQVRF|BSU0Eg|BFQyBQ|BPUEVOU1NI|BFTkNSWVBU|BEU0Eg"  # of -----BEGIN PRIVATE KEY, ... RSA, ... EC
 # Regular expressions by the kind of secret, as a message names it. A file is searched for these alone: others, such as
 # a password in a URL, are frequent in documentation and tests.
 TOKEN_FORMS = {

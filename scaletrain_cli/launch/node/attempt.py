@@ -6,6 +6,7 @@ Expects the signals of options.AGENT_SIGNALS to be blocked.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -55,7 +56,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record_of
-from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, open_to_append
+from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, open_new, open_to_append
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
@@ -316,11 +317,13 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     )
     rendezvous: dict[str, str] = {}
     if record.spec.cluster.nodes == 1 and not record.spec.code.own_program:
-        # TCP, if another user has taken the name
+        # TCP, if another user has taken the name, or on a file system without locks
         with contextlib.suppress(OSError):
             make_private_folder(own[2].parent)
             shutil.rmtree(own[2], ignore_errors=True)  # of an agent that was killed
             make_private_folder(own[2])
+            with open_new(own[2] / "probe") as probe:
+                fcntl.flock(probe, fcntl.LOCK_EX)
             rendezvous = {RENDEZVOUS_VARIABLE: str(own[2] / "store")}
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port, run.path)
     secrets = read_document(run.secrets) or {}

@@ -14,6 +14,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.code import Snapshot, pack_snapshot, take_snapshot, write_snapshot
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import copy_file
+from scaletrain_cli.spec.secrets import why_private
 from tests.launch.code.test_snapshot import files_in, snapshot
 from tests.launch.conftest import make_spec
 from tests.launch.working_tree import WorkingTree
@@ -139,6 +140,13 @@ def test_a_link_with_another_name_does_not_bring_a_private_file(tree: WorkingTre
     tree.write("data/.env", "DB_PASSWORD=correct-horse\n")
     with pytest.raises(UsageError, match="git tracks settings"):
         snapshot(tree)
+
+
+@pytest.mark.parametrize("kind", ["", "RSA ", "EC ", "DSA ", "OPENSSH ", "ENCRYPTED "])
+def test_keys_of_all_kinds_are_recognized_in_plain_text_and_in_base64(kind: str) -> None:
+    key = KEY.replace("OPENSSH ", kind).encode()
+    for content in (key, key.replace(b"\n", b"\r\n"), base64.b64encode(key)):
+        assert "private key" in str(why_private("notes.txt", content, tracked=True))
 
 
 def modes(run: RunDir, taken: Snapshot) -> set[int]:
