@@ -53,7 +53,7 @@ TOKEN_FORMS = {
     ),
 }
 _OTHER_FORMS = {
-    "a private key": r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY",
+    "a private key": r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY([\s\S]{0,20000}?-----END [A-Z0-9 ]*PRIVATE KEY)?",
     "an authorization header": r"(?i:\bbearer\s+[A-Za-z0-9._~+/-]{16,})",
     "a password beside its name": (
         rf"(?i:{_BEFORE}(password|passwd|pwd|(api|access|secret|private|account)[_-]?key|auth[_-]?token)"

@@ -36,6 +36,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter, commit_checkpoint, open_attempt, stage_checkpoint
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
 from tests.cli.every_command import start_nothing
+from tests.launch.working_tree import WorkingTree
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
 
@@ -323,3 +324,19 @@ def test_foreign_files_in_the_runs_root_hide_no_runs_and_are_not_acted_on(root: 
     code, text = submit(ALICE, "p4")
     assert code == 2
     assert "belongs to uid 61002" in text
+
+
+def test_another_user_reads_no_code_of_a_private_repository_and_no_secret_beside_it(root: Path) -> None:
+    repository = root.parent / "code"
+    repository.mkdir(mode=0o700)
+    tree = WorkingTree(repository)
+    tree.write(".env", "TEAM_NAME=blue-horse\n")
+    for path in (repository, *repository.rglob("*")):
+        os.chown(path, ALICE.uid, TEAM)
+    code, text = submit(ALICE, "run-of-alice", "--set", f"code.path={repository}")
+    assert code == 0, text
+    assert "the snapshot is without .env" in " ".join(text.split())
+    run = root / "run-of-alice"
+    kept = sorted((run / "code").iterdir())
+    assert [path.name.partition(".")[2] for path in kept] == ["sha256", "tar.gz"]
+    assert BOB.does(lambda: [os.access(path, os.R_OK) for path in (run / "run.json", *kept)]) == [True, False, False]

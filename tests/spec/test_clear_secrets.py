@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SpecError
+from scaletrain_cli.secret_text import hide_values
 from scaletrain_cli.spec import RunSpec, load_spec, override_spec, parse_spec
 from scaletrain_cli.spec.secrets import clear_secrets
 from tests.cli.command_line import RECIPES, scaletrain
@@ -155,6 +156,11 @@ def test_a_url_of_data_with_any_query_is_rejected_and_not_shown() -> None:
     assert "has a query, which could be a signature" in str(problem)
     assert "credentials from the environment" in str(problem)
     assert "horse" not in everything(error)
+
+
+def test_the_whole_of_a_private_key_is_hidden_in_a_text() -> None:
+    key = f"-----BEGIN RSA PRIVATE KEY-----\n{drawn(64)}\n{drawn(40)}\n-----END RSA PRIVATE KEY-----"
+    assert hide_values(f"before {key} after", ()) == "before (not shown)----- after"
 
 
 def test_recipes_contain_no_secret() -> None:
