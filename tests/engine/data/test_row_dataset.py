@@ -316,7 +316,7 @@ def test_the_trained_tokenizer_is_written_with_its_chat_template(folder: Path) -
     assert theirs.eos_token == "<|im_end|>"
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
+DAMAGED_BY_OTHERS: dict[str, Callable[[Path], object]] = {
     "junk in dataset.json": lambda folder: (folder / "dataset.json").write_text("{junk"),
     "an unknown key": lambda folder: (folder / "dataset.json").write_text('{"schema": "x"}'),
     "hashes of another size": lambda folder: os.truncate(folder / "train.bin.blake2b", 1 << 40),
@@ -325,14 +325,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGED_BY_OTHERS)
 def test_damaged_rows_of_another_user_are_prepared_again(folder: Path, damage: str) -> None:
     given = spec(folder)
     theirs = prepare_rows(given, folder)
     for path in (theirs, *theirs.iterdir()):
         os.chown(path, 61_002, 61_002)
     assert rows_folder(given, folder) == theirs
-    DAMAGES[damage](theirs)
+    DAMAGED_BY_OTHERS[damage](theirs)
     own = prepare_rows(given, folder)
     assert own == theirs.with_name(f"{theirs.name}-0")
     open_data_of(given, own)
