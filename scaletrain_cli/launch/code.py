@@ -374,7 +374,13 @@ def _private_files(
     """
     inside = tree.folder.resolve()
     targets = {path: (inside / path).resolve() for path in contents}
-    owned = {path for path, target in targets.items() if not target.stat().st_mode & _FOR_OTHERS}
+    folders = {folder for target in targets.values() for folder in target.parents} - {inside, *inside.parents}
+    closed = {folder for folder in folders if not folder.stat().st_mode & 0o011}
+    owned = {
+        path
+        for path, target in targets.items()
+        if not target.stat().st_mode & _FOR_OTHERS or not closed.isdisjoint(target.parents)
+    }
     by_mode = bool(contents.keys() - tree.new - owned)  # else the umask of this user closes every file
     reasons: dict[str, str] = {}
     for path, content in contents.items():

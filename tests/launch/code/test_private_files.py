@@ -119,6 +119,14 @@ def test_a_patch_shows_no_secret_that_a_change_removes_or_deletes(tree: WorkingT
     assert snapshot(tree).patch == b""
 
 
+def test_a_new_file_in_a_folder_that_only_its_owner_may_enter_is_left_out(tree: WorkingTree) -> None:
+    tree.write("mine/below/notes.txt", "mine\n")
+    (tree.folder / "mine").chmod(0o700)
+    taken = snapshot(tree)
+    assert "mine/below/notes.txt (only its owner may read it)" in str(taken.notes[0])
+    assert "mine/below/notes.txt" not in files_in(taken.archive)
+
+
 def test_a_new_file_that_only_its_owner_may_read_is_left_out_unless_all_are_such(tree: WorkingTree) -> None:
     tree.write("notes.txt", "mine\n", mode=0o600)
     taken = snapshot(tree)
