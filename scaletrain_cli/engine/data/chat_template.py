@@ -18,6 +18,7 @@ from scaletrain_cli.engine.data.template_environment import (
     CLOSING,
     OPENING,
     Rendered,
+    TemplateEnvironment,
     marks_for,
     template_environment,
     without_marks,
@@ -117,6 +118,7 @@ class ChatTemplate:
 
     source: str
     tokens: SpecialTokens
+    environment: TemplateEnvironment
     compiled: jinja2.Template
     variables: Mapping[str, Any]
     read: frozenset[str]
@@ -156,7 +158,7 @@ class ChatTemplate:
         values |= {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
         values |= {OPENING: opening, CLOSING: closing}
         try:
-            text = self.compiled.render(values)
+            text = self.environment.render(self.compiled, values)
         except jinja2.TemplateError as error:
             raise RowError("template-failed", error=error.message or str(error)) from error
         except (
@@ -458,7 +460,7 @@ def compile_template(
     """
     environment = template_environment(date)
     try:
-        compiled = environment.from_string(source)
+        compiled = environment.limited(source)
     except jinja2.TemplateSyntaxError as error:
         params = {"line": error.lineno, "error": error.message or str(error)}
         raise UsageError(Reason("data.template-invalid", params)) from error
@@ -466,7 +468,7 @@ def compile_template(
         params = {"line": 1, "error": f"{type(error).__name__}: {error}"}
         raise UsageError(Reason("data.template-invalid", params)) from error
     read = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    return ChatTemplate(source, tokens, compiled, variables, frozenset(read) - _RESERVED)
+    return ChatTemplate(source, tokens, environment, compiled, variables, frozenset(read) - _RESERVED)
 
 
 def with_image_parts(messages: Sequence[Message]) -> list[Message]:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from scaletrain_cli.engine.data import chat_template
+from scaletrain_cli.engine.data import template_environment
 from scaletrain_cli.engine.data.chat_template import CHATML, SpecialTokens, compile_template
 from scaletrain_cli.spec.row_formats import RowError
 
@@ -25,6 +25,9 @@ LARGE = {
     "concatenations": DOUBLED.replace("SIGN", "~"),
     "a width": "{{ 'a'.ljust(10000000000) }}",
     "a width in a format": "{{ '%10000000000d' % 1 }}",
+    "a width in another format": "{{ '{:10000000000}'.format(1) }}",
+    "a width of a filter": "{{ 'a' | center(10000000000) }}",
+    "an indentation": "{{ 'a\\nb' | indent(10000000000) }}",
     "an output of many parts": "{% for i in range(99999) %}{{ 'a' * 1000000 }}{% endfor %}",
 }
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -33,7 +36,7 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_template_without_end_is_an_error_of_the_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(chat_template.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(template_environment.time, "monotonic", lambda: float(next(ticks)))
     with pytest.raises(RowError) as raised:
         compile_template(ENDLESS[kind], SpecialTokens({}), "2026-01-01").render(MESSAGES, None)
     assert "takes more than 30 s" in str(raised.value.reason)
@@ -47,6 +50,13 @@ def test_a_template_that_would_fill_the_memory_is_an_error_of_the_row(
     with pytest.raises(RowError) as raised:
         compile_template(LARGE[kind], SpecialTokens({}), "2026-01-01").render(MESSAGES, None)
     assert "makes more than 4,194,304 characters or elements" in str(raised.value.reason)
+
+
+def test_large_numbers_in_the_words_of_a_conversation_are_no_widths() -> None:
+    source = "{% for each in messages %}{{ '%s' % each.content.replace('1234567890123', each.content) }}{% endfor %}"
+    messages = [{"role": "user", "content": "call 1234567890123"}, {"role": "assistant", "content": "no"}]
+    rendered = compile_template(source, SpecialTokens({}), "2026-01-01").render(messages, None)
+    assert rendered.text == "call call 1234567890123no"
 
 
 def test_a_usual_template_is_rendered_as_by_jinja_alone() -> None:
