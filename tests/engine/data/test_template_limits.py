@@ -46,7 +46,7 @@ def test_a_template_without_end_is_an_error_of_the_row(kind: str, monkeypatch: p
 def test_a_template_that_would_fill_the_memory_is_an_error_of_the_row(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "_MOST_CHARACTERS", 1 << 22)
+    monkeypatch.setattr(template_environment, "_MOST_CHARACTERS", 1 << 22)
     with pytest.raises(RowError) as raised:
         compile_template(LARGE[kind], SpecialTokens({}), "2026-01-01").render(MESSAGES, None)
     assert "makes more than 4,194,304 characters or elements" in str(raised.value.reason)
