@@ -3,6 +3,8 @@
 CPU (user + system, children included), not wall time, so that a busy machine does not change the figures much. Each row
 is the median of nine runs, taken in turns. The 200 runs are of this machine's scheduler and have ended, each with 500
 lines of metrics and its checkpoints. `python benchmarks/command_cost.py --repeat 3 --runs 50` is the short form.
+`--many 10000 --repeat 1` prints instead what verbs cost beside that many runs, and of a run of 1,000 attempts and
+200,000 events: a verb of some runs must not cost as much as all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,6 +50,49 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "list --limit 0 --json": (["list", "--limit", "0", "--json"], LIST_TARGET_SECONDS),
     "status of the newest": (["status"], LIST_TARGET_SECONDS),
 }
+
+
+EVENTS_OF_LARGE, ATTEMPTS_OF_LARGE = 200_000, 1000
+
+
+def commands_beside(count: int) -> dict[str, tuple[list[str], float | None]]:
+    """Return the commands that name some of ``count`` runs, or one with many attempts and events, with their limits."""
+    names = [f"run-{number:05d}" for number in range(0, count, max(1, count // 200))]
+    return {
+        "list --state running": (["list", "--state", "running"], 3.0),
+        "list --state finished": (["list", "--state", "finished"], 3.0),
+        "list, the newest 20": (["list"], 3.0),
+        f"rm of {len(names)}, --dry-run": (["rm", *names, "--dry-run"], 5.0),
+        "report of 50": (["report", *names[:50], "--json"], 5.0),
+        "status of one": (["status", names[0]], 1.0),
+        "status, large": (["status", "large"], 5.0),
+        "events, large": (["events", "large"], 10.0),
+        "watch --once, large": (["watch", "large", "--once"], 5.0),
+        f"rm of {len(names)}": (["rm", *names, "--yes"], 10.0),
+    }
+
+
+def make_many(root: Path, count: int) -> None:
+    """Copy a finished run ``count`` times, and give one more many attempts and events."""
+    make_runs(root, 1)
+    first = root / "run-000"
+    record = (first / "run.json").read_text(encoding="utf-8")
+    for number in range(count):
+        copy = shutil.copytree(first, root / f"run-{number:05d}", copy_function=os.link)
+        (copy / "run.json").unlink()
+        (copy / "run.json").write_text(record.replace("run-000", copy.name), encoding="utf-8")
+    large = first.rename(root / "large")
+    attempt = json.loads((large / "attempts/0001/attempt.json").read_text(encoding="utf-8"))
+    attempt |= {"reason": "preempted", "exit_code": 75, "decision": {"requeue": True, "exit_code": 75, "why": "again"}}
+    for number in range(1, ATTEMPTS_OF_LARGE + 1):
+        folder = large / f"attempts/{number:04d}"
+        folder.mkdir(exist_ok=True)
+        (folder / "attempt.json").unlink(missing_ok=True)  # it has other names in the copies
+        (folder / "attempt.json").write_text(json.dumps(attempt | {"number": number}), encoding="utf-8")
+    events = ({"time": 1.7e9 + step, "event": "checkpoint", "step": step} for step in range(EVENTS_OF_LARGE))
+    (large / "events.jsonl").unlink()
+    saved = {"attempt": 1, "bytes": 1000, "seconds": 0.5}
+    (large / "events.jsonl").write_text("".join(f"{json.dumps(event | saved)}\n" for event in events), encoding="utf-8")
 
 
 def cpu_seconds(arguments: list[str], root: Path) -> float:
@@ -101,19 +147,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--many", type=int, help="copies of a finished run, beside which some verbs are measured")
     options = parser.parse_args()
-    taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    count = options.many or options.runs
+    commands = commands_beside(count) if options.many else COMMANDS
+    taken: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        make_runs(root, options.runs)
+        make_many(root, count) if options.many else make_runs(root, count)
         cpu_seconds(["--help"], root)  # writes the compiled files, where they are not there yet
         for _ in range(options.repeat):
-            for name, (arguments, _target) in COMMANDS.items():
+            for name, (arguments, _target) in commands.items():
                 taken[name].append(cpu_seconds(arguments, root))
-    print(f"{options.runs} runs under the runs root; medians of {options.repeat}")
+    print(f"{count} runs under the runs root; medians of {options.repeat}")
     print(f"{'scaletrain ...':<36}{'CPU s, median':>14}{'least':>8}{'most':>8}{'target':>8}")
     for name, seconds in taken.items():
-        target = COMMANDS[name][1]
+        target = commands[name][1]
         figures = f"{statistics.median(seconds):>14.2f}{min(seconds):>8.2f}{max(seconds):>8.2f}"
         print(f"{name:<36}{figures}{f'{target:.1f}' if target is not None else '':>8}")
 

@@ -71,10 +71,11 @@ def command(
         files = log_files(found, attempt, rank)
         if follow:
             show = _stream if as_json else functools.partial(_print, label=rank is None)
-            follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
+            follower = LogFollower(found, rank, attempt, tail, everything=everything or as_json)
+            over = _is_over(found)
             first = EarlyOutput(found, since=files)
             any_output = _show_early_output(first, as_json)
-            show(_last_of_each(shown(follower.new_lines()), tail))
+            show(shown(follower.new_lines()))
             while not over():
                 any_output |= _show_early_output(first, as_json)
                 show(shown(follower.new_lines()))
@@ -129,19 +130,6 @@ def _stream(lines: Iterable[LogLine]) -> None:
 def _line_json(line: LogLine) -> dict[str, str | int]:
     source = line.source
     return {"attempt": source.attempt, "node": source.node, "rank": source.rank, "text": line.text}
-
-
-def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:
-    """Return the last ``tail`` lines of each rank's log, in the order given; all lines if it is None."""
-    if tail is None:
-        return lines
-    left = dict.fromkeys((line.source.path for line in lines), tail)
-    kept = []
-    for line in reversed(lines):
-        if left[line.source.path] > 0:
-            left[line.source.path] -= 1
-            kept.append(line)
-    return kept[::-1]
 
 
 def _is_over(run: RunDir) -> Callable[[], bool]:

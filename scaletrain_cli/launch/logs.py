@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.log_setup import is_library_noise
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import LONGEST_LINE, file_size, lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.worker.progress import read_progress
 
 _END_BYTES = 1 << 16
@@ -75,10 +76,24 @@ def read_logs(
     Without ``everything`` only lines for which ``is_for_people`` is true.
     """
     for file in log_files(run, attempt, rank):
-        with file.path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            shown = (line for line in lines if everything or is_for_people(line))
-            for line in deque(shown, maxlen=last_lines):
-                yield LogLine(file, line.rstrip("\r\n"))
+        start = 0 if last_lines is None else _start_of_last(file.path, last_lines, everything=everything)
+        with open_to_read(file.path) as lines:
+            lines.seek(start)
+            while line := lines.readline(LONGEST_LINE).decode(errors="replace"):
+                if everything or is_for_people(line):
+                    yield LogLine(file, line.rstrip("\r\n"))
+
+
+def _start_of_last(path: Path, lines: int, *, everything: bool) -> int:
+    """Return where the last lines of a log begin; no more of it is read. Lines are counted as read_logs() does."""
+    start = file_size(path)
+    for place, line in lines_backwards(path):
+        if lines <= 0:
+            break
+        if line or place < start:  # not what follows the last line end
+            start = place
+            lines -= everything or is_for_people(line.decode(errors="replace"))
+    return start
 
 
 def end_of(path: Path) -> str:
@@ -96,10 +111,21 @@ def end_of(path: Path) -> str:
 class LogFollower:
     """Returns the lines that are new since the last call, in every attempt from the current one on."""
 
-    def __init__(self, run: RunDir, rank: int | None = None, from_attempt: int | None = None) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        rank: int | None = None,
+        from_attempt: int | None = None,
+        last_lines: int | None = None,
+        *,
+        everything: bool = True,
+    ) -> None:
+        """Begin with the ``last_lines`` of each log, None for all of it; counted as read_logs() does."""
         self._run, self._rank = run, rank
         self._first = from_attempt if from_attempt is not None else max(run.attempts(), default=1)
         self._positions: dict[Path, int] = {}
+        for file in _files_of(run, self._first) if last_lines is not None else ():
+            self._positions[file.path] = _start_of_last(file.path, last_lines or 0, everything=everything)
 
     def new_lines(self, *, to_the_end: bool = False) -> list[LogLine]:
         """Return complete lines; with ``to_the_end`` also the last incomplete one."""

@@ -39,7 +39,7 @@ _PAGE = """<!DOCTYPE html>
 def page(report: Mapping[str, Any]) -> str:
     """Return the HTML document of a report (schema ``scaletrain.report/v1``)."""
     runs: Sequence[Mapping[str, Any]] = report["runs"]
-    is_one = len(runs) == 1 and report["sweep"] is None
+    is_one = len(runs) == 1 and report["sweep"] is None and not report["damaged"]
     tables: list[dict[str, Any]] = []
     body: Iterable[str] = run_sections(runs[0], tables) if is_one else comparison_sections(report, tables)
     title = runs[0]["run_id"] if is_one else report["sweep"]["name"] if report["sweep"] else f"{len(runs)} runs"

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -115,7 +116,8 @@ def parse_json(data: bytes) -> Any:
     bits, with which arithmetic would fail later.
     """
     try:
-        return _DECODER.decode(data.decode())
+        decoder = _STRICT if _LONG_NUMBER.search(data) else _FAST
+        return decoder.decode(data.decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -142,7 +144,10 @@ def _integer(digits: str) -> int:
     return number
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, parse_int=_integer)
+# Only these can be too large. A call of Python for each number would take most of the time of a long file.
+_LONG_NUMBER = re.compile(rb"\d{18}|[eE][+-]?\d{3}")
+_FAST = json.JSONDecoder(parse_constant=_finite)
+_STRICT = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, parse_int=_integer)
 
 
 def typed(hint: Any, value: Any) -> Any:

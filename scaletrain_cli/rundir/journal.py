@@ -61,7 +61,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every complete JSON object in the file, oldest first; none if the file is missing."""
-    return (record for *_, record in placed_lines(path))
+    return (record for _, _, record in placed_lines(path))
 
 
 def placed_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -96,17 +96,32 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every complete JSON object, newest first, reading the file only as far as needed."""
+    """Yield every complete JSON object, newest first, reading the file only as far as needed. Raises DamagedError."""
+    for _, line in lines_backwards(path):
+        with reporting_damage(path):
+            require_line(line)
+        yield from _objects([line])
+
+
+def lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, the last first, each with the offset of its first byte; none if it is missing.
+
+    Of a line that is longer than LONGEST_LINE, parts are yielded: a sparse file has one without end.
+    """
     with reporting_damage(path), contextlib.suppress(FileNotFoundError), open_to_read(path) as file:
         position, rest = file.seek(0, os.SEEK_END), b""
         while position > 0:
             start = max(0, position - _BLOCK_BYTES)
             file.seek(start)
-            first, *lines = (file.read(position - start) + rest).split(b"\n")
-            position, rest = start, first
-            require_line(rest)
-            yield from _objects(reversed(lines))
-        yield from _objects([rest])
+            rest = file.read(position - start) + rest
+            position = start
+            while (end := rest.rfind(b"\n")) >= 0:
+                yield position + end + 1, rest[end + 1 :]
+                rest = rest[:end]
+            if len(rest) > LONGEST_LINE:
+                yield position, rest
+                rest = b""
+        yield 0, rest
 
 
 def record_event(run: RunDir, event: str, **details: Any) -> None:
@@ -175,9 +190,14 @@ def _own_events(run: RunDir) -> list[dict[str, Any]]:
         return list(known[2])
 
 
-# Fields that readers rely on. An event with another type in one of them is a damaged line.
+# Types of the fields that readers rely on. An event with another type in one of them is a damaged line.
 _INTEGERS = ("attempt", "first_attempt", "from_step", "lost_steps", _METRICS_BYTES, "saved_step", "step", "to_step")
-_NUMBERS = ("time", "seconds", "blocked_seconds", "bytes")
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "event": (str,),
+    "skip": (list, NoneType),
+    **dict.fromkeys(("time", "seconds", "blocked_seconds", "bytes"), (int, float, NoneType)),
+    **dict.fromkeys(_INTEGERS, (int, NoneType)),
+}
 
 
 def _with(events: Iterable[Mapping[str, Any]], names: Collection[str], *fields: str) -> list[Mapping[str, Any]]:
@@ -186,13 +206,11 @@ def _with(events: Iterable[Mapping[str, Any]], names: Collection[str], *fields: 
 
 
 def _is_event(record: Mapping[str, Any]) -> bool:
-    name, skip = record.get("event"), record.get("skip")
-    has_types = all(type(record.get(key, 0)) in (int, NoneType) for key in _INTEGERS) and all(
-        type(record.get(key, 0)) in (int, float, NoneType) for key in _NUMBERS
-    )
-    if not isinstance(name, str) or not has_types or not is_time(record.get("time", 0)):
-        return False
-    return skip is None or (isinstance(skip, list) and [type(one) for one in skip] == [int, int])
+    for key, value in record.items():
+        if key in _TYPES and type(value) not in _TYPES[key]:
+            return False
+    skip = record.get("skip") or [0, 0]
+    return "event" in record and is_time(record.get("time")) and [type(batch) for batch in skip] == [int, int]
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:

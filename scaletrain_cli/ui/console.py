@@ -33,6 +33,8 @@ def stderr_console() -> Console:
 
 def plain(text: str) -> str:
     """Return ``text`` with control characters escaped, including line ends."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -48,7 +50,12 @@ def escaped_text(text: str, style: str = "") -> Text:
 
 def line(console: Console, text: str | Text, style: str = "") -> None:
     """Print one line without wrapping, so that paths and ids in it can be copied."""
-    console.print(escaped_text(text, style) if isinstance(text, str) else text, soft_wrap=True)
+    if console.is_terminal:
+        console.print(escaped_text(text, style) if isinstance(text, str) else text, soft_wrap=True)
+        return
+    # A run may have hundreds of thousands of events, and rich takes five times as long for a line without a style.
+    console.file.write(f"{plain(text) if isinstance(text, str) else text.plain}\n")
+    console.file.flush()
 
 
 def show(console: Console, renderable: RenderableType) -> None:

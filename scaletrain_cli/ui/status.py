@@ -41,6 +41,7 @@ from scaletrain_cli.ui.diagnosis import finding_lines
 from scaletrain_cli.ui.hardware import gpu_text, rank_memory_text
 
 _MOST_NODES = 8
+_MOST_ATTEMPTS = 10  # the latest ones
 NOT_SEEN = str(Reason("launch.view-not-seen"))
 # Names of events of the guard, where another plural or another word is usual.
 _GUARD_NAMES = {
@@ -141,7 +142,9 @@ def show_status(
     if findings:
         line(console, f"  scaletrain diagnose {status.run_id}  shows causes and changes", "dim")
     if attempts:
-        show(console, Group("", _attempts(attempts, now or time.time())))
+        show(console, Group("", _attempts(attempts[-_MOST_ATTEMPTS:], now or time.time())))
+    if (earlier := len(attempts) - _MOST_ATTEMPTS) > 0:
+        line(console, f"  {counted(earlier, 'earlier attempt')} not shown; --json has all", "dim")
 
 
 def progress_text(status: RunStatus) -> str:

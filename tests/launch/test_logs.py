@@ -9,6 +9,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.logs import LogFollower, end_of, log_files, read_logs
+from tests.counting import bytes_read_by
 from tests.launch.conftest import MadeRun, MakeRun
 
 
@@ -96,3 +97,19 @@ def test_lines_of_libraries_and_progress_lines_are_hidden(make_run: MakeRun) -> 
     assert [line.text for line in read_logs(made.run)] == lines
     assert [line.text for line in read_logs(made.run, everything=False)] == [lines[0], *lines[3:]]
     assert [line.text for line in read_logs(made.run, last_lines=3, everything=False)] == [lines[0], *lines[3:]]
+
+
+def test_the_last_lines_of_a_huge_log_are_read_alone(made: MadeRun) -> None:
+    """Twenty gigabytes without a line end before them: a progress bar, or a hole of a sparse file."""
+    made.run.new_attempt()
+    path = log(made, 1, 0)
+    path.touch()
+    os.truncate(path, 20 << 30)
+    with path.open("ab") as file:
+        file.write(b"\n" + b"a line\n" * 100 + b"\nlast\n")
+    shown: list[str] = []
+    assert bytes_read_by(lambda: shown.extend(line.text for line in read_logs(made.run, last_lines=3))) < 1_000_000
+    assert shown == ["a line", "", "last"]
+    follower = LogFollower(made.run, last_lines=2)
+    assert bytes_read_by(lambda: shown.extend(line.text for line in follower.new_lines())) < 1_000_000
+    assert shown[3:] == ["", "last"]

@@ -54,7 +54,6 @@ def overview(view: RunView, choices: Choices, width: int, height: int, *, more: 
     lines = 2 if height >= _TALL else 1
     figures = [line for label, text in _figures(view, height) if text for line in rows_of(label, text, width, lines)]
     findings = [cut(finding_headline(finding), width) for finding in view.diagnosis.findings]
-    events = [cut(event_line(event), width) for event in view.events if event.get("event") not in _MINOR_EVENTS]
     head = [bar, *_why(view, width)]
     left = height - len(head) - len(figures)
     shown_findings = findings[: 5 if height >= _TALL else 2]
@@ -64,7 +63,9 @@ def overview(view: RunView, choices: Choices, width: int, height: int, *, more: 
     left -= len(shown_findings)
     has_curve = len(view.case.history) > 1
     wanted = max(1, left // 4) if has_curve else left
-    shown_events = events[-max(1, wanted) :] if left > 0 or not has_curve else []
+    major = [event for event in view.events if event.get("event") not in _MINOR_EVENTS]
+    newest = major[-max(1, wanted) :] if left > 0 or not has_curve else []
+    shown_events = [cut(event_line(event), width) for event in newest]
     rows = left - len(shown_events)
     chart: list[Text] = []
     if has_curve and rows >= _LEAST_CHART_ROWS:

@@ -22,6 +22,7 @@ from scaletrain_cli.ui.watch.terminal import Terminal
 
 DRAW_SECONDS = 0.5
 _FIRST_SECONDS = 0.1  # until the first reading
+_MOST_EVENTS = 2000  # the newest, on the page of events
 _FRAME_ROWS = 3  # headline, names of the pages, keys
 _KEYS = "q quit  1-7 Tab page  ↑↓ scroll  s steps/time  +- part  ? help"
 
@@ -148,7 +149,7 @@ def page_content(shown: Shown, choices: Choices, width: int, height: int) -> Con
 
 def _events(shown: Shown, choices: Choices, width: int, height: int) -> Content:
     """Return all events, the newest first."""
-    lines = [event_line(event, with_date=width >= 100) for event in reversed(shown.view.events)]
+    lines = [event_line(event, with_date=width >= 100) for event in reversed(shown.view.events[-_MOST_EVENTS:])]
     return Content([part for line in lines for part in wrapped(line, width, indent=2)] or [Text("none yet", "dim")])
 
 
