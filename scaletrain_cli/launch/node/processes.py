@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.errors import UsageError
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOPPED_SECONDS = 60.0  # until a process that a signal has stopped counts as hung
@@ -46,9 +48,10 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 
 def own_identity() -> ProcessIdentity:
-    """Return the identity of this process."""
+    """Return the identity of this process. Raises UsageError without /proc."""
     identity = identify(os.getpid())
-    assert identity is not None
+    if identity is None:
+        raise UsageError("/proc does not show the processes of this machine, by which a run finds its own. Mount it.")
     return identity
 
 

@@ -6,6 +6,8 @@ Starts, finds and signals the supervisor by its files in the run directory; supe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import shlex
 import signal
@@ -14,9 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempt
 from scaletrain_cli.launch.backends.base import (
     SESSION_MODULE,
     Backend,
@@ -39,16 +42,13 @@ from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.rundir.documents import from_document, read_document, reporting_damage, write_document
+from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
-from scaletrain_cli.safe_files import open_to_append, touch
+from scaletrain_cli.safe_files import locked, open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-
-if TYPE_CHECKING:
-    from scaletrain_cli.launch.attempts import AttemptRecord
 
 SUPERVISOR_STOPPED = "local.supervisor-stopped"
 SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
@@ -59,18 +59,41 @@ _TICK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Supervisor:
-    """The process that supervises, or last supervised, a run; from supervisor.json."""
+    """The process that supervises, or last supervised, a run; from supervisor.json.
+
+    ``machine`` and ``boot``: ids of the machine and of its boot, empty where it has none. ``began``: Unix seconds.
+    """
 
     hostname: str
-    process: ProcessIdentity
+    pid: int
+    start_ticks: int
+    machine: str = ""
+    boot: str = ""
+    began: float = 0.0
+    at_work: bool = False
+
+    @property
+    def process(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.start_ticks)
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Return whether it was started since this machine has booted, maybe in another container."""
+        return self.boot == boot_id() if self.boot and boot_id() else self.is_here
 
     @property
     def is_here(self) -> bool:
-        return self.hostname == socket.gethostname()
+        """Return whether it was started on this machine, whose name may have changed since."""
+        if self.boot and self.boot == boot_id():
+            return True
+        known = self.machine and machine_id()
+        return self.machine == machine_id() if known else self.hostname == socket.gethostname()
 
-    @property
-    def is_alive(self) -> bool:
-        return self.is_here and self.process.is_alive()
+    def is_alive_in(self, run: RunDir) -> bool:
+        """Return whether it still supervises the run. In another container its lock tells that, and not its pid."""
+        if not (self.is_here and self.is_of_this_boot):
+            return False
+        return self.process.is_alive() or (self.hostname != socket.gethostname() and _is_locked(run))
 
 
 @dataclass(frozen=True)
@@ -109,12 +132,13 @@ class LocalBackend(Backend):
         supervisor = read_supervisor(run)
         if supervisor is None:
             return Job.because("", "unknown", Reason("local.never-started"))
-        job_id, nodes = str(supervisor.process.pid), (supervisor.hostname,)
-        if not supervisor.is_here:
+        job_id, nodes = str(supervisor.pid), (supervisor.hostname,)
+        if not supervisor.is_here and not _has_recorded_end(run, supervisor):
             return Job.because(job_id, "unknown", Reason("local.job-elsewhere", {"host": supervisor.hostname}), nodes)
-        if supervisor.process.is_alive() and (before := run_to_wait_for(run)) is not None:
+        is_alive = supervisor.is_alive_in(run)
+        if is_alive and (before := run_to_wait_for(run)) is not None:
             return Job.because(job_id, "queued", Reason("local.waits-for-run", {"run": before.run_id}), nodes)
-        if supervisor.process.is_alive():
+        if is_alive:
             return Job.because(job_id, "running", Reason("local.supervisor-running"), nodes)
         if live_agents(run):
             return Job.because(job_id, "running", Reason("local.agent-stopping"), nodes)
@@ -124,7 +148,7 @@ class LocalBackend(Backend):
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         supervisor = read_supervisor(run)
-        if supervisor is not None and not supervisor.is_here:
+        if supervisor is not None and not supervisor.is_here and not _has_recorded_end(run, supervisor):
             params = {"run": run.run_id, "host": supervisor.hostname}
             raise SchedulerError(Reason("local.started-elsewhere", params))
         touch(run.stop_file)
@@ -223,20 +247,46 @@ def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
 
 def read_supervisor(run: RunDir) -> Supervisor | None:
     """Return the latest supervisor of the run; None before the first."""
-    path = run.path / "supervisor.json"
-    data = read_document(path)
-    if data is None:
-        return None
-    with reporting_damage(path):
-        identity = {"pid": data["pid"], "start_ticks": data["start_ticks"]}
-        return Supervisor(str(data["hostname"]), from_document(ProcessIdentity, identity, path))
+    return read_as(Supervisor, run.path / "supervisor.json")
 
 
 def write_supervisor(run: RunDir, process: ProcessIdentity, *, at_work: bool = False) -> None:
     """Record this process as the supervisor; ``at_work``: it has begun an attempt, or waits for its turn in a sweep."""
-    data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
-    data |= {"at_work": at_work}
-    write_document(run.path / "supervisor.json", data)
+    place = (socket.gethostname(), process.pid, process.start_ticks, machine_id(), boot_id())
+    supervisor = Supervisor(*place, began=time.time(), at_work=at_work)
+    write_document(run.path / "supervisor.json", dataclasses.asdict(supervisor))
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return the id that this machine keeps when its name changes; empty where it has none, as in many containers."""
+    return _first_word("/etc/machine-id")
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return the id of this boot of the kernel, which all containers of a machine share; empty without /proc."""
+    return _first_word("/proc/sys/kernel/random/boot_id")
+
+
+def _first_word(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="ascii", errors="replace").strip()
+    return ""
+
+
+def _is_locked(run: RunDir) -> bool:
+    """Return whether a process of this kernel holds the lock of the run's supervisor."""
+    with contextlib.suppress(OSError), locked(run.path / "supervisor.lock", wait_seconds=0) as is_free:
+        return not is_free
+    return False
+
+
+def _has_recorded_end(run: RunDir, supervisor: Supervisor) -> bool:
+    """Return whether the supervisor has recorded that it ended the run: no other machine need be asked."""
+    last = read_attempt(run, max(run.attempts(), default=0))
+    is_over = last is not None and last.ended is not None and last.ended >= supervisor.began
+    return is_over and last is not None and last.decision is not None and not last.may_be_followed
 
 
 def run_to_wait_for(run: RunDir) -> RunDir | None:
@@ -246,7 +296,7 @@ def run_to_wait_for(run: RunDir) -> RunDir | None:
         return None
     before = RunDir(run.path.parent / place.after)
     supervisor = read_supervisor(before)
-    return before if (supervisor is not None and supervisor.is_alive) or live_agents(before) else None
+    return before if (supervisor is not None and supervisor.is_alive_in(before)) or live_agents(before) else None
 
 
 def _stop(process: ProcessIdentity, run: RunDir) -> bool:
@@ -262,10 +312,12 @@ def _stop(process: ProcessIdentity, run: RunDir) -> bool:
 
 
 def live_agents(run: RunDir) -> list[ProcessIdentity]:
-    """Return the node agents of the latest attempt that still run on this machine."""
-    latest = max(run.attempts(), default=0)
-    here = [node for node in read_node_records(run, latest) if node.hostname == socket.gethostname()]
-    return [node.agent for node in here if node.agent.is_alive()]
+    """Return the node agents of the latest attempt that still run on this machine.
+
+    The pid with the ticks from the boot to its start is no other process, also where the machine has another name.
+    """
+    nodes = read_node_records(run, max(run.attempts(), default=0))
+    return [node.agent for node in nodes if node.agent.is_alive()]
 
 
 def _spawn(command: list[str], log: Path) -> int:
@@ -295,9 +347,9 @@ def _wait_for_start(run: RunDir, pid: int, log_bytes: int) -> int | None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         code = _exit_code(pid)  # before the file is read: an ended process no longer changes it
-        supervisor = read_document(run.path / "supervisor.json")
-        is_known = supervisor is not None and supervisor.get("pid") == pid
-        if supervisor is not None and is_known and supervisor.get("at_work"):
+        supervisor = read_supervisor(run)
+        is_known = supervisor is not None and supervisor.pid == pid
+        if supervisor is not None and is_known and supervisor.at_work:
             return code
         if code is not None:
             with (run.path / "supervisor.log").open("rb") as log:

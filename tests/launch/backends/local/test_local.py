@@ -55,7 +55,7 @@ def submit(make_run: MakeRun) -> Iterator[MakeRun]:
 
 def kill_all_of(made: MadeRun) -> None:
     supervisor = read_supervisor(made.run)
-    if supervisor is not None and supervisor.is_alive:
+    if supervisor is not None and supervisor.is_alive_in(made.run):
         os.kill(supervisor.process.pid, signal.SIGKILL)
     for number in made.run.attempts():
         for node in read_node_records(made.run, number):
