@@ -183,6 +183,6 @@ def _show(error: ScaletrainError) -> None:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to /dev/null, so that Python does not fail when it closes the stream."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    from scaletrain_cli.ui.console import drop_output
+
+    drop_output(sys.stdout)

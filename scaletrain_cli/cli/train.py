@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, say_preparation
-from scaletrain_cli.errors import ExitCode, sentences
+from scaletrain_cli.errors import ExitCode, ScaletrainError, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def command(
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.backend_traits import DEFAULT
-    from scaletrain_cli.ui.console import say, warn
+    from scaletrain_cli.ui.console import drop_output, say, warn
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.plan import show_plan_summary
     from scaletrain_cli.ui.status import measures_text
@@ -71,7 +73,10 @@ def command(
     data.record(made.run)
     say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")
     if not as_json:
-        typer.echo(visible(made.run.run_id))
+        try:
+            typer.echo(visible(made.run.run_id))
+        except OSError:  # a full disk, or a reader that has ended
+            drop_output(sys.stdout)
     with StatusLine() as line:
         watcher = Watcher(made.run, line)
         code = backend.run_in_foreground(made.run, made.record, watcher.look)
@@ -101,17 +106,23 @@ class Watcher:
         if time.monotonic() - self._looked < _LOOK_EVERY_SECONDS:
             return
         self._looked = time.monotonic()
-        self.finish()
+        with contextlib.suppress(OSError, ScaletrainError):  # what is shown is no part of the training
+            self.finish()
 
     def finish(self) -> RunStatus:
         """Update the line now and return the status."""
         from scaletrain_cli.launch.status import run_status
-        from scaletrain_cli.rundir.journal import read_events
+        from scaletrain_cli.rundir.journal import read_events, record_event
+        from scaletrain_cli.ui.console import drop_output
 
         events = read_events(self._run)
-        for event in events[self._events_shown :]:
-            self._line.note_event(event)
-        self._events_shown = len(events)
+        new, self._events_shown = events[self._events_shown :], len(events)
+        try:
+            for event in new:
+                self._line.note_event(event)
+        except OSError as error:
+            drop_output(sys.stderr)
+            record_event(self._run, "output-dropped", message=error.strerror or str(error))
         status = run_status(self._run)
         self._line.update(status)
         return status

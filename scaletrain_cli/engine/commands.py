@@ -10,6 +10,7 @@ Ctrl-C during an import ends like any other error.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import sys
@@ -17,6 +18,7 @@ from importlib import import_module
 
 from scaletrain_cli.unexpected import known_error
 
+_PR_SET_PDEATHSIG = 1
 _INTERRUPTED, _TERMINATED = 130, 143  # 128 + SIGINT or SIGTERM, the shell convention
 # By command: the module whose ``run_command`` runs it, and the CLI verb to name in an error.
 _COMMANDS = {
@@ -49,6 +51,7 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # what is being written is removed
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # the verb was killed: nobody waits for the result
     try:
         code = main(sys.argv[1:])
     except KeyboardInterrupt:

@@ -20,7 +20,8 @@ from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_c
 from scaletrain_cli.text import visible
 
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
-_PATIENCE_SECONDS = 10.0  # after Ctrl-C, for the process to remove partial files
+_CTRL_C_SECONDS = 0.5  # for the process to end by itself, if the terminal has sent the signal to it as well
+_PATIENCE_SECONDS = 10.0  # after it was asked to end, for the process to remove partial files
 _SIGNAL_SECONDS = 1.0  # within which a signal is handled
 _SIGNALS = {number.value for number in signal.Signals}
 
@@ -97,9 +98,12 @@ def run_engine_command(
                     while reader.is_alive():  # without a limit, a signal that comes just before the wait would be lost
                         reader.join(_SIGNAL_SECONDS)
                 process.wait()
-        except BaseException as error:  # Ctrl-C reaches the process as well: let it exit
-            if isinstance(error, PreemptedError):  # raised by a handler of the caller for a signal to it alone
-                process.terminate()
+        except BaseException as error:
+            # Ctrl-C in a terminal reaches the process as well; a signal to this process alone does not.
+            if not isinstance(error, PreemptedError):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CTRL_C_SECONDS)
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
             process.kill()
@@ -136,8 +140,9 @@ def _passing_on_termination(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _pass_on(lines: Iterable[str], take: Callable[[str], None]) -> None:
-    for line in lines:
-        take(visible(line.rstrip("\n")))
+    with contextlib.suppress(ValueError):  # the pipe was closed: this process was interrupted
+        for line in lines:
+            take(visible(line.rstrip("\n")))
 
 
 def _to_stderr(line: str) -> None:

@@ -5,6 +5,8 @@ Text from users and machines is shown literally, never as markup.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from typing import TextIO
@@ -63,8 +65,13 @@ def show(console: Console, renderable: RenderableType) -> None:
     with console.capture() as capture:
         console.print(renderable)
     text = capture.get() if supports_unicode(console) else capture.get().translate(_ASCII)
-    console.file.write("".join(f"{row.rstrip(' ')}\n" for row in text.splitlines()))
-    console.file.flush()
+    try:
+        console.file.write("".join(f"{row.rstrip(' ')}\n" for row in text.splitlines()))
+        console.file.flush()
+    except OSError:
+        if console.file is not sys.stderr:
+            raise
+        drop_output(sys.stderr)
 
 
 def supports_unicode(console: Console) -> bool:
@@ -83,20 +90,32 @@ def _console(stream: TextIO) -> Console:
 
 def say(text: str) -> None:
     """Print a note to stderr."""
-    line(stderr_console(), text)
+    _note(escaped_text(text))
 
 
 def warn(text: str) -> None:
     """Print a warning to stderr."""
-    line(stderr_console(), Text.assemble(("warning: ", "bold yellow"), plain(text)))
+    _note(Text.assemble(("warning: ", "bold yellow"), plain(text)))
+
+
+def _note(text: Text) -> None:
+    try:
+        line(stderr_console(), text)
+    except OSError:  # a full disk behind it, or a reader that has ended: no reason to end the work
+        drop_output(sys.stderr)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Lead a stream that cannot be written to /dev/null, so that Python does not fail when it closes the stream."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def suggest(commands: Mapping[str, str]) -> None:
     """Print suggested commands with their purposes to stderr."""
-    console = stderr_console()
     width = max(map(len, commands.values()))
     for purpose, command in commands.items():
-        line(console, Text.assemble("  ", (plain(command).ljust(width), "cyan"), (f"  {plain(purpose)}", "dim")))
+        _note(Text.assemble("  ", (plain(command).ljust(width), "cyan"), (f"  {plain(purpose)}", "dim")))
 
 
 def show_error(error: ScaletrainError) -> None:

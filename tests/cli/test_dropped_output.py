@@ -1,0 +1,72 @@
+"""What cannot be shown is dropped, and ends no work: a full disk behind stderr, a reader that has ended."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.cli.train import Watcher
+from scaletrain_cli.launch.backends.local import backend
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.ui.console import say, show, stderr_console, suggest, warn
+from scaletrain_cli.ui.live import StatusLine
+from tests.cli.prepared_runs import prepare
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        lambda: say("text"),
+        lambda: warn("text"),
+        lambda: suggest({"watch it": "scaletrain watch"}),
+        lambda: show(stderr_console(), "text"),
+    ],
+)
+def test_a_note_to_a_full_disk_is_dropped(note: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        note()
+        note()
+
+
+def failing(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_training_goes_on_without_its_output_and_records_that_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    run = RunDir(prepare("finished", "r1"))
+    with open("/dev/full", "w") as full, StatusLine() as line:
+        monkeypatch.setattr(sys, "stderr", full)
+        monkeypatch.setattr(StatusLine, "note_event", failing)
+        watcher = Watcher(run, line)
+        watcher.look()
+    dropped = [event for event in read_events(run) if event["event"] == "output-dropped"]
+    assert [event["message"] for event in dropped] == ["No space left on device"]
+    run.record.write_text("{")
+    Watcher(run, line).look()  # nor does a document that cannot be read end it
+
+
+def test_ctrl_c_while_a_supervisor_starts_leaves_a_submitted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    run = RunDir(prepare("failed", "r1"))
+
+    def ctrl_c(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "_spawn", lambda command, log: 77)
+    monkeypatch.setattr(backend, "_wait_for_start", ctrl_c)
+    assert LocalBackend().submit(run, read_record(run)) == "77"
