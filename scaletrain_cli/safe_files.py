@@ -46,11 +46,13 @@ def create_file(path: Path, data: bytes | str, *, private: bool = False, public:
 
 
 def can_be_replaced(file: Path) -> bool:
-    """Return whether a name that a user gives is that of a file, or free in an existing folder.
+    """Return whether a name that a user gives is that of a file, or free, in a folder that this user can write to.
 
     ``replace_file`` would put a file in the place of a device or a pipe; ``-`` is a name for stdout elsewhere.
     """
-    return str(file) != "-" and (file.is_file() if file.exists() else file.absolute().parent.is_dir())
+    folder = file.absolute().parent
+    is_usable = file.is_file() if file.exists() else folder.is_dir()
+    return str(file) != "-" and is_usable and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def replace_file(

@@ -16,6 +16,7 @@ from scaletrain_cli.extras import extra_of, install_command
 from scaletrain_cli.plugins import package_that_raised
 
 _LONGEST_MESSAGE = 500
+_SHARED_MEMORY = "/dev/shm"
 _REMEDIES = {
     errno.ENOSPC: "Free some space on that disk, or set $SCALETRAIN_RUNS (runs) or $TMPDIR to a folder on another one.",
     errno.EDQUOT: "Your quota is used up: delete files, or set $SCALETRAIN_RUNS (runs) to a folder on another disk.",
@@ -50,10 +51,32 @@ def error_of_system(error: OSError, doing: str) -> ScaletrainError:
     """Return an error of the operating system with a remedy."""
     file = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
     reason = error.strerror or str(error) or type(error).__name__
-    place = f"{file}: {reason}" if file else reason
-    found = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=_REMEDIES.get(error.errno or 0))
+    place, remedy = f"{file}: {reason}" if file else reason, _REMEDIES.get(error.errno or 0)
+    if file is None and error.errno == errno.ENOENT:
+        place, remedy = _missing(place, remedy)
+    elif error.errno == errno.ENOSPC and _has_no_inodes(file or os.curdir):
+        remedy = "That file system has space, but no inodes left for new files: delete many small files."
+    found = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=remedy)
     found.code, found.file = "io", file
     return found
+
+
+def _missing(place: str, remedy: str | None) -> tuple[str, str | None]:
+    """Return what is missing and a remedy, for an error of a call that has no file name."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the current folder was deleted", "Change to a folder that exists."
+    if not os.path.isdir(_SHARED_MEMORY):  # where the semaphores of Python's processes are
+        return f"{_SHARED_MEMORY} is missing", f"Mount it: `mount -t tmpfs tmpfs {_SHARED_MEMORY}`."
+    return place, remedy
+
+
+def _has_no_inodes(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        found = os.statvfs(path if os.path.exists(path) else os.path.dirname(path) or os.curdir)
+        return found.f_files > 0 and found.f_favail == 0
+    return False
 
 
 def _error_of_import(error: ImportError) -> ScaletrainError | None:

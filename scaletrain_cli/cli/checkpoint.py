@@ -373,8 +373,9 @@ def prune(
     _require_seen(run)
     chosen = find_run(run)
     require_own_run(chosen, trust_owner=trust_owner, remedy="Ask that user to prune it")
-    require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
-    with pruning(chosen, keep, keep_every) as found:
+    if not dry_run:
+        require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
+    with pruning(chosen, keep, keep_every, dry_run=dry_run) as found:
         freed = sum(checkpoint.size_bytes for checkpoint in found.to_delete)
         names = [checkpoint.path.name for checkpoint in found.to_delete]
         if names and not dry_run:

@@ -34,15 +34,15 @@ from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 
 @contextmanager
 def pruning(
-    run: RunDir, keep: int | None, keep_every: int | None, scheduler: Backend | None = None
+    run: RunDir, keep: int | None, keep_every: int | None, scheduler: Backend | None = None, *, dry_run: bool = False
 ) -> Iterator[Pruning]:
-    """Yield the checkpoints that may be deleted, and keep the run from being resumed meanwhile.
+    """Yield the checkpoints that may be deleted, and keep the run from being resumed meanwhile unless ``dry_run``.
 
     ``keep`` and ``keep_every``: None means the setting of the spec.
 
     Raises UsageError for a run that may be active, ScaletrainError where no checkpoint verifies.
     """
-    with submit_lock(run):
+    with contextlib.nullcontext() if dry_run else submit_lock(run):
         record, submission = read_record(run), read_submission(run)
         name = submission.scheduler if submission else record.spec.cluster.scheduler
         if (scheduler or backend_for(name)).job(run, record).may_be_active:

@@ -5,7 +5,7 @@ from scaletrain_cli.reasons import Text
 TEXTS = {
     "no-output": Text("the file of the report is missing", ("Add -o report.html, or --json for the figures",)),
     "place": Text(
-        "{file} cannot be written: it is not a file, or {folder} does not exist",
+        "{file} cannot be written: it is not a file, or {folder} does not exist or cannot be written to",
         ("Give the name of a file in an existing folder: -o report.html",),
     ),
     "runs-or-sweep": Text("name the runs to report, or one sweep by --sweep", ("`scaletrain list` shows the runs",)),

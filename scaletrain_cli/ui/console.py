@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import TextIO
+from typing import IO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -105,7 +105,7 @@ def _note(text: Text) -> None:
         drop_output(sys.stderr)
 
 
-def drop_output(stream: TextIO) -> None:
+def drop_output(stream: IO[str]) -> None:
     """Lead a stream that cannot be written to /dev/null, so that Python does not fail when it closes the stream."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -86,3 +86,15 @@ def test_the_overview_makes_lines_of_the_events_that_it_shows(monkeypatch: pytes
     assert "step 2999" in scaletrain("watch", "r1", "--once").out
     assert 0 < made.total() < 100
     assert len(scaletrain("events", "r1").out.splitlines()) > 3000
+
+
+def test_what_only_reads_needs_no_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a runs root that is mounted read-only."""
+    run = paths.RunDir(prepare("failed", "r1"))
+    can_access = os.access
+    monkeypatch.setattr(os, "access", lambda *given, **more: not given[1] & os.W_OK and can_access(*given, **more))
+    monkeypatch.setattr("scaletrain_cli.launch.remove.submit_lock", lambda run: pytest.fail("a lock was taken"))
+    assert scaletrain("checkpoint", "prune", "r1", "--dry-run").code == 0
+    assert scaletrain("checkpoint", "prune", "r1", "--yes").code == 2
+    ended = scaletrain("report", "r1", "-o", tmp_path / "report.html")
+    assert (ended.code, "cannot be written" in ended.err, (run.path / "report.html").exists()) == (2, True, False)
