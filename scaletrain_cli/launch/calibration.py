@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.diagnosis.rehearsal import Rehearsal
@@ -19,13 +19,13 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.calibration import Measurement, samples_length, workload_text
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.planning import Measurements
-from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layout_search import evaluate
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import DamagedError, from_document, read_document
 from scaletrain_cli.rundir.journal import read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
-from scaletrain_cli.safe_files import make_folder, open_to_read, replace_file
+from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.clusters_file import clusters_file
 
@@ -51,13 +51,12 @@ def read_measurements(spec: RunSpec) -> Measurements:
 def _measured() -> Iterator[Measurement]:
     folder = calibration_folder()
     for path in sorted(folder.glob("*.json"))[:_MOST_FILES] if folder.is_dir() else ():
-        try:
-            with open_to_read(path) as file:
-                found = _from_json(json.loads(file.read()))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-        if found is not None and found.versions.get("scaletrain") == __version__:
-            yield found
+        with contextlib.suppress(DamagedError):
+            stored = {key: value for key, value in (read_document(path, SCHEMA) or {}).items() if key != "factor"}
+            found = from_document(Measurement, stored, path)
+            numbers = (found.seconds, found.low, found.high, found.planned_seconds, found.measured)
+            if found.versions.get("scaletrain") == __version__ and min(numbers) > 0:
+                yield found
 
 
 def machine_of(spec: RunSpec) -> str:
@@ -168,13 +167,3 @@ def _measured_steps(run: RunDir) -> list[tuple[float, float]]:
         del found[-_NOT_COUNTED:]
         return found[::-1]
     return found[: None if len(found) == _MOST_STEPS else -_NOT_COUNTED][::-1]
-
-
-def _from_json(data: Any) -> Measurement | None:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        return None
-    fields = {field.name: data[field.name] for field in dataclasses.fields(Measurement)}
-    found = Measurement(**{**fields, "layout": Layout(**data["layout"])})
-    numbers = (found.seconds, found.low, found.high, found.planned_seconds, found.measured)
-    usable = all(isinstance(each, int | float) and math.isfinite(each) and each > 0 for each in numbers)
-    return found if usable else None

@@ -7,6 +7,7 @@ earlier owner writes later are never restored.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -16,12 +17,11 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from scaletrain_cli.mirror.stores import MirrorStore
 from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.rundir.documents import DamagedError, parse_json, read_as, typed, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.mirror-claim/v1"
@@ -76,9 +76,8 @@ def read_claims(store: MirrorStore, known: Sequence[Claim] = ()) -> list[Claim]:
     found = [claim for claim in known if claim.generation in numbers]
     for number in numbers[len(found) : _MOST_CLAIMS]:
         try:
-            data = parse_json(store.read(_name(number)) or b"")
-            found.append(Claim(**{key: value for key, value in data.items() if key != "schema"}))
-        except (ValueError, TypeError, AttributeError) as error:
+            found.append(typed(Claim, parse_json(store.read(_name(number)) or b"")))
+        except (ValueError, TypeError, LookupError) as error:
             raise MirrorError(Reason("mirror.claim-damaged", {"place": store.place, "claim": _name(number)})) from error
     return found
 
@@ -103,11 +102,9 @@ def make_claim(store: MirrorStore, run: RunDir, claim: Claim) -> bool:
 
 def own_claim(run: RunDir) -> Claim | None:
     """Return the claim that this run directory has made, or was about to make; None before the first."""
-    data: dict[str, Any] | None = read_document(run.mirror_claim_file)
-    try:
-        return None if data is None else Claim(**{key: value for key, value in data.items() if key != "schema"})
-    except TypeError:
-        return None
+    with contextlib.suppress(DamagedError):
+        return read_as(Claim, run.mirror_claim_file)
+    return None
 
 
 def report_activity(store: MirrorStore, generation: int, step: int | None, *, released: bool = False) -> None:
@@ -118,10 +115,10 @@ def report_activity(store: MirrorStore, generation: int, step: int | None, *, re
 
 def read_activity(store: MirrorStore, claim: Claim) -> Activity:
     """Return what the owner of a claim has last reported; that of the claim itself if it has reported nothing."""
-    try:
-        return Activity(**parse_json(store.read(_activity(claim.generation)) or b""))
-    except (ValueError, TypeError):
-        return Activity(claim.time, claim.from_step, released=False)
+    with contextlib.suppress(ValueError, TypeError, LookupError):
+        reported: Activity = typed(Activity, parse_json(store.read(_activity(claim.generation)) or b""))
+        return reported
+    return Activity(claim.time, claim.from_step, released=False)
 
 
 def _name(generation: int) -> str:

@@ -16,7 +16,6 @@ _PREEMPTIONS, _PREEMPTED_WITHIN_SECONDS = 3, 3600.0
 _PREEMPTED = ("preempted", "out-of-grace")
 _TOO_OFTEN = ("launch.stop-no-progress-preempted", "launch.stop-budget-used-up")
 _MOST_PENDING = 50
-_NUMBERS = ("sent", "dropped", "last_sent", "blocked_until")  # of a receiver
 _SEVERITIES = {"failed": "error", "hang": "error", "finished": "note", "test": "note"}
 _WARNINGS = ("preempted-too-often", "idle", "rolled-back", "nodes-excluded", "spike", "stragglers", "tracker-off")
 
@@ -195,17 +194,6 @@ class Receiver:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of the state file."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Receiver:
-        """Return the receiver of a state file. Raises TypeError, KeyError, ValueError for another form."""
-        if not isinstance(place := data["read_bytes"], int | None) or (place is not None and place < 0):
-            raise ValueError(f"read_bytes = {place!r}")
-        if not all(isinstance(data[name], int | float) for name in _NUMBERS):
-            raise TypeError(f"one of {', '.join(_NUMBERS)} is no number")
-        pending = [Pending(**{**each, "notice": Notice(**each["notice"])}) for each in data["pending"]]
-        known = {key: LastSent(**{**each, "notice": Notice(**each["notice"])}) for key, each in data["known"].items()}
-        return cls(**{**data, "pending": pending, "known": known})
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from scaletrain_cli.notify.delivery import LONGEST_RETRY_AFTER, Delivery, Origin, deliver
 from scaletrain_cli.notify.notices import Notice, Pending, Receiver, notice_of
-from scaletrain_cli.rundir.documents import read_document, undamaged_document, write_document
+from scaletrain_cli.rundir.documents import read_document, typed, undamaged_document, write_document
 from scaletrain_cli.rundir.journal import placed_lines
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -53,8 +53,9 @@ def read_receivers(run: RunDir) -> dict[str, Receiver]:
     found = (undamaged_document(state_file(run)) or {}).get("receivers")
     receivers: dict[str, Receiver] = {}
     for name, data in found.items() if isinstance(found, dict) else ():
-        with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
-            receivers[name] = Receiver.from_json(data)
+        with contextlib.suppress(TypeError, LookupError, ValueError):
+            receiver: Receiver = typed(Receiver, data)
+            receivers |= {name: receiver} if (receiver.read_bytes or 0) >= 0 else {}
     return receivers
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.notify.notices import Notice, Receiver, notice_of
+from scaletrain_cli.rundir.documents import typed
 from scaletrain_cli.rundir.raised_findings import SEVERITIES
 from scaletrain_cli.spec.notify import NotifySpec
 
@@ -149,7 +150,7 @@ def test_the_state_survives_its_file() -> None:
     receiver.take(notice({"event": "hang", "attempt": 1, "node": "n", "message": "m"}, 9), SETTINGS)
     receiver.delivered(receiver.pending[0], 5.0)
     receiver.postponed(receiver.pending[0], "HTTP status 500", 9.0)
-    assert Receiver.from_json(json.loads(json.dumps(receiver.to_json()))) == receiver
+    assert typed(Receiver, json.loads(json.dumps(receiver.to_json()))) == receiver
 
 
 def test_a_receiver_that_accepts_nothing_has_a_bounded_list() -> None:
