@@ -24,6 +24,7 @@ from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import (
     entries,
+    from_document,
     read_document,
     reporting_damage,
     typed,
@@ -81,6 +82,19 @@ class RunRecord:
     code: CodeRecord | None = None  # the user's code, if any
     hub: Mapping[str, str] = dataclasses.field(default_factory=dict)  # commits of the spec's hf:// references
     sizes: tuple[int, ...] = ()  # numbers of nodes on which an attempt may start, fewest first; empty: only the spec's
+    branch_of: BranchPoint | None = None
+
+
+@dataclass(frozen=True)
+class _OfSubmission:
+    """The part of run.json that no revision replaces."""
+
+    run_id: str
+    created: float
+    versions: dict[str, str]
+    code_hash: str
+    wandb_run_id: str
+    working_folder: str = ""
     branch_of: BranchPoint | None = None
 
 
@@ -316,23 +330,19 @@ def _plan_reader() -> TypeAdapter[RunPlan]:
 def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord:
     path = revision_path(run, revision) if revision else run.record
     decided = _read(path, REVISION_SCHEMA) if revision else data
+    fields = {field.name for field in dataclasses.fields(_OfSubmission)}
+    first = from_document(_OfSubmission, {key: data[key] for key in data.keys() & fields}, run.record)
     with reporting_damage(path):
         spec = RunSpec.model_validate(decided["spec"], context=dict(RECORDED))
-        spec.set_folder(Path(data["working_folder"]))
+        spec.set_folder(Path(first.working_folder))
         return RunRecord(
-            run_id=typed(str, data["run_id"]),
-            created=typed(float, data["created"]),
+            **vars(first),
             spec=spec,
             plan=_plan_reader().validate_python(with_reasons(decided["plan"])),
-            versions=typed(dict[str, str], data["versions"]),
-            code_hash=typed(str, data["code_hash"]),
-            wandb_run_id=typed(str, data["wandb_run_id"]),
-            working_folder=data["working_folder"],
             revision=revision,
             code=typed(CodeRecord | None, decided.get("code")),
             hub=typed(dict[str, str], decided.get("hub", {})),
             sizes=typed(tuple[int, ...], decided.get("sizes", [])),
-            branch_of=typed(BranchPoint | None, data.get("branch_of")),
         )
 
 

@@ -83,7 +83,7 @@ def add_documents(run: RunDir) -> None:
     record_event(run, "rolled-back", from_step=3, to_step=2, skip=[3, 3], lost_steps=1, attempt=1)
     record_event(run, "finding", attempt=1, step=3, code="diagnosis.x", params={}, severity="note", subject="")
     record_event(run, "stragglers", rank=1, seconds=2.0, others_seconds=1.0)
-    record_event(run, "idle", seconds=3.0, ends_in_seconds=3.0, timeout=3.0, measured="GPU")
+    record_event(run, "idle", seconds=3.0, ends_in_seconds=3.0, timeout=3600.0, measured="GPU")
 
 
 @pytest.fixture
