@@ -236,18 +236,17 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
 
 
 def runs_in_states(runs: Sequence[RunDir], states: Collection[str]) -> list[RunDir]:
-    """Return the runs in one of the states, in their order.
-
-    The status is read only of those whose recorded end does not decide, unless damaged records are asked for.
-    """
-    found: dict[RunDir, str] = {}
-    for run in () if DAMAGED in states else runs:
-        if (settled := _settled_state(run)) is not None:
-            found[run] = settled
-    others = [run for run in runs if run not in found]
-    for run, status in zip(others, run_statuses(others), strict=True):
-        found[run] = DAMAGED if isinstance(status, UsageError) else status.state
-    return [run for run in runs if found[run] in states]
+    """Return the runs in one of the states, in their order. Their whole status is read only for damaged ones."""
+    if DAMAGED in states:
+        found = [DAMAGED if isinstance(each, UsageError) else each.state for each in run_statuses(runs)]
+        return [run for run, state in zip(runs, found, strict=True) if state in states]
+    settled = {run: _settled_state(run) for run in runs}
+    others = [run for run in runs if settled[run] is None]
+    for run, scheduler in zip(others, _schedulers(others), strict=True):
+        with contextlib.suppress(UsageError, OSError), reporting_damage(run.path):
+            record, last = read_record(run), read_attempt(run, max(run.attempts(), default=0))
+            settled[run] = _state(run, record, _ask(run, record, last, scheduler), last)
+    return [run for run in runs if settled[run] in states]
 
 
 def _settled_state(run: RunDir) -> RunState | None:

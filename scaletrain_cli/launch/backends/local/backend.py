@@ -43,7 +43,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import read_as, write_document
-from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.journal import read_lines_backwards, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
@@ -371,9 +371,8 @@ def _wait_for_start(run: RunDir, pid: int, log_bytes: int) -> int | None:
 
 def _failure(run: RunDir) -> Reason | None:
     """Return why the supervisor failed; None if the last event is not a failure of it."""
-    events = read_events(run)
-    failed = events and events[-1].get("code") == SUPERVISOR_FAILED
-    return reason_from(events[-1]) if failed else None
+    newest = next(read_lines_backwards(run.events), {})
+    return reason_from(newest) if newest.get("code") == SUPERVISOR_FAILED else None
 
 
 def _exit_code(pid: int) -> int | None:
