@@ -8,6 +8,7 @@ guard of the engine, which sees every step, records spikes and NaN as events.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from array import array
@@ -17,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from scaletrain_cli.rundir.documents import parse_json
+from scaletrain_cli.rundir.documents import parse_json, reporting_damage
 from scaletrain_cli.safe_files import open_to_read
 
 COLUMNS = (
@@ -85,24 +86,21 @@ class History:
 
 
 def read_history(path: Path, events: Sequence[Mapping[str, Any]], evaluate_every: int = 0) -> History:
-    """Return the history in a metrics.jsonl; empty if there is no file.
+    """Return the history in a metrics.jsonl; empty if there is no file. Raises DamagedError if it cannot be read.
 
     ``events``: of the same run. Steps that were rolled back, or repeated by a later attempt, are left out.
     ``evaluate_every``: steps between validations, 0 if there are none.
     """
     rows: list[tuple[int, dict[str, Any]]] = []
     size = 0
-    try:
-        with open_to_read(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= _WHOLE_BYTES:
-                rows = list(_rows(file, 0, size, size))
-            else:
-                rows = _sampled(file, size)
-                rows += _validations_between(file, size, rows, evaluate_every)
-                rows.sort(key=lambda row: row[0])
-    except FileNotFoundError:
-        pass
+    with reporting_damage(path), contextlib.suppress(FileNotFoundError), open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _WHOLE_BYTES:
+            rows = list(_rows(file, 0, size, size))
+        else:
+            rows = _sampled(file, size)
+            rows += _validations_between(file, size, rows, evaluate_every)
+            rows.sort(key=lambda row: row[0])
     return _history(_valid(rows, events), size <= _WHOLE_BYTES, size)
 
 

@@ -13,6 +13,7 @@ from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.log_setup import is_library_noise
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import entries
 from scaletrain_cli.rundir.journal import LONGEST_LINE, file_size, lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
@@ -150,9 +151,9 @@ class LogFollower:
 
 def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
     files = []
-    for path in (run.attempt(attempt) / "logs").glob("*.log"):
+    for path in entries(run.attempt(attempt) / "logs"):
         node, _, rank = path.stem.rpartition("-")
-        if rank.isdigit() and path.is_file():  # reading a FIFO or a device would never end
+        if path.suffix == ".log" and rank.isdigit() and path.is_file():  # reading a FIFO or a device would never end
             files.append(LogFile(attempt, node, int(rank), path))
     return sorted(files, key=lambda file: file.rank)
 

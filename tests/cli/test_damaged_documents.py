@@ -166,6 +166,18 @@ def test_a_damaged_document_is_named_and_hides_no_other_run(way: str, root: Path
     damage_each(way, root, template, share=6, verbs_each=1)
 
 
+@pytest.mark.parametrize("name", ["attempts", "checkpoints", "revisions", "attempts/0001/nodes", "attempts/0001/logs"])
+def test_a_folder_that_cannot_be_listed_is_named_and_hides_no_other_run(name: str, root: Path) -> None:
+    path = root / "r1" / name
+    shutil.rmtree(path)
+    path.symlink_to(path.name)  # root may list all folders, but for one that is a link to itself
+    check_rows(root, path)
+    for words in (["status", "r1"], ["logs", "r1"], ["report", "r1", "--json"]):
+        ended = scaletrain(*words)
+        assert ended.code == 0 or (ended.code == 2 and str(path) in ended.err), (words, ended)
+    assert scaletrain("status", "r1").code == (0 if name.endswith("logs") else 2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_each_verb_survives_each_damage_of_each_document(way: str, root: Path, template: Path) -> None:
