@@ -143,6 +143,7 @@ def check_rows(root: Path, path: Path) -> None:
     """The run r2 is shown, and r1 is either shown or damaged with the name of its file."""
     rows = {row["run_id"]: row for row in scaletrain("list", "--json").data["runs"]}
     assert rows["r2"]["state"] == "finished"
+    assert scaletrain("status", "--cluster", "--scheduler", "local").code == 0
     if rows.get("r1", {"state": ""})["state"] == DAMAGED:
         assert str(path.relative_to(root)) in rows["r1"]["error"]["message"]
 

@@ -42,15 +42,15 @@ def local_view(
 
 
 def _row(run: RunDir, job_of: Callable[[RunDir, RunRecord], Job | None]) -> QueueRow | None:
-    """Return the row of an active run on this machine; None for any other run."""
+    """Return the row of an active run on this machine; None for any other run, and for a damaged one."""
     try:
         record = read_record(run)
-    except UsageError:
+        job = job_of(run, record)
+        if job is None or not job.is_active:
+            return None
+        attempts = read_attempts(run)
+    except (UsageError, OSError):
         return None
-    job = job_of(run, record)
-    if job is None or not job.is_active:
-        return None
-    attempts = read_attempts(run)
     return QueueRow(
         job_id=job.id,
         name=record.run_id,
