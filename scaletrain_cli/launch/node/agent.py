@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging(f"node agent {options.node_rank} on {options.node_name}")
     from scaletrain_cli.errors import ExitCode, ScaletrainError
     from scaletrain_cli.full_disk import is_full
-    from scaletrain_cli.launch.node.attempt import run_node, wait_for_other_nodes
+    from scaletrain_cli.launch.node.attempt import run_node
 
     try:
         return run_node(options)
@@ -39,9 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         logger.error("%s", error)  # the node record cannot hold it
         return ExitCode.DO_NOT_REQUEUE
-    finally:
-        if options.end_together:
-            wait_for_other_nodes(options)
 
 
 if __name__ == "__main__":

@@ -182,19 +182,20 @@ def run_node(options: AgentOptions) -> int:
     if watch.disk_full is not None:
         write_failure(run, options.attempt, f"{node.node}-disk", watch.disk_full)
     write_node_record(run, options.attempt, ended)
+    if options.end_together and code == ExitCode.DONE and not watch.preempted:
+        _wait_for_other_nodes(run, options, record.spec.cluster.nodes)
     return code
 
 
-def wait_for_other_nodes(options: AgentOptions) -> None:
-    """Wait until every node of the attempt has recorded its end, or a signal arrives; _TOGETHER_SECONDS at most.
+def _wait_for_other_nodes(run: RunDir, options: AgentOptions, nodes: int) -> None:
+    """Wait until every node of a finished run has recorded its end, or a signal arrives; _TOGETHER_SECONDS at most.
 
     srun ends the other agents some seconds after the first one, but the end of a node may take minutes: trackers, the
-    deletion of old checkpoints, the last copy to a mirror. The first node reads the records, the others its mark.
+    deletion of old checkpoints, the last copy to a mirror. The first node reads the records, the others its mark. Not
+    after a failure or a signal: a node that is lost never records its end, and the next attempt must not wait for it.
     """
-    run = RunDir(options.run_folder.absolute())
     until = time.monotonic() + _TOGETHER_SECONDS
     with contextlib.suppress(ScaletrainError, OSError):
-        nodes = read_record_of(run, options.attempt).spec.cluster.nodes
         while nodes > 1 and not has_ended(run, options.attempt) and time.monotonic() < until:
             records = read_node_records(run, options.attempt) if options.node_rank == 0 else []
             if sum(node.ended is not None for node in records) >= nodes:

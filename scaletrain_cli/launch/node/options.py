@@ -20,7 +20,7 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, s
 class AgentOptions:
     """The options of an agent. ``parent_pid``: the agent ends when this process does; None: no such process.
 
-    ``end_together``: the agent ends when all nodes of the attempt have ended.
+    ``end_together``: the agent of a run that has finished ends when all nodes have ended.
     """
 
     run_folder: Path
@@ -46,7 +46,7 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
     parser.add_argument("--master-addr", default=address, required=address is None)
     parser.add_argument("--master-port", type=int, default=port, required=port is None)
     parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent process dies")
-    parser.add_argument("--end-together", action="store_true", help="end when all nodes of the attempt have ended")
+    parser.add_argument("--end-together", action="store_true", help="end a finished run on all nodes together")
     engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # tests of the launcher use a stub
     parser.add_argument("--engine", default=engine, help=argparse.SUPPRESS)
     return AgentOptions(**vars(parser.parse_args(arguments)))

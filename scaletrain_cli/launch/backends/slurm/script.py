@@ -148,8 +148,8 @@ def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python
     return "\n".join(lines) + "\n"
 
 
-# After one agent has ended, srun ends the others in this time (--wait). All of them end together (--end-together), so
-# this applies where an agent was killed: the others would wait for its ranks.
+# After one agent has ended, srun ends the others in this time (--wait): they would wait for ranks that are gone. Those
+# of a run that has finished end together (--end-together).
 _AGENTS_END_WITHIN_SECONDS = 30
 _LEAST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
 _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)

@@ -48,9 +48,8 @@ def problems(*overrides: str, gpus: int, nodes: int = 1, partition: str = "mixed
 
 def test_a_type_is_part_of_the_request() -> None:
     assert "gpus-per-node=h100:8" in list(sbatch_options(ask("cluster.slurm.gres_type=h100"), "a"))
-    assert "gpus-per-node=a100_1g.10gb:7" in list(
-        sbatch_options(ask("cluster.slurm.gres_type=a100_1g.10gb", gpus=7), "a")
-    )
+    slices = ask("cluster.slurm.gres_type=a100_1g.10gb", "code.command=[serve]", gpus=7)
+    assert "gpus-per-node=a100_1g.10gb:7" in list(sbatch_options(slices, "a"))
     assert "gpus-per-node=8" in list(sbatch_options(ask(), "a"))
 
 
