@@ -155,9 +155,10 @@ def command(
         _compare(specs, overrides or [], sets, cluster, hardware, uncalibrated=uncalibrated, as_json=as_json)
         return
     if plot is not None:
-        from scaletrain_cli.ui.plan_figure import check_plot_file
+        from scaletrain_cli.ui.plan_figure import PLOT_KINDS
+        from scaletrain_cli.ui.plots import check_plot_file
 
-        check_plot_file(plot)
+        check_plot_file(plot, PLOT_KINDS)
     recorded = None
     if trace is not None:
         from scaletrain_cli.plan.reliability.spot_trace import read_trace

@@ -56,12 +56,13 @@ def command(
     from scaletrain_cli.launch.rehearse import chosen_items
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.rehearsal import check_plot_file, show_rehearsal, write_plot
+    from scaletrain_cli.ui.plots import check_plot_file
+    from scaletrain_cli.ui.rehearsal import PLOT_KINDS, show_rehearsal, write_plot
 
     options = Options(chosen_items(_names(items), _names(skip)), seconds_of("--budget", budget))
     timeout_seconds = seconds_of("--timeout", timeout)
     if plot is not None:
-        check_plot_file(plot)
+        check_plot_file(plot, PLOT_KINDS)
     given = load_spec(spec, overrides or [], cluster=cluster)
     result = rehearse(given, spec, options, nodes, timeout_seconds, yes=yes)
     if plot is not None and write_plot(result.rehearsal, plot):

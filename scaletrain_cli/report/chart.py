@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from scaletrain_cli.report.markup import details, safe, table, value_text
+from scaletrain_cli.markup import axis_place, details, safe, table, value_text
 from scaletrain_cli.text import seconds_text, whole_text
 
 WIDTH, HEIGHT = 2400, 800
@@ -109,13 +109,7 @@ class _Scale:
 
     def share(self, value: float) -> float:
         """Return the height of a value, 0 to 1 within the scale."""
-        if self.logarithmic:
-            return (
-                (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
-                if value > 0
-                else 0.0
-            )
-        return (value - self.low) / (self.high - self.low)
+        return axis_place(value, self.low, self.high, logarithmic=self.logarithmic)
 
 
 def _scale(chart: Chart) -> _Scale | None:
@@ -198,8 +192,7 @@ def _plot(chart: Chart, scale: _Scale, span: Span, axis: Axis) -> str:
 
 
 def _y(scale: _Scale, value: float) -> int:
-    share = scale.share(value) if not scale.logarithmic or value > 0 else 0.0
-    return round(HEIGHT * (1 - min(1.02, max(-0.02, share))))
+    return round(HEIGHT * (1 - min(1.02, max(-0.02, scale.share(value)))))
 
 
 def _line_paths(line: Line, places: Sequence[float | None], scale: _Scale, *, breaks: bool) -> Iterator[str]:

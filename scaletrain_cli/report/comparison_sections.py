@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from scaletrain_cli.markup import axis_place, plain_value, safe, table, tiles, value_text
 from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw
 from scaletrain_cli.report.comparison import ranked
-from scaletrain_cli.report.markup import plain_value, safe, step_text, table, tiles, value_text
 from scaletrain_cli.report.run_charts import line_of, loss_span, since_start
-from scaletrain_cli.report.run_sections import SWITCH, finding_item
+from scaletrain_cli.report.run_sections import SWITCH, finding_item, step_text
 from scaletrain_cli.text import counted, percent_text, whole_text
 
 _COLORS = 8
@@ -304,11 +304,7 @@ def _axis(values: Sequence[Any]) -> tuple[_Scale, list[tuple[float, str]]]:
     logarithmic = low > 0 and high / low >= 10
 
     def scale(value: Any) -> float:
-        if high == low:
-            return 0.5
-        if logarithmic:
-            return math.log(value / low) / math.log(high / low)
-        return float((value - low) / (high - low))
+        return 0.5 if high == low else axis_place(value, low, high, logarithmic=logarithmic)
 
     distinct = sorted(set(numbers))
     if len(distinct) > _MOST_TICKS:

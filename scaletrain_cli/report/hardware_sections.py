@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scaletrain_cli.markup import details, safe, table, value_text
 from scaletrain_cli.report.chart import Chart, Line, Span, draw
-from scaletrain_cli.report.markup import details, safe, table, value_text
 from scaletrain_cli.text import counted
 
 _CHARTS = {

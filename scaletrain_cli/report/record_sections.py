@@ -6,10 +6,33 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scaletrain_cli.report.markup import details, label, plain_value, safe, stacked_bar, table, time_text, value_text
+from scaletrain_cli.markup import details, plain_value, safe, stacked_bar, table, time_text, value_text
 from scaletrain_cli.text import counted, percent_text, seconds_text, whole_text
 
 _ROLLBACK_CLASS = {"rollback": "rollback-time"}
+
+
+def label(name: str) -> str:
+    """Return the name of a figure as words."""
+    return safe(_LABELS.get(name, name.replace("_", " ")))
+
+
+_LABELS = {
+    "mfu": "MFU",
+    "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
+    "exposed_communication": "exposed communication",
+    "restore": "set-up",
+    "data": "waiting for data",
+    "data_wait": "waiting for data",
+    "peak": "peak of the fullest rank",
+    "bytes": "size",
+    "seconds": "time to save",
+    "blocked_seconds": "training waits for a save",
+    "interval_time": "time between saves",
+    "interval": "steps between saves",
+    "whole_run": "whole run",
+}
 
 
 def goodput_section(run: Mapping[str, Any]) -> Iterator[str]:

@@ -7,24 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.launch.status import OVER
+from scaletrain_cli.markup import details, plain_value, prose, safe, table, tiles, value_text
 from scaletrain_cli.report.hardware_sections import hardware_section
-from scaletrain_cli.report.markup import (
-    details,
-    label,
-    plain_value,
-    prose,
-    safe,
-    step_text,
-    table,
-    tiles,
-    value_text,
-)
 from scaletrain_cli.report.reading import verdict
 from scaletrain_cli.report.record_sections import (
     attempts_section,
     evaluations_section,
     events_section,
     goodput_section,
+    label,
     nodes_section,
     profiles_section,
     spec_section,
@@ -38,6 +29,12 @@ SWITCH = (
     '<label><input type="radio" name="axis" id="axis-step" checked /> steps</label>'
     '<label><input type="radio" name="axis" id="axis-time" /> time</label></div>'
 )
+
+
+def step_text(status: Mapping[str, Any]) -> str:
+    """Return ``1,234 of 2,000`` of a status as JSON; ``not seen, of 2,000`` where no step was read."""
+    step = "not seen," if status["step"] is None else f"{status['step']:,}"
+    return f"{step} of {status['total_steps']:,}"
 
 
 def run_sections(run: Mapping[str, Any], tables: list[dict[str, Any]]) -> Iterator[str]:

@@ -1,38 +1,31 @@
-"""Plots of a plan as HTML, SVG or PNG: memory by stage, step by cause, pipeline timeline, scaling.
-
-``check_plot_file`` runs before the plan is computed; ``write_plot`` replaces the file atomically.
-"""
+"""Plots of a plan as HTML, SVG or PNG: memory by stage, step by cause, pipeline timeline, scaling."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import logging
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from scaletrain_cli.errors import MissingPackageError, UsageError
-from scaletrain_cli.extras import install_command
+from scaletrain_cli.markup import document, safe, table
 from scaletrain_cli.plan.advice.answer import Answer
 from scaletrain_cli.plan.result import Memory, RunPlan, Time
 from scaletrain_cli.plan.search.sizing import ScalingPoint
 from scaletrain_cli.plan.speed.pipeline import Timeline
-from scaletrain_cli.safe_files import create_file, replace_file
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.plan import headline
 from scaletrain_cli.ui.plan_answer import show_answer
 from scaletrain_cli.ui.plan_breakdown import MEMORY_PARTS, TIME_PARTS
+from scaletrain_cli.ui.plots import image
 
 _MEMORY_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
 _TIME_COLORS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
+PLOT_KINDS = (".html", ".svg", ".png")
 _FORWARD, _BACKWARD = "#0072B2", "#E69F00"
 _MOST_LABELS = 16  # of stages; with more stages only every n-th has a label
 
@@ -164,20 +157,10 @@ def _name_stages(axes: Any, count: int, alone: str) -> None:
 _WIDTH_INCHES = 11.0
 _ROW_INCHES = 0.2  # of one stage
 _SCALING_INCHES = 2.6
-_STYLE: Any = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.parse_math": False,  # a run's name may contain dollar signs
-    "svg.hashsalt": "scaletrain",  # makes the output reproducible
-}
 
 
 def draw(spec: RunSpec, plan: RunPlan, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> Any:
     """Return a matplotlib figure: memory, step, the pipeline's timeline if there is one, and scaling if given."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     stages = len(plan.memory.by_stage)
@@ -189,59 +172,31 @@ def draw(spec: RunSpec, plan: RunPlan, pipeline: Timeline | None, scaling: Seque
         panels.append((by_stage, partial(draw_pipeline, drawn=pipeline)))
     scaling_height = _SCALING_INCHES if len(scaling) > 1 else 0.0
     height = sum(inches for inches, _ in panels)
-    with matplotlib.rc_context(_STYLE):
-        figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling_height + 0.4), layout="constrained")
-        figure.suptitle(headline(spec, plan).plain, x=0.01, ha="left", fontweight="bold")
-        # Two subfigures, so that the legends of the upper panels do not narrow the lower ones.
-        parts = figure.subfigures(2, 1, height_ratios=(height, scaling_height)) if scaling_height else [figure]
-        rows = parts[0].subplots(len(panels), 1, squeeze=False, height_ratios=[inches for inches, _ in panels])
-        for axes, (_, panel) in zip(rows[:, 0], panels, strict=True):
-            panel(axes)
-        if scaling_height:
-            left, right = parts[1].subplots(1, 2)
-            draw_rate(left, scaling, plan.layout.world_size, spec.unit)
-            draw_efficiency(right, scaling, plan.layout.world_size)
-        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling_height + 0.4), layout="constrained")
+    # a run's name may contain dollar signs
+    figure.suptitle(headline(spec, plan).plain, x=0.01, ha="left", fontweight="bold", parse_math=False)
+    # Two subfigures, so that the legends of the upper panels do not narrow the lower ones.
+    parts = figure.subfigures(2, 1, height_ratios=(height, scaling_height)) if scaling_height else [figure]
+    rows = parts[0].subplots(len(panels), 1, squeeze=False, height_ratios=[inches for inches, _ in panels])
+    for axes, (_, panel) in zip(rows[:, 0], panels, strict=True):
+        panel(axes)
+    if scaling_height:
+        left, right = parts[1].subplots(1, 2)
+        draw_rate(left, scaling, plan.layout.world_size, spec.unit)
+        draw_efficiency(right, scaling, plan.layout.world_size)
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     return figure
 
 
-def image(figure: Any, kind: str, dots_per_inch: int) -> bytes:
-    """Return the figure as ``svg`` or ``png``, reproducibly."""
-    import matplotlib
-
-    stream = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
-        figure.savefig(stream, format=kind, dpi=dots_per_inch, metadata={"Date": None} if kind == "svg" else None)
-    return stream.getvalue()
-
-
 _WIDTH = 110  # of the terminal's text, in characters
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-svg {{ max-width: 100%; height: auto; }}
-table {{ border-collapse: collapse; margin: 0 0 1.5rem; }}
-th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
-th:first-child, td:first-child {{ text-align: left; }}
-pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px; }}
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
 
 
 def page(found: Answer, scaling: Sequence[ScalingPoint], svg: str) -> str:
     """Return an HTML document with the plot."""
     picture = svg[svg.index("<svg") :]
-    body = [picture, *_memory(found), *_scaling(found, scaling), "<h2>Plan</h2>", f"<pre>{escape(_text(found))}</pre>"]
-    return _PAGE.format(title=escape(f"{found.spec.name}: plan"), body="\n".join(body))
+    text = "\n".join(map(safe, _text(found).splitlines()))
+    body = [f'<div class="picture">{picture}</div>', *_memory(found), *_scaling(found, scaling)]
+    return document(f"{found.spec.name}: plan", [*body, "<h2>Plan</h2>", f'<pre class="wide">{text}</pre>'])
 
 
 def _memory(found: Answer) -> Iterator[str]:
@@ -257,14 +212,14 @@ def _memory(found: Answer) -> Iterator[str]:
         for index, stage in enumerate(memory.by_stage)
     ]
     yield f"<h2>Memory of one rank, of {bytes_text(memory.capacity)}</h2>"
-    yield _table(["", *MEMORY_PARTS.values(), "total", "of the device"], rows)
+    yield table(["", *MEMORY_PARTS.values(), "total", "of the device"], rows, "l" + "n" * (len(MEMORY_PARTS) + 2))
 
 
 def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
     if not scaling:
         return
     yield "<h2>Scaling, same global batch</h2>"
-    yield _table(
+    yield table(
         ["ranks", "step", f"{found.spec.unit} per second", "efficiency"],
         (
             [
@@ -275,6 +230,7 @@ def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
             ]
             for point in scaling
         ),
+        "nnnn",
     )
 
 
@@ -288,45 +244,11 @@ def _text(found: Answer) -> str:
     return stream.read()
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table>\n<tr>{head}</tr>\n{body}\n</table>"
-
-
-_KINDS = (".html", ".svg", ".png")
-_DOTS_PER_INCH = 144
-
-
-def check_plot_file(path: Path) -> None:
-    """Raise UsageError if the plot cannot be drawn or written there. Leaves no file behind."""
-    if path == Path():  # an empty argument becomes this
-        raise UsageError("--plot needs the name of a file that ends in .html, .svg or .png.")
-    if path.suffix.lower() not in _KINDS:
-        raise UsageError(f"--plot {path}: the name must end in .html, .svg or .png.")
-    if path.is_dir():
-        raise UsageError(f"--plot {path}: is a folder. Give the name of a file.")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
-    try:
-        probe = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-        create_file(probe, b"")
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(f"--plot {path}: cannot be written: {error.strerror or error}.") from error
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
-
-
 def write_plot(path: Path, found: Answer, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> None:
     """Draw the plan in the format of the file's suffix. An existing file is replaced. Raises OSError."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs messages about its font cache
-
     kind = path.suffix.lower()[1:]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about characters missing in the font
-        figure = draw(found.spec, found.plan, pipeline, scaling)
-        data = image(figure, "svg" if kind == "html" else kind, _DOTS_PER_INCH)
+    figure = partial(draw, found.spec, found.plan, pipeline, scaling)
+    data = image(figure, "svg" if kind == "html" else kind)
     if kind == "html":
         data = page(found, scaling, data.decode()).encode()
     replace_file(path, data, public=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
-from scaletrain_cli.errors import MissingPackageError, UsageError
-from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.rehearse import RehearsalResult
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.text import counted, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
 from scaletrain_cli.ui.diagnosis import cause_rows
+from scaletrain_cli.ui.plots import image
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 _SHOWN = {"skipped": "n/a"}
 _CURVE_WIDTH, _CURVE_HEIGHT = 60, 10
-_KINDS = (".png", ".svg", ".pdf")
-_DOTS_PER_INCH = 144
+PLOT_KINDS = (".png", ".svg", ".pdf")
 
 
 def show_rehearsal(result: RehearsalResult) -> None:
@@ -101,23 +97,12 @@ def _points(item: Item) -> list[tuple[float, float]]:
     return [(rate, loss) for rate, loss in zip(rates, losses, strict=False) if rate and loss is not None]
 
 
-def check_plot_file(path: Path) -> None:
-    """Raise UsageError for a kind of file that cannot be written, and MissingPackageError without matplotlib."""
-    if path.suffix.lower() not in _KINDS:
-        raise UsageError(f"--plot {path}: must end with {', '.join(_KINDS)}.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
-
-
 def write_plot(found: Rehearsal, path: Path) -> bool:
     """Write the curve of the range test; return False if there is none. Raises OSError."""
     item = found.item("learning-rate")
     if item is None or len(_points(item)) < 2:
         return False
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs messages about its font cache
-    stream = io.BytesIO()
-    draw(item).savefig(stream, format=path.suffix.lower().removeprefix("."), dpi=_DOTS_PER_INCH)
-    replace_file(path, stream.getvalue())
+    replace_file(path, image(partial(draw, item), path.suffix.lower().removeprefix(".")))
     return True
 
 

@@ -143,7 +143,7 @@ def test_an_unwritable_plot_file_is_reported_before_planning(tmp_path: Path, mon
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("scaletrain_cli.ui.plan_figure.create_file", refuse)
+    monkeypatch.setattr("scaletrain_cli.ui.plots.create_file", refuse)
     monkeypatch.setattr("scaletrain_cli.plan.advice.answer.answer", _must_not_run)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")

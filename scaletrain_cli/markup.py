@@ -1,16 +1,46 @@
-"""Pieces of HTML that every section of a report uses: escaped text, tables, bars, numbers with units."""
+"""HTML pages without outside references, and their pieces: escaped text, tables, bars, numbers with units."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, visible, whole_text
 
 _LONGEST = 2000
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'{script_policy}" />
+<meta name="generator" content="ScaleTrain" />
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def document(title: str, body: Iterable[str], script: str = "") -> str:
+    """Return an HTML document of parts of HTML, light and dark, also on paper. It may run no script but ``script``."""
+    parts, script_policy = list(body), ""
+    if script:
+        parts.append(f"<script>{script}</script>")
+        script_policy = f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    style = files("scaletrain_cli").joinpath("page.css").read_text(encoding="utf-8")
+    return _PAGE.format(script_policy=script_policy, title=safe(title), style=style, body="\n".join(parts))
 
 
 def safe(text: object) -> str:
@@ -25,35 +55,6 @@ def prose(text: object) -> str:
     if len(parts) % 2 == 0:
         return "`".join(parts)
     return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
-
-
-def label(name: str) -> str:
-    """Return the name of a figure as words."""
-    return safe(_LABELS.get(name, name.replace("_", " ")))
-
-
-_LABELS = {
-    "mfu": "MFU",
-    "tokens_per_second": "tokens/s",
-    "samples_per_second": "samples/s",
-    "exposed_communication": "exposed communication",
-    "restore": "set-up",
-    "data": "waiting for data",
-    "data_wait": "waiting for data",
-    "peak": "peak of the fullest rank",
-    "bytes": "size",
-    "seconds": "time to save",
-    "blocked_seconds": "training waits for a save",
-    "interval_time": "time between saves",
-    "interval": "steps between saves",
-    "whole_run": "whole run",
-}
-
-
-def step_text(status: Mapping[str, Any]) -> str:
-    """Return ``1,234 of 2,000`` of a status as JSON; ``not seen, of 2,000`` where no step was read."""
-    step = "not seen," if status["step"] is None else f"{status['step']:,}"
-    return f"{step} of {status['total_steps']:,}"
 
 
 def value_text(value: Any, unit: str) -> str:
@@ -93,7 +94,10 @@ def time_text(seconds: Any) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: str, caption: str = "") -> str:
-    """Return a table of cells of HTML. ``kinds``, by column: l text, t text in one line, n number, b bar."""
+    """Return a table of cells of HTML. ``kinds``, by column: l text, t text in one line, n number, b bar.
+
+    A row of one cell belongs to the row above it and has all columns.
+    """
     classes = {"l": "", "t": ' class="t"', "n": ' class="n"', "b": ' class="bar"'}
     head = "".join(
         f'<th scope="col"{classes[kind]}>{safe(title)}</th>' for title, kind in zip(titles, kinds, strict=True)
@@ -104,7 +108,10 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: str, capt
         for title, kind in zip(titles, kinds, strict=True)
     ]
     body = "\n".join(
-        f"<tr>{''.join(f'{start}>{cell}</td>' for cell, start in zip(row, starts, strict=True))}</tr>" for row in rows
+        f"<tr>{''.join(f'{start}>{cell}</td>' for cell, start in zip(row, starts, strict=True))}</tr>"
+        if len(row) > 1
+        else f'<tr class="more"><td colspan="{len(titles)}">{row[0]}</td></tr>'
+        for row in rows
     )
     named = f"<caption>{safe(caption)}</caption>" if caption else ""
     kind = "wide stack" if stacks else "wide"
@@ -112,7 +119,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: str, capt
 
 
 def stacked_bar(parts: Iterable[tuple[str, float, str]], name: str) -> str:
-    """Return one bar of (CSS class, share, text) parts that add up to 1."""
+    """Return one bar of (CSS class, share, text) parts that add up to at most 1."""
     filled = "".join(
         f'<i class="{kind}" style="width:{100 * share:.3f}%" title="{safe(text)}"></i>'
         for kind, share, text in parts
@@ -124,6 +131,13 @@ def stacked_bar(parts: Iterable[tuple[str, float, str]], name: str) -> str:
 def details(summary: str, body: str, *, is_open: bool = False) -> str:
     """Return a part that opens on a click. ``summary`` is text, ``body`` HTML."""
     return f"<details{' open' if is_open else ''}><summary>{safe(summary)}</summary>{body}</details>"
+
+
+def axis_place(value: float, low: float, high: float, *, logarithmic: bool) -> float:
+    """Return the place of a value on an axis between two other values, 0 to 1 within it."""
+    if logarithmic:
+        return math.log(value / low) / math.log(high / low) if value > 0 else 0.0
+    return (value - low) / (high - low)
 
 
 def tiles(rows: Iterable[tuple[str, str, str, str]]) -> str:
