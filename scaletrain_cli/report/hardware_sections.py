@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaletrain_cli.markup import details, safe, table, value_text
-from scaletrain_cli.report.chart import Chart, Line, Span, draw
+from scaletrain_cli.report.chart import Chart, Span, draw
+from scaletrain_cli.report.run_charts import line_of
 from scaletrain_cli.text import counted
 
 _CHARTS = {
@@ -69,43 +71,15 @@ def _figure(
     title, unit, logarithmic = _CHARTS[curve["key"]]
     lines = []
     for number, each in enumerate(curve["lines"]):
-        column = {
-            "mean": each["mean"],
-            "low": each["low"],
-            "high": each["high"],
-            "name": each["name"].replace("_", " "),
-        }
+        name, banded = each["name"].replace("_", " "), len(curve["lines"]) <= 2
+        column = {key: each[key] for key in ("mean", "low", "high")} | {"name": name}
         tables.append({"step": each["step"], "time": each["time"], "columns": {"value": column}})
-        banded = len(curve["lines"]) <= 2
-        lines.append(
-            Line(
-                name=column["name"],
-                color=f"c{number % 8}",
-                steps=each["step"],
-                times=each["time"],
-                values=each["mean"],
-                low=each["low"] if banded else (),
-                high=each["high"] if banded else (),
-                parts=each["attempt"],
-                data=(len(tables) - 1, "value"),
-            )
-        )
-    levels = (
-        {"planned peak": planned["memory_bytes"], "device": planned["memory_capacity_bytes"]}
-        if curve["key"] == "memory"
-        else {}
-    )
-    known = [(name, value) for name, value in levels.items() if value is not None]
-    chart = Chart(
-        f"hardware-{curve['key']}",
-        title,
-        unit,
-        lines,
-        logarithmic,
-        known,
-        marks,
-        from_zero=unit in ("bytes", "seconds", "share"),
-    )
+        line = line_of(tables[-1] | {"attempt": each["attempt"]}, "value", name, f"c{number % 8}", len(tables) - 1)
+        lines.append(line if banded else dataclasses.replace(line, low=(), high=()))
+    levels = {"planned peak": planned["memory_bytes"], "device": planned["memory_capacity_bytes"]}
+    known = [(name, value) for name, value in levels.items() if value is not None and curve["key"] == "memory"]
+    from_zero = unit in ("bytes", "seconds", "share")
+    chart = Chart(f"hardware-{curve['key']}", title, unit, lines, logarithmic, known, marks, from_zero=from_zero)
     return draw(chart, span)
 
 

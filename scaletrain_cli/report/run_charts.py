@@ -100,6 +100,9 @@ def _charts(run: Mapping[str, Any], number: int) -> Iterator[Chart]:
     def level(name: str, text: str = "planned") -> list[tuple[str, float]]:
         return [(text, planned[name])] if planned[name] else []
 
+    def chart(key: str, title: str, unit: str, drawn: Sequence[Line], **more: Any) -> Chart:
+        return Chart(key, title, unit, drawn, marks=plain, **more)
+
     validated = curves["validations"]
     loss = lines("loss", "training")
     if validated:
@@ -116,63 +119,28 @@ def _charts(run: Mapping[str, Any], number: int) -> Iterator[Chart]:
             for at, name in enumerate(names)
             if any(name in row["sources"] for row in validated)
         ]
-        yield Chart("sources", "Loss by source", "", by_source, marks=plain)
+        yield chart("sources", "Loss by source", "", by_source)
     clip = [("clipped at", what["clipping"])] if what["clipping"] else []
-    yield Chart(
-        "gradients",
-        "Gradient norm",
-        "",
-        lines("grad_norm", "before clipping", "c3"),
-        logarithmic=True,
-        levels=clip,
-        marks=plain,
-    )
-    yield Chart(
-        "rate",
-        "Learning rate",
-        "",
-        lines("learning_rate", "learning rate", "c2"),
-        marks=plain,
-        from_zero=True,
-        legend=False,
-    )
-    seconds = [*lines("step_seconds", "step")]
+    norm = lines("grad_norm", "before clipping", "c3")
+    yield chart("gradients", "Gradient norm", "", norm, logarithmic=True, levels=clip)
+    rate = lines("learning_rate", "learning rate", "c2")
+    yield chart("rate", "Learning rate", "", rate, from_zero=True, legend=False)
+    seconds = lines("step_seconds", "step")
     if _reaches(kept, "data_wait", 0.02, kept["columns"].get("step_seconds")):
         seconds.append(line_of(kept, "data_wait", "waiting for data", "c1", number))
-    yield Chart("step-time", "Step time", "seconds", seconds, levels=level("step_seconds"), marks=plain, from_zero=True)
-    for column, title in (
-        ("tokens_per_second", "Tokens per second"),
-        ("samples_per_second", f"{_samples(run)} per second"),
+    yield chart("step-time", "Step time", "seconds", seconds, levels=level("step_seconds"), from_zero=True)
+    samples = str(run["status"]["unit"]).capitalize()
+    for column, title, unit, color in (
+        ("tokens_per_second", "Tokens per second", "per_second", "c2"),
+        ("samples_per_second", f"{samples} per second", "per_second", "c2"),
+        ("mfu", "MFU", "share", "c3"),
     ):
-        yield Chart(
-            column,
-            title,
-            "per_second",
-            lines(column, "measured", "c2"),
-            levels=level(column),
-            marks=plain,
-            from_zero=True,
-        )
-    yield Chart("mfu", "MFU", "share", lines("mfu", "measured", "c3"), levels=level("mfu"), marks=plain, from_zero=True)
-    yield Chart(
-        "loss-scale",
-        "Loss scale",
-        "",
-        lines("loss_scale", "loss scale", "c4"),
-        logarithmic=True,
-        marks=plain,
-        legend=False,
-    )
+        yield chart(column, title, unit, lines(column, "measured", color), levels=level(column), from_zero=True)
+    yield chart("loss-scale", "Loss scale", "", lines("loss_scale", "loss scale", "c4"), logarithmic=True, legend=False)
     if run["hardware"] is not None and any(each["key"] == "memory" for each in run["hardware"]["curves"]):
         return  # that of all ranks is among those of the hardware
     memory = [*level("memory_bytes"), *level("memory_capacity_bytes", "device")]
-    yield Chart(
-        "memory", "Memory", "bytes", lines("memory_bytes", "rank 0", "c6"), levels=memory, marks=plain, from_zero=True
-    )
-
-
-def _samples(run: Mapping[str, Any]) -> str:
-    return str(run["status"]["unit"]).capitalize()
+    yield chart("memory", "Memory", "bytes", lines("memory_bytes", "rank 0", "c6"), levels=memory, from_zero=True)
 
 
 def _reaches(kept: Mapping[str, Any], column: str, share: float, of: Mapping[str, Any] | None) -> bool:
