@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 from scaletrain_cli.rundir.inventory import Entry
 from scaletrain_cli.text import bytes_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 
 _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
 _MIRRORED = "mirrored"
@@ -25,10 +24,7 @@ def show_entries(entries: Sequence[Entry], mirrored: Collection[int] | None = No
     ``mirrored``: steps of the checkpoints in the mirror; None if the run has none.
     """
     titles = _TITLES if mirrored is None else (*_TITLES[:-1], _MIRRORED, _TITLES[-1])
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in titles))
+    table = titled_table(titles, "r" * (len(titles) - 1) + "w")
     valid = [entry for entry in entries if not entry.problem]
     for entry in entries:
         checkpoint = entry.checkpoint

@@ -11,6 +11,7 @@ from rich.text import Text
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, QuotaRow
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 
 _STATES = {"running": "bold cyan", "queued": "cyan"}
 
@@ -38,7 +39,8 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
 
 
 def _gpus(view: ClusterView) -> Table:
-    table = _table("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes")
+    titles = ("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes")
+    table = titled_table(titles, "lrrrrrr")
     for row in view.gpus:
         figures = (row.used, row.out_of_order, row.total, row.nodes, row.free_nodes)
         free = Text(str(row.free), "bold green" if row.free else "yellow")
@@ -47,7 +49,7 @@ def _gpus(view: ClusterView) -> Table:
 
 
 def _quotas(quotas: tuple[QuotaRow, ...]) -> Table:
-    table = _table("quota", "free", "used", "allowed", "of", left=("quota", "of"))
+    table = titled_table(("quota", "free", "used", "allowed", "of"), "lrrrw")
     for row in quotas:
         free = None if row.used is None else max(0.0, row.allowed - row.used)
         style = "" if free is None else ("bold green" if free else "yellow")
@@ -62,9 +64,7 @@ def _quotas(quotas: tuple[QuotaRow, ...]) -> Table:
 
 
 def _queue(view: ClusterView, now: float) -> Table:
-    table = _table(
-        "job", "state", "queue", "nodes", "GPUs", "ahead", "start", "run", left=("job", "state", "queue", "run")
-    )
+    table = titled_table(("job", "state", "queue", "nodes", "GPUs", "ahead", "start", "run"), "lllrrrrw")
     for row in view.queue:
         table.add_row(
             escaped_text(row.job_id, "bold"),
@@ -92,14 +92,3 @@ def _resource(row: QuotaRow) -> str:
         if row.resource.startswith("time")
         else f"{row.resource}{'' if row.used is not None else ' per job'}"
     )
-
-
-def _table(*titles: str, left: tuple[str, ...] = ("GPUs",)) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for index, title in enumerate(titles):
-        last = index == len(titles) - 1
-        table.add_column(
-            justify="left" if index == 0 or title in left[1:] else "right", no_wrap=not last, overflow="fold"
-        )
-    table.add_row(*(Text(title, "dim") for title in titles))
-    return table

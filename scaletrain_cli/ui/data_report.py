@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from scaletrain_cli.text import bytes_text, count_text, counted, listed, lost_text, percent_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 
 _MOST_RULES = 12
 _MOST_PLACES = 3
@@ -137,7 +138,7 @@ def length_quantile(ranges: Sequence[Mapping[str, int]], share: float) -> Mappin
 
 
 def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
-    table = _table(("step", "documents", "removed", "share", "characters", "tokens", "changed"), "lrrrrrl")
+    table = titled_table(("step", "documents", "removed", "share", "characters", "tokens", "changed"), "lrrrrrw")
     for step in steps:
         gone = step["documents"] - step["documents_left"]
         table.add_row(
@@ -176,7 +177,7 @@ def changes_text(counts: Mapping[str, int]) -> str:
 
 
 def _removed_table(rules: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(("removed by", "documents", "share", "limit", "measured (10 %, median, 90 %)"), "lrrrl")
+    table = titled_table(("removed by", "documents", "share", "limit", "measured (10 %, median, 90 %)"), "lrrrw")
     largest = sorted(rules, key=lambda rule: -rule["documents"])[:_MOST_RULES]
     for rule in (each for each in rules if each in largest):
         table.add_row(
@@ -232,7 +233,7 @@ def quantile(values: Sequence[tuple[float, int]], share: float) -> float:
 
 
 def _bad_table(bad: Iterable[Mapping[str, Any]]) -> Table:
-    table = _table(("cannot be read", "documents", "first of them"), "lrl")
+    table = titled_table(("cannot be read", "documents", "first of them"), "lrw")
     for each in bad:
         places = each["places"]
         first = places[0]
@@ -287,7 +288,7 @@ def _show_mixture(console: Console, mixture: Mapping[str, Any]) -> None:
         return
     line(console, Text.assemble(("mixture  ", "bold"), samples))
     titles = [f"from step {whole_text(stage['first_step'])}" for stage in mixture["stages"]]
-    table = _table(("source", *titles, "sequences", "share", "epochs"), "l" + "r" * (len(titles) + 3))
+    table = titled_table(("source", *titles, "sequences", "share", "epochs"), "l" + "r" * (len(titles) + 3))
     for number, source in enumerate(mixture["sources"]):
         table.add_row(
             escaped_text(source["source"]),
@@ -303,12 +304,3 @@ def _show_mixture(console: Console, mixture: Mapping[str, Any]) -> None:
 def epochs_text(epochs: float | None) -> str:
     """Return a number of epochs; nothing for a source without sequences."""
     return "" if epochs is None else f"{epochs:.2f}"
-
-
-def _table(titles: Sequence[str], sides: str) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for number, side in enumerate(sides, start=1):
-        justify: Literal["left", "right"] = "right" if side == "r" else "left"
-        table.add_column(justify=justify, no_wrap=number < len(titles), overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in titles))
-    return table

@@ -6,24 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from scaletrain_cli.launch.drill import Course, DrillResult
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 
 _TITLES = ("drill", "survived", "attempts", "steps lost", "time lost", "matches undisturbed run")
 
 
 def show_verdicts(verdicts: Sequence[DrillResult]) -> None:
     """Print a row per drill to stdout, and below the table the failures."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for title in _TITLES:
-        table.add_column(
-            justify="right" if title in _TITLES[2:5] else "left", no_wrap=title != "matches undisturbed run"
-        )
-    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    table = titled_table(_TITLES, "llrrrw")
     for verdict in verdicts:
         table.add_row(
             escaped_text(verdict.kind),

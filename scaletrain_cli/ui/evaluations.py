@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from scaletrain_cli.rundir.evaluations import Evaluation
 from scaletrain_cli.rundir.validations import Validation
 from scaletrain_cli.text import whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 
 _MOST_COLUMNS = 8
 _WORST_CLASSES = 10
@@ -20,9 +20,8 @@ _WORST_CLASSES = 10
 def show_evaluations(evaluations: Sequence[Evaluation]) -> None:
     """Print a table with a row per evaluation and a column per metric, without standard errors."""
     names = list(dict.fromkeys(name for one in evaluations for name in one.metrics if not name.endswith("_stderr")))
-    table = Table.grid(padding=(0, 2, 0, 0))
     shown = names[:_MOST_COLUMNS]
-    table.add_row(*(Text(title, "dim") for title in ("step", "state", *shown)))
+    table = titled_table(("step", "state", *shown), "w" * (2 + len(shown)))
     for one in evaluations:
         values = [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for name in shown]
         state = escaped_text(_state(one), "red" if one.errors else "")
@@ -48,8 +47,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
 def show_validations(validations: Sequence[Validation]) -> None:
     """Print a table with a row per validation of the training job and a column per metric."""
     names = list(dict.fromkeys(name for one in validations for name in one.metrics))[:_MOST_COLUMNS]
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(*(Text(title, "dim") for title in ("step", *map(_short, names))))
+    table = titled_table(("step", *map(_short, names)), "w" * (1 + len(names)))
     for one in validations:
         table.add_row(str(one.step), *(_value(one.metrics.get(name)) for name in names))
     show(stdout_console(), table)
@@ -81,8 +79,7 @@ def _show_classes(classes: Sequence[Mapping[str, Any]], title: str) -> None:
     without = f"; {whole_text(others)} without a sample" if others else ""
     which = f"the {len(worst)} lowest of {whole_text(len(seen))} {title}" if len(worst) < len(seen) else title
     show(stdout_console(), escaped_text(f"{which}{without}", "dim"))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(*(Text(name, "dim") for name in ("class", "samples", *measures)))
+    table = titled_table(("class", "samples", *measures), "w" * (2 + len(measures)))
     for one in worst:
         row = (str(one["class"]), whole_text(one["samples"]), *(_value(one[name]) for name in measures))
         table.add_row(*map(escaped_text, row))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.text import dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 from scaletrain_cli.ui.plan import layout_text
 
 if TYPE_CHECKING:
@@ -22,11 +22,7 @@ _TITLES = ("nodes", "step", "time", "expected cost", "layout, or why not used")
 
 def sizes_view(sizes: Sequence[NodeSize]) -> RenderableType:
     """Return a row for each number of nodes of the range: step, days and dollars with interruptions, and layout."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for title in _TITLES:
-        last = title == _TITLES[-1]
-        table.add_column(justify="left" if last else "right", no_wrap=not last, overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    table = titled_table(_TITLES, "rrrrw")
     for size in sizes:
         style = "" if size.why_not is None else "dim"
         table.add_row(*(escaped_text(cell, style) for cell in _cells(size)))
@@ -60,11 +56,8 @@ def show_sizes(
 
 
 def _comparison(outcome: ElasticOutcome) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
     titles = ("", "days", "samples per hour", "node hours", "waiting", "interruptions", "grown")
-    for title in titles:
-        table.add_column(justify="right" if title else "left", no_wrap=True)
-    table.add_row(*(Text(title, "dim") for title in titles))
+    table = titled_table(titles, "lrrrrrr")
     table.add_row(*map(escaped_text, ("the range", *_figures(outcome.elastic))))
     table.add_row(*map(escaped_text, (f"waiting for {whole_text(outcome.most)}", *_figures(outcome.waiting))))
     return table

@@ -37,6 +37,7 @@ from scaletrain_cli.text import (
     whole_text,
 )
 from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console, stdout_console, supports_unicode, warn
+from scaletrain_cli.ui.grids import bullets, titled_table
 from scaletrain_cli.ui.plan_breakdown import (
     AMOUNT,
     PART,
@@ -105,13 +106,8 @@ def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int)
     columns = differing([chosen, *(alternative.layout for alternative in shown)])
     if len(columns) > _MANY_COLUMNS:  # short titles leave more width for the reason
         columns = {_SHORT.get(name, name): field for name, field in columns.items()}
-    table = Table.grid(padding=(0, 1 if len(columns) > _MANY_COLUMNS else 2, 0, 0))
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("why not", overflow="fold")
-    table.add_row(*(Text(name, "dim") for name in (*columns, "step", "memory", "why not")))
+    gap = 1 if len(columns) > _MANY_COLUMNS else 2
+    table = titled_table((*columns, "step", "memory", "why not"), "l" * len(columns) + "rrw", gap)
     for alternative in shown:
         table.add_row(
             *(str(getattr(alternative.layout, field)) for field in columns.values()),
@@ -126,10 +122,7 @@ def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int)
 
 def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool = False) -> RenderableType:
     """Return a row for each reason, with the number of layouts that it excludes; ``examples`` adds an example."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(escaped_text("layouts", "dim"), escaped_text("why not", "dim"))
+    table = titled_table(("layouts", "why not"), "rw")
     for rejection in rejected:
         example = f" ({rejection.example})" if examples and rejection.example else ""
         table.add_row(whole_text(rejection.count), escaped_text(f"{rejection.text}{example}"))
@@ -146,11 +139,7 @@ def differing(layouts: Sequence[Layout]) -> dict[str, str]:
 
 def stages_view(stages: Sequence[TrainingStage], parameters: int) -> RenderableType:
     """Return a row for each training stage: steps, parameters that train, memory and step time."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    titles = ("steps", "trained", "of all", "memory", "step")
-    for title in titles:
-        table.add_column(justify="left" if title == "steps" else "right", no_wrap=True)
-    table.add_row(*(Text(title, "dim") for title in titles))
+    table = titled_table(("steps", "trained", "of all", "memory", "step"), "lrrrr")
     for stage in stages:
         table.add_row(
             f"{whole_text(stage.first_step)} to {whole_text(stage.last_step)}",
@@ -219,14 +208,9 @@ def cost_text(plan: RunPlan) -> str:
 
 def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
     """Return a bullet for each check: topic, figure, and message."""
-    table = Table.grid(padding=0)
-    table.add_column(width=2)
-    table.add_column(overflow="fold")
-    for check in checks:
-        style = _VERDICT_STYLES[check.verdict]
-        said = f"{check.topic} {check.value}: {check.message}."
-        table.add_row(Text("• ", style), escaped_text(said, style))
-    return table
+    return bullets(
+        (f"{check.topic} {check.value}: {check.message}.", _VERDICT_STYLES[check.verdict]) for check in checks
+    )
 
 
 def _interruptions(durability: Durability) -> str:
@@ -334,7 +318,7 @@ def _not_calibrated(error: MeasuredError) -> str:
 
 def warning_rows(plan: RunPlan) -> list[Row]:
     """Return the row of warnings, if there are any."""
-    return [("Warnings", _bullets(condensed(plan.warnings), "yellow"))] if plan.warnings else []
+    return [("Warnings", bullets((each, "yellow") for each in condensed(plan.warnings)))] if plan.warnings else []
 
 
 def headline(spec: RunSpec, plan: RunPlan) -> Text:
@@ -391,10 +375,8 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     if checks:
         yield "Recipe", sanity_view(checks)
     if plan.warnings:
-        yield (
-            "Warnings",
-            _bullets([f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings), "yellow"),
-        )
+        warnings = [f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings)
+        yield "Warnings", bullets((each, "yellow") for each in warnings)
     if plan.alternatives:
         shown = plan.alternatives if everything else plan.alternatives[:_FEW_ALTERNATIVES]
         yield "Considered", alternatives_view(plan.layout, shown, hidden=len(plan.alternatives) - len(shown))
@@ -402,16 +384,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         reasons = plan.rejected if everything else plan.rejected[:_FEW_REASONS]
         yield "Ruled out", rejected_view(reasons, hidden=len(plan.rejected) - len(reasons), examples=everything)
     if everything:
-        yield "Assumes", _bullets([str(each) for each in plan.assumptions], "dim")
-
-
-def _bullets(sentences: Sequence[str], style: str) -> RenderableType:
-    table = Table.grid(padding=(0, 0, 0, 0))
-    table.add_column(width=2)
-    table.add_column(ratio=1, overflow="fold")
-    for sentence in sentences:
-        table.add_row(Text("• ", style), escaped_text(sentence, style))
-    return table
+        yield "Assumes", bullets((str(each), "dim") for each in plan.assumptions)
 
 
 def _network(plan: RunPlan) -> str:
@@ -428,12 +401,7 @@ def show_data(data: DataSummary, console: Console | None = None) -> None:
     """Print the sources to stdout, and problems and what is not checked to stderr."""
     rows = list(_data_rows(data))
     if rows:
-        table = Table.grid(padding=0)
-        table.add_column(width=2)
-        table.add_column(overflow="fold")
-        for said, style in rows:
-            table.add_row(Text("• ", style), escaped_text(said, style))
-        show(console or stdout_console(), Group("", escaped_text("Data", "bold"), table))
+        show(console or stdout_console(), Group("", escaped_text("Data", "bold"), bullets(rows)))
     for problem in data.absent:
         warn(f"submit would reject this: {problem}")
     for note in data.notes:

@@ -17,6 +17,7 @@ from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console, supports_unicode
+from scaletrain_cli.ui.grids import titled_table
 from scaletrain_cli.ui.node_sizes import show_sizes
 from scaletrain_cli.ui.plan import goodput_text, show_plan
 
@@ -87,12 +88,7 @@ def show_considered(considered: Sequence[Considered], console: Console | None = 
 
 def _table(considered: Sequence[Considered]) -> Table:
     several = len({row.gpu for row in considered}) > 1
-    table = Table.grid(padding=(0, 2, 0, 0))
-    if several:
-        table.add_column(no_wrap=True)
-    for title in _TITLES:
-        table.add_column(justify="left" if title == "why not" else "right", no_wrap=title != "why not", overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in (*(("GPU",) if several else ()), *_TITLES)))
+    table = titled_table(("GPU", *_TITLES), "lrrrrw") if several else titled_table(_TITLES, "rrrrw")
     for row in considered:
         cells = [
             whole_text(row.gpus),

@@ -10,6 +10,7 @@ from rich.text import Text
 from scaletrain_cli.launch.preflight import Preflight
 from scaletrain_cli.text import bytes_text, counted, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 
 _MOST_ROWS = 64
 
@@ -52,11 +53,7 @@ def show_preflight(found: Preflight) -> None:
 
 
 def _ranks(ranks: tuple[dict[str, Any], ...]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    titles = {"rank": "right", "node": "left", "device": "left", "free": "right", "TFLOP/s": "right", "links": "left"}
-    for title, justify in titles.items():
-        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    table.add_row(*(Text(title, "dim") for title in titles))
+    table = titled_table(("rank", "node", "device", "free", "TFLOP/s", "links"), "rwwrrw")
     for rank in ranks:
         links = ", ".join(f"{bytes_text(link)}/s" for link in rank["links"])
         free = bytes_text(rank["free_bytes"]) if rank["total_bytes"] else "-"

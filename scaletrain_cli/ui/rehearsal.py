@@ -17,13 +17,13 @@ from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
 from scaletrain_cli.launch.rehearse import RehearsalResult
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.text import counted, seconds_text
-from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
+from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console, supports_unicode
 from scaletrain_cli.ui.diagnosis import cause_rows
 from scaletrain_cli.ui.plots import image
+from scaletrain_cli.ui.watch.plot import Line, Mark, plot
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 _SHOWN = {"skipped": "n/a"}
-_CURVE_WIDTH, _CURVE_HEIGHT = 60, 10
 PLOT_KINDS = (".png", ".svg", ".pdf")
 
 
@@ -39,8 +39,8 @@ def show_rehearsal(result: RehearsalResult) -> None:
         table.add_row(item.name, Text(verdict, _STYLES[item.verdict]), escaped_text(str(item.reason)))
     show(console, table)
     rate = found.item("learning-rate")
-    if rate is not None and (curve := curve_text(rate)):
-        show(console, Group("", Text("loss by learning rate", "dim"), Text("\n".join(curve))))
+    if rate is not None and (curve := curve_text(rate, unicode=supports_unicode(console))):
+        show(console, Group("", Text("loss by learning rate", "dim"), *curve))
     for item in found.items:
         if item.verdict == "failed" and item.causes:
             show(console, Group("", _headline(item), Padding(cause_rows(item.causes), (0, 0, 0, 2))))
@@ -53,42 +53,28 @@ def _headline(item: Item) -> Text:
     return Text.assemble((item.name, "bold"), " ").append_text(escaped_text(str(item.reason)))
 
 
-def curve_text(item: Item, width: int = _CURVE_WIDTH, height: int = _CURVE_HEIGHT) -> list[str]:
-    """Return the smoothed curve of a range test as lines of text, the highest loss first; empty without a curve.
+def curve_text(item: Item, width: int = 70, height: int = 12, *, unicode: bool = True) -> list[Text]:
+    """Return the smoothed curve of a range test in characters, with its axes and marks; empty without a curve.
 
-    Below it are the ends of the axis of the rates, and marks: ``^`` the suggestion, ``!`` the rate that diverges, ``*``
-    the rate of the spec.
+    On the axis of the rates: ``^`` the suggestion, ``!`` the rate that diverges, ``*`` the rate of the spec.
     """
     points = _points(item)
-    if len(points) < 2:
+    top = max((loss for _, loss in points[: max(2, len(points) // 2)]), default=0.0)
+    losses = [min(loss, top) for _, loss in points]  # what is far above the start hides the rest
+    if len(set(losses)) < 2:
         return []
-    left, right = math.log(points[0][0]), math.log(points[-1][0])
-    # what is far above the start hides the rest
-    top = max(loss for _, loss in points[: max(2, len(points) // 2)])
-    low, high = min(loss for _, loss in points), max(top, points[0][1])
-    if high <= low or right <= left:
-        return []
-    grid = [[" "] * width for _ in range(height)]
-
-    def column(rate: float) -> int:
-        return min(width - 1, max(0, round((math.log(rate) - left) / (right - left) * (width - 1))))
-
-    for rate, loss in points:
-        row = round((high - min(loss, high)) / (high - low) * (height - 1))
-        grid[row][column(rate)] = "."
-    marks = [" "] * width
-    for key, mark in (("diverges", "!"), ("suggestion", "^"), ("lr", "*")):
-        marked = item.figures.get(key)
-        if isinstance(marked, int | float) and math.exp(left) <= marked <= math.exp(right) * 1.001:
-            marks[column(marked)] = mark
-    labels = [f"{high:8.3f} |", *["         |"] * (height - 2), f"{low:8.3f} |"]
-    lines = [label + "".join(cells).rstrip() for label, cells in zip(labels, grid, strict=True)]
-    ends = f"{points[0][0]:.0e}", f"{points[-1][0]:.0e}"
-    lines.append(" " * 9 + "+" + "-" * width)
-    lines.append(" " * 10 + "".join(marks).rstrip())
-    lines.append(" " * 10 + ends[0] + ends[1].rjust(width - len(ends[0])))
-    lines.append(" " * 10 + "^ suggested  * training.optimizer.lr  ! diverges")
-    return lines
+    rates = {label: item.figures.get(key) for key, label in (("diverges", "!"), ("suggestion", "^"), ("lr", "*"))}
+    drawn = plot(
+        [Line([math.log10(rate) for rate, _ in points], losses)],
+        width,
+        height,
+        x_text=lambda place: f"{10**place:.0e}",
+        y_text=lambda loss: f"{loss:.3g}",
+        marks=[Mark(math.log10(rate), label) for label, rate in rates.items() if rate],
+        unicode=unicode,
+        logarithmic=False,
+    )
+    return [*drawn, Text(f"{' ' * 9}^ suggested  * training.optimizer.lr  ! diverges")]
 
 
 def _points(item: Item) -> list[tuple[float, float]]:

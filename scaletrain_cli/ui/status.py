@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 from rich.console import Group
 from rich.padding import Padding
@@ -38,6 +37,7 @@ from scaletrain_cli.text import (
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.diagnosis import finding_lines
+from scaletrain_cli.ui.grids import titled_table
 from scaletrain_cli.ui.hardware import gpu_text, rank_memory_text
 
 _MOST_NODES = 8
@@ -286,11 +286,7 @@ def _beside_plan(figure: Figure) -> str:
 
 
 def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    titles = ("  attempt", "began", "lasted", "checkpoint", "exit", "why")
-    for title in titles:
-        table.add_column(title, no_wrap=title != "why", overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in titles))
+    table = titled_table(("  attempt", "began", "lasted", "checkpoint", "exit", "why"), "lllllw")
     for attempt in attempts:
         until = attempt.ended if attempt.ended is not None else now
         table.add_row(
@@ -311,12 +307,7 @@ def show_sweep(status_of_all: SweepStatus) -> None:
     missing = f"; {gone} of {sweep.points} deleted" if gone > 0 else ""
     counted = f"  {len(members)} runs: {status_of_all.states_in_words}{missing}"
     line(console, Text.assemble((plain(sweep.name), "bold"), counted))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    titles = ("  run", "state", "step", "job", "last measurements, or reason")
-    for title in titles:
-        justify: Literal["left", "right"] = "right" if title == "step" else "left"
-        table.add_column(justify=justify, no_wrap=title != titles[-1], overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in titles))
+    table = titled_table(("  run", "state", "step", "job", "last measurements, or reason"), "llrlw")
     for member in members:
         status = member.status
         if status is None:

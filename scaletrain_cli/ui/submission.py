@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
@@ -16,6 +15,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console
+from scaletrain_cli.ui.grids import titled_table
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
 
@@ -177,10 +177,7 @@ def _day(moment: float) -> int:
 
 def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
     """Print the points of a sweep to stderr before confirmation. ``start`` is that of the first runs."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for title in ("point", "step", "to train", "cost"):
-        table.add_column(justify="left" if title == "point" else "right", no_wrap=title != "point", overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in ("point", "step", "to train", "cost")))
+    table = titled_table(("point", "step", "to train", "cost"), "wrrr")
     costs = [point.plan.cost.expected_usd for point in points]
     for point, cost in zip(points, costs, strict=True):
         time = point.plan.time

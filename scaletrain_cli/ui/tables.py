@@ -16,6 +16,7 @@ from scaletrain_cli.rundir.bad_nodes import BadNode
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.grids import titled_table
 from scaletrain_cli.ui.status import STYLES, steps_text
 
 LABEL_WIDTH = 11
@@ -49,10 +50,7 @@ _NODE_TITLES = ("node", "why", "since", "expires in", "run", "evidence")
 
 def show_nodes(nodes: Sequence[BadNode], now: float) -> None:
     """Print a table of excluded nodes in the given order to stdout."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for title in _NODE_TITLES:
-        table.add_column(no_wrap=title != "evidence", overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in _NODE_TITLES))
+    table = titled_table(_NODE_TITLES, "lllllw")
     for node in nodes:
         table.add_row(
             escaped_text(node.node, "bold"),
@@ -80,11 +78,8 @@ def show_runs(rows: Sequence[tuple[RunDir, float, RunStatus | UsageError, float 
     of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, _, status, _ in rows)
     trains = any(seconds for *_, seconds in rows)
     titles = (*_RUN_TITLES, *(["left"] if trains else []), "submitted", *(["of sweep"] if of_sweeps else []))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for title in titles:
-        right = title in ("step", "loss", "attempts", "left")
-        table.add_column(justify="right" if right else "left", no_wrap=title != "run", overflow="fold")
-    table.add_row(*(Text(title, "dim") for title in titles))
+    kinds = {"run": "w"} | dict.fromkeys(("step", "loss", "attempts", "left"), "r")
+    table = titled_table(titles, "".join(kinds.get(title, "l") for title in titles))
     for run, submitted, status, seconds in rows:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(submitted))
         if isinstance(status, UsageError):

@@ -166,13 +166,12 @@ def test_verdicts_are_read_from_the_log_and_name_lines_of_the_spec(tmp_path: Pat
 
 
 def test_the_curve_is_shown_as_text_with_its_marks() -> None:
-    lines = curve_text(CURVE, width=60, height=8)
-    assert len(lines) == 8 + 4
-    assert max(map(len, lines)) <= 72
-    marks = lines[9]
-    assert marks.index("^") < marks.index("!")
-    first = next(place for place, letter in enumerate(lines[7]) if place > 10 and letter == ".")
-    assert first > marks.index("^"), "the lowest losses are right of the suggestion here"
+    *lines, marks, rates, legend = (text.plain for text in curve_text(CURVE, width=60, height=10, unicode=False))
+    assert len(lines) == 8
+    assert max(map(len, [*lines, marks, rates, legend])) <= 60
+    assert 8 < marks.index("^") < marks.index("!")
+    assert lines[-1].index("*") > marks.index("^"), "the lowest losses are right of the suggestion here"
+    assert (rates.split()[0], rates.split()[-1]) == ("1e-05", "1e-01")
     assert curve_text(replace(CURVE, figures={})) == []
     flat = {**CURVE.figures, "smoothed": [8.3] * len(RATES)}
     assert curve_text(replace(CURVE, figures=flat)) == []
