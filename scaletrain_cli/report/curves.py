@@ -58,18 +58,8 @@ class Curves:
     kept: dict[str, Any]
     undone: list[dict[str, Any]]
     validations: list[dict[str, Any]]
-    rows: int
-    is_whole: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return {
-            "kept": self.kept,
-            "undone": self.undone,
-            "validations": self.validations,
-            "rows_read": self.rows,
-            "every_row_read": self.is_whole,
-        }
+    rows_read: int
+    every_row_read: bool
 
 
 def read_curves(path: Path, events: Sequence[Mapping[str, Any]], *, most_bins: int = MOST_BINS) -> Curves:
@@ -103,8 +93,8 @@ def read_curves(path: Path, events: Sequence[Mapping[str, Any]], *, most_bins: i
         kept=_table(_latest(kept), names, most_bins),
         undone=[_table(sorted(rows, key=lambda row: row.step), names, _MOST_UNDONE) for rows in undone],
         validations=found[:: max(1, math.ceil(len(found) / most_bins))],
-        rows=read,
-        is_whole=is_whole,
+        rows_read=read,
+        every_row_read=is_whole,
     )
 
 

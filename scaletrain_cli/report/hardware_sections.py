@@ -21,18 +21,7 @@ _CHARTS = {
     "layers": ("Gradient norm by layer", "", True),
     "noise": ("Gradient noise scale in sequences", "", True),
 }
-_UNITS = {
-    "utilization": "share",
-    "cpu_utilization": "share",
-    "cpu_throttled": "share",
-    "throttled_by_power": "share",
-    "throttled_by_heat": "share",
-    "throttled_by_hardware": "share",
-    "dead_share": "share",
-    "sm_clock_hertz": "hertz",
-    "temperature_celsius": "celsius",
-    "power_watts": "watts",
-}
+_UNITS = ("bytes_per_second", "bytes", "seconds", "hertz", "celsius", "watts")  # the ends of names of columns
 
 
 def hardware_section(run: Mapping[str, Any], span: Span | None, tables: list[dict[str, Any]]) -> Iterator[str]:
@@ -92,14 +81,11 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _unit(column: str) -> str:
-    if column.endswith("_bytes_per_second"):
-        return "bytes_per_second"
-    return _UNITS.get(column) or (
-        "bytes" if column.endswith("_bytes") else "seconds" if column.endswith("_seconds") else ""
-    )
+    if column.startswith("throttled_by_") or column.endswith(("utilization", "_throttled", "_share")):
+        return "share"
+    return next((unit for unit in _UNITS if column.endswith(f"_{unit}")), "")
 
 
 def _title(column: str) -> str:
-    for end in ("_bytes_per_second", "_seconds", "_bytes", "_hertz", "_celsius", "_watts"):
-        column = column.removesuffix(end)
-    return column.replace("_", " ")
+    unit = _unit(column)
+    return (column if unit == "share" else column.removesuffix(f"_{unit}")).replace("_", " ")

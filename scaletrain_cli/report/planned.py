@@ -37,10 +37,6 @@ class Compared:
     planned: float | None
     measured: float | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return asdict(self)
-
 
 def compared_figures(view: RunView) -> list[Compared]:
     """Return all figures that have a plan or a measurement, in the order of their topics."""

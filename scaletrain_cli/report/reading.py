@@ -55,7 +55,7 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
     missing += _not_there(view, curves)
     evaluations = section("evaluations", lambda: _evaluations(run), [])
     nodes = section("nodes", lambda: _nodes(run, attempts, view.now), {"nodes": [], "not_shown": 0, "excluded": []})
-    rows = section("plan", lambda: [row.to_json() for row in compared_figures(view)], [])
+    rows = section("plan", lambda: [dataclasses.asdict(row) for row in compared_figures(view)], [])
     return {
         "run_id": run.run_id,
         "name": record.spec.name,
@@ -65,7 +65,7 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
         "status": view.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in attempts]},
         "what": _what(record),
         "diagnosis": view.diagnosis.to_json(),
-        "curves": curves.to_json(),
+        "curves": dict(vars(curves)),
         "marks": section("marks", lambda: _marks(case.events, view.diagnosis), []),
         "planned": _planned_lines(view),
         "compared": rows,
@@ -87,8 +87,8 @@ def _not_there(view: RunView, curves: Curves) -> Iterator[Reason]:
         return
     if not curves.kept["step"]:
         yield Reason("report.no-metrics", {"file": str(view.run.metrics)})
-    if not curves.is_whole:
-        yield Reason("report.sampled", {"rows": curves.rows})
+    if not curves.every_row_read:
+        yield Reason("report.sampled", {"rows": curves.rows_read})
     if view.status.goodput is None:
         yield Reason("report.no-ledger")
     if view.hardware is None:

@@ -14,6 +14,7 @@ from scaletrain_cli.diagnosis.checks import Diagnosis
 from scaletrain_cli.diagnosis.findings import Cause, Change, Finding
 from scaletrain_cli.text import counted
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.grids import marked
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "cyan"}
 _IN_STATUS = 3
@@ -27,12 +28,8 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
     for finding in diagnosis.findings:
         show(console, Group("", *finding_in_full(finding)))
     if diagnosis.not_concluded:
-        rows = Table.grid(padding=(0, 1, 0, 0))
-        rows.add_column(no_wrap=True)
-        rows.add_column(overflow="fold")
-        for reason in diagnosis.not_concluded:
-            rows.add_row(" ", escaped_text(str(reason), "dim"))
-        show(console, Group("", Text("not concluded", "dim"), rows))
+        rows = ((" ", escaped_text(str(reason), "dim")) for reason in diagnosis.not_concluded)
+        show(console, Group("", Text("not concluded", "dim"), marked(rows)))
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[Text]:
@@ -73,12 +70,7 @@ def finding_in_full(finding: Finding) -> Iterator[RenderableType]:
 
 def cause_rows(causes: Sequence[Cause]) -> Table:
     """Return a numbered row for each cause, with the line of the spec to change."""
-    rows = Table.grid(padding=(0, 1, 0, 0))
-    rows.add_column(no_wrap=True)
-    rows.add_column(overflow="fold")
-    for number, cause in enumerate(causes, 1):
-        rows.add_row(f"{number}.", _cause(cause))
-    return rows
+    return marked((f"{number}.", _cause(cause)) for number, cause in enumerate(causes, 1))
 
 
 def _cause(cause: Cause) -> Text:

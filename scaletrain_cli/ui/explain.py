@@ -9,6 +9,7 @@ from rich.text import Text
 
 from scaletrain_cli.launch.finding import Explanation, Finding
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.grids import marked
 from scaletrain_cli.ui.status import STYLES
 
 
@@ -48,9 +49,4 @@ def _evidence(finding: Finding) -> list[Padding]:
 def _actions(finding: Finding) -> list[Padding]:
     if not finding.actions:
         return []
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for action in finding.actions:
-        table.add_row("→", escaped_text(action))
-    return [Padding(table, (0, 0, 0, 2))]
+    return [Padding(marked(("→", escaped_text(action)) for action in finding.actions), (0, 0, 0, 2))]

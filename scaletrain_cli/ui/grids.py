@@ -1,4 +1,4 @@
-"""Tables without lines that several screens use: with a row of titles, and bullets."""
+"""Tables without lines that several screens use: with a row of titles, and of texts beside marks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ def titled_table(titles: Sequence[str], kinds: str, gap: int = 2) -> Table:
     return table
 
 
+def marked(rows: Iterable[tuple[str | Text, Text]]) -> Table:
+    """Return a row for each mark, such as a number, with its text wrapped beside it."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for mark, text in rows:
+        table.add_row(mark, text)
+    return table
+
+
 def bullets(sentences: Iterable[tuple[str, str]]) -> Table:
     """Return a bullet for each (text, style)."""
-    table = Table.grid(padding=0)
-    table.add_column(width=2)
-    table.add_column(overflow="fold")
-    for text, style in sentences:
-        table.add_row(Text("• ", style), escaped_text(text, style))
-    return table
+    return marked((Text("•", style), escaped_text(text, style)) for text, style in sentences)

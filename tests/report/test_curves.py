@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_run_without_metrics_has_no_curves(run: RunDir) -> None:
     found = curves_of(run)
-    assert (found.kept["step"], found.undone, found.validations, found.is_whole) == ([], [], [], True)
+    assert (found.kept["step"], found.undone, found.validations, found.every_row_read) == ([], [], [], True)
 
 
 def test_steps_that_were_undone_are_kept_apart_in_their_order(run: RunDir) -> None:
@@ -94,8 +94,8 @@ def test_a_long_file_keeps_its_extremes_and_validations(run: RunDir, monkeypatch
     monkeypatch.setattr(reading, "_WHOLE_BYTES", 1000)
     monkeypatch.setattr(reading, "_PIECES", 20)
     pieces = curves_of(run, most_bins=80)
-    assert (whole.is_whole, pieces.is_whole) == (True, False)
-    assert pieces.rows < whole.rows / 4
+    assert (whole.every_row_read, pieces.every_row_read) == (True, False)
+    assert pieces.rows_read < whole.rows_read / 4
     assert [row["step"] for row in pieces.validations] == [row["step"] for row in whole.validations]
     assert (len(pieces.undone), len(whole.undone)) == (1, 1)
     assert 7501 <= pieces.undone[0]["step"][0] <= pieces.undone[0]["step"][-1] <= 8000
