@@ -63,7 +63,7 @@ def _mixture(mixture: Mapping[str, Any]) -> Iterator[str]:
             ]
             for stage in mixture["stages"]
         ),
-        "l" + "n" * len(mixture["sources"]) + "b",
+        "t" + "n" * len(mixture["sources"]) + "b",
     )
     yield table(
         ["source", "sequences", "share", "epochs"],
