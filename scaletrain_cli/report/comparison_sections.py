@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scaletrain_cli.markup import axis_place, plain_value, safe, table, tiles, value_text
-from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw
+from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw, span_of
 from scaletrain_cli.report.comparison import ranked
-from scaletrain_cli.report.run_charts import line_of, loss_span, since_start
+from scaletrain_cli.report.run_charts import line_of, since_start
 from scaletrain_cli.report.run_sections import SWITCH, finding_item, step_text
 from scaletrain_cli.text import counted, percent_text, whole_text
 
@@ -107,19 +107,18 @@ def _figures(
     )
     if not trained:
         return []
-    span, names, first = loss_span(trained), short_names([run["run_id"] for run in trained]), len(tables)
-    for run, name in zip(trained, names, strict=True):
-        kept = run["curves"]["kept"]
+    names, first = short_names([run["run_id"] for run in trained]), len(tables)
+    shifted = [{**run["curves"]["kept"], "time": since_start(run, run["curves"]["kept"]["time"])} for run in trained]
+    for kept, name in zip(shifted, names, strict=True):
         columns = {key: {**column, "name": name} for key, column in kept["columns"].items()}
-        tables.append({"step": kept["step"], "time": since_start(run, kept["time"]), "columns": columns})
+        tables.append({"step": kept["step"], "time": kept["time"], "columns": columns})
+    span = span_of([(kept["step"], kept["time"]) for kept in shifted], origin=0.0)
     charts = []
     for column, title, unit, logarithmic in _CHARTS:
         lines = []
-        for at, (run, name) in enumerate(zip(trained, names, strict=True)):
-            kept = run["curves"]["kept"]
+        for at, (run, kept, name) in enumerate(zip(trained, shifted, names, strict=True)):
             if column in kept["columns"]:
-                shifted = {**kept, "time": since_start(run, kept["time"])}
-                line = line_of(shifted, column, name, colors[run["run_id"]], first + at)
+                line = line_of(kept, column, name, colors[run["run_id"]], first + at)
                 lines.append(dataclasses.replace(line, low=(), high=()) if len(trained) > 3 else line)
         is_loss = column == "loss"
         legend, from_zero = is_loss or len(lines) <= _COLORS, not (is_loss or logarithmic)
@@ -165,7 +164,7 @@ def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
         severities = [finding["severity"] for finding in run["diagnosis"]["findings"]]
         rows.append(
             [
-                f'<span class="swatch {color}" style="background:var(--c)"></span>{name}',
+                f'<span class="swatch {color}"></span>{name}',
                 safe(status["state"]),
                 step_text(status),
                 safe(value_text(status["loss"], "")),

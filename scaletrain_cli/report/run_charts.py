@@ -157,13 +157,6 @@ def _validation_line(rows: Sequence[Mapping[str, Any]], source: str | None, name
     return Line(name, color, steps, times, values, kind="dots", data=(number, "loss" if source is None else source))
 
 
-def loss_span(runs: Sequence[Mapping[str, Any]]) -> Span:
-    """Return the span of several runs, each counted from its own start."""
-    return span_of(
-        [(run["curves"]["kept"]["step"], since_start(run, run["curves"]["kept"]["time"])) for run in runs], origin=0.0
-    )
-
-
 def since_start(run: Mapping[str, Any], times: Sequence[float | None]) -> list[float | None]:
     """Return times in seconds since the first attempt of a run."""
     attempts = run["attempts"]
