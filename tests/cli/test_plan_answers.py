@@ -12,6 +12,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
+from tests.report.made_runs import Page
 
 RECIPE = PROJECT / "recipes" / "llama-7b-h100.yaml"
 TOO_LARGE = ["--set=model={preset: llama-70b}", "--set=data.tokenizer.vocab_size=4096"]
@@ -181,6 +182,8 @@ def test_an_html_figure_has_the_numbers_and_escapes_markup() -> None:
     assert "<script" not in text
     assert "Why this layout" in text
     assert "Scaling, same global batch" in text
+    assert "default-src 'none'; style-src 'unsafe-inline'\"" in text
+    assert "Ruled out" in Page(text).text
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
