@@ -12,7 +12,7 @@ from scaletrain_cli.markup import axis_place, plain_value, safe, table, tiles, v
 from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw, span_of
 from scaletrain_cli.report.comparison import ranked
 from scaletrain_cli.report.run_charts import line_of, since_start
-from scaletrain_cli.report.run_sections import SWITCH, finding_item, step_text
+from scaletrain_cli.report.run_sections import SWITCH, figure_of, finding_item, rate_of, step_text
 from scaletrain_cli.text import counted, percent_text, whole_text
 
 _COLORS = 8
@@ -156,10 +156,6 @@ def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
     for run, short in itertools.zip_longest(report["runs"], names):
         name, color = safe(short or run["run_id"]), colors[run["run_id"]]
         status, final = run["status"], report["final"][run["run_id"]]
-        per_second = (
-            status["tokens_per_second"] if status["samples_per_second"] is None else status["samples_per_second"]
-        )
-        mfu = next((row["measured"] for row in run["compared"] if row["name"] == "mfu"), None)
         goodput = status["goodput"]
         severities = [finding["severity"] for finding in run["diagnosis"]["findings"]]
         rows.append(
@@ -171,8 +167,8 @@ def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
                 value_text(final, ""),
                 safe(value_text(status["step_seconds"]["measured"], "seconds")),
                 safe(value_text(status["step_seconds"]["planned"], "seconds")),
-                safe(value_text(per_second, "per_second")),
-                safe(value_text(mfu, "share")),
+                safe(value_text(rate_of(status), "per_second")),
+                safe(value_text(figure_of(run, "mfu")["measured"], "share")),
                 "–" if goodput is None else percent_text(goodput["goodput"]),
                 safe(value_text(status["cost_so_far_usd"], "usd")),
                 whole_text(status["restarts"]),

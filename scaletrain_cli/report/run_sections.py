@@ -37,6 +37,17 @@ def step_text(status: Mapping[str, Any]) -> str:
     return f"{step} of {status['total_steps']:,}"
 
 
+def rate_of(status: Mapping[str, Any]) -> float | None:
+    """Return the tokens per second of a status as JSON; samples of a run that counts samples."""
+    samples: float | None = status["samples_per_second"]
+    return status["tokens_per_second"] if samples is None else samples
+
+
+def figure_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the figure of a name with its ``planned`` and ``measured`` value; None where it has none."""
+    return next((row for row in run["compared"] if row["name"] == name), {"planned": None, "measured": None})
+
+
 def run_sections(run: Mapping[str, Any], tables: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the HTML of each section that the run has something for."""
     span = span_of_run(run)
@@ -158,15 +169,12 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
     slow = "attention" if step and planned and step > 1.15 * planned else ""
     ratio = f", ×{step / planned:.2f}" if step and planned else ""
     yield "step time", value_text(step, "seconds"), f"{beside}{ratio}", slow
-    per_second = status["tokens_per_second"] if status["samples_per_second"] is None else status["samples_per_second"]
-    mfu = next((row for row in run["compared"] if row["name"] == "mfu"), None)
-    note = (
-        f"MFU {value_text(mfu['measured'], 'share')}, planned {value_text(mfu['planned'], 'share')}"
-        if mfu
-        else "MFU not measured"
-    )
-    yield f"{status['unit']} per second", "–" if per_second is None else count_text(per_second), note, ""
-    peak = next((row["measured"] for row in run["compared"] if row["name"] == "peak"), None)
+    rate, mfu = rate_of(status), figure_of(run, "mfu")
+    note = "MFU not measured"
+    if mfu["measured"] is not None:
+        note = f"MFU {value_text(mfu['measured'], 'share')}, planned {value_text(mfu['planned'], 'share')}"
+    yield f"{status['unit']} per second", "–" if rate is None else count_text(rate), note, ""
+    peak = figure_of(run, "peak")["measured"]
     capacity = run["planned"]["memory_capacity_bytes"]
     ranks = (status["hardware"] or {}).get("memory_bytes")
     of = (
@@ -182,30 +190,17 @@ def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str
     restarts = f"{counted(status['restarts'], 'restart')}, {counted(status['steps_lost_total'], 'step')} lost"
     restarts = restarts if status["files_seen"] else "not seen"
     yield "goodput", "–" if goodput is None else percent_text(goodput["goodput"]), restarts, ""
-    so_far, to_come = status["cost_so_far_usd"], status["cost_to_come_usd"]
-    come = (
-        f"{value_text(to_come, 'usd')} to come"
-        if to_come
-        else next(
-            (
-                f"planned {value_text(row['planned'], 'usd')}"
-                for row in run["compared"]
-                if row["name"] == "whole_run" and row["planned"]
-            ),
-            "no price",
-        )
-    )
-    yield "cost", value_text(so_far, "usd"), come, ""
+    to_come, whole = status["cost_to_come_usd"], figure_of(run, "whole_run")["planned"]
+    come = f"planned {value_text(whole, 'usd')}" if whole else "no price"
+    come = f"{value_text(to_come, 'usd')} to come" if to_come else come
+    yield "cost", value_text(status["cost_so_far_usd"], "usd"), come, ""
     saved = status["last_checkpoint_step"]
     if not status["files_seen"]:
         yield "last checkpoint", "–", "not seen", ""
         return
-    yield "last checkpoint", "–" if saved is None else f"step {saved:,}", _save_note(run), ""
-
-
-def _save_note(run: Mapping[str, Any]) -> str:
-    found = {row["name"]: row["measured"] for row in run["compared"] if row["topic"] == "checkpoints"}
-    return f"saved in {value_text(found['seconds'], 'seconds')}" if found.get("seconds") else "none yet"
+    seconds = figure_of(run, "seconds")["measured"]
+    note = f"saved in {value_text(seconds, 'seconds')}" if seconds else "none yet"
+    yield "last checkpoint", "–" if saved is None else f"step {saved:,}", note, ""
 
 
 def finding_item(finding: Mapping[str, Any]) -> str:
