@@ -110,7 +110,7 @@ def clusters_file() -> Path:
     """Return ``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
     if named := os.environ.get("SCALETRAIN_CLUSTERS"):
         return expand_home(named)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "scaletrain" / "clusters.yaml"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or expand_home("~/.config")) / "scaletrain" / "clusters.yaml"
 
 
 def choose_cluster(name: str | None) -> Cluster | None:

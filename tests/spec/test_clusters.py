@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.errors import SpecError, UsageError
+from scaletrain_cli.launch.login_node.sent_runs import sent_runs_file
+from scaletrain_cli.launch.login_node.ssh import _socket_folder
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.spec import RunSpec, load_spec
+from scaletrain_cli.spec import RunSpec, load_spec, parse_spec
 from scaletrain_cli.spec.clusters_file import clusters_file
 from tests.cli.command_line import scaletrain
 
@@ -151,3 +154,25 @@ def test_verbs_accept_a_cluster_name(configured: Path, tmp_path: Path) -> None:
         in scaletrain("submit", path, "--cluster", "other", "--dry-run", "--set=data.source=python-stdlib").out
     )
     assert scaletrain("plan", path, "--cluster", "nowhere").code == 2
+
+
+def test_a_user_without_a_home_folder_has_no_clusters_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container's user that is in no user database."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in (
+        "HOME",
+        "XDG_CONFIG_HOME",
+        "XDG_STATE_HOME",
+        "XDG_CACHE_HOME",
+        "XDG_RUNTIME_DIR",
+        "SCALETRAIN_CLUSTERS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert not clusters_file().exists()
+    assert not sent_runs_file().exists()
+    assert _socket_folder() is None
+    assert parse_spec(SPEC, file="a.yaml", base_dir=Path(), overrides=("cluster.nodes=1",)).name == "a"

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.secret_text import hide_values
 from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES as SCHEMES
 
@@ -162,7 +162,7 @@ def _s3_config(bucket: str) -> dict[str, str]:
 
 def _profile(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the static keys and the region of a profile of the AWS command line; empty if there is none."""
-    home = Path.home() / ".aws"
+    home = expand_home("~/.aws")
     files = (
         (environment.get("AWS_CONFIG_FILE") or home / "config", name if name == "default" else f"profile {name}"),
         (environment.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials", name),

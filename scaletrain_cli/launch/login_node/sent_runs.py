@@ -16,7 +16,7 @@ from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import closing_descriptor, make_folder, open_to_append, open_to_read
+from scaletrain_cli.safe_files import closing_descriptor, expand_home, make_folder, open_to_append, open_to_read
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SentRun:
 
 def sent_runs_file() -> Path:
     """Return the path of the list, in ``$XDG_STATE_HOME`` or ``~/.local/state``."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "scaletrain", _NAME)
+    return Path(os.environ.get("XDG_STATE_HOME") or expand_home("~/.local/state"), "scaletrain", _NAME)
 
 
 _NAME = "runs-on-login-nodes.jsonl"

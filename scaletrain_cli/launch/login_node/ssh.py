@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import make_folder, make_private_folder
+from scaletrain_cli.safe_files import expand_home, make_folder, make_private_folder
 from scaletrain_cli.sent_command import ON_LOGIN_NODE
 from scaletrain_cli.spec.clusters_file import LoginNode
 
@@ -101,9 +101,9 @@ def _sharing(node: LoginNode) -> list[str]:
 def _socket_folder() -> Path | None:
     """Return a private folder for the sockets of shared connections; None if there is none with a short path."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = os.environ.get("XDG_CACHE_HOME") or str(expand_home("~/.cache"))
     folder = Path(runtime, "scaletrain-ssh") if runtime else Path(cache, "scaletrain", "ssh")
-    if len(os.fsencode(folder)) + 1 + _SOCKET_NAME > _LONGEST_SOCKET or "%" in str(folder):
+    if len(os.fsencode(folder)) + 1 + _SOCKET_NAME > _LONGEST_SOCKET or "%" in str(folder) or not folder.is_absolute():
         return None
     try:
         make_folder(folder.parent)
