@@ -216,7 +216,10 @@ def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         with _fenced(attempt):
-            _move_to_attempt(path, attempt, _REPLACED).rename(aside)
+            try:
+                _move_to_attempt(path, attempt, _REPLACED).rename(aside)
+            except PermissionError:  # a folder that this user may not write to can only be renamed where it is
+                path.rename(aside)
     return [path.name for path in newer]
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,24 @@ def test_a_damaged_checkpoint_never_displaces_a_valid_one(tmp_path: Path) -> Non
     assert superfluous_steps(tmp_path, keep=1) == [10]
     assert newest_step(tmp_path) == 15
     assert (tmp_path / "damaged-step-00000020").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_damaged_checkpoint_that_nobody_may_write_to_is_set_aside_too() -> None:
+    """Of a user other than root, who may write everywhere: restored from a copy with its modes, for example."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        save(folder, 10)
+        flip_bit(save(folder, 20) / "rank-00000.pt", 77)
+        (folder / "step-00000020").chmod(0o555)
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 61_001, -1)
+        os.seteuid(61_001)
+        try:
+            assert set_aside_newer(folder, 10, ATTEMPT) == ["step-00000020"]
+        finally:
+            os.seteuid(0)
+        assert steps(folder) == [10]
 
 
 def test_moving_newer_checkpoints_aside_keeps_the_others(tmp_path: Path) -> None:
