@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from scaletrain_cli.cli.options import AsJson
@@ -100,19 +102,41 @@ def _packages() -> Iterator[Check]:
     tested = _tested_versions()
     for extra, (names, purpose) in _EXTRAS.items():
         found, missing = [], []
+        hidden = [where for name in names if (where := _hidden_by(name)) is not None]
         for name in names:
-            try:
-                found.append(f"{name} {version(name)}")
-            except PackageNotFoundError:
+            installed = _distribution(name)
+            if installed is None:
                 missing.append(name)
+            else:
+                found.append(f"{name} {installed.version}")
         text = ", ".join([*found, *(f"no {name}" for name in missing)])
         untested = [f"{name} {expected}" for name in names if (expected := _untested(name, tested))]
         if missing:
             yield Check(f"[{extra}]", "none", text, f"{purpose}: {install_command(extra)}")
+        elif hidden:
+            advice = f"another package of this name is imported: {listed(hidden)}; check PYTHONPATH"
+            yield Check(f"[{extra}]", "warn", text, advice)
         elif untested:
             yield Check(f"[{extra}]", "warn", text, f"tested with {', '.join(untested)}: {install_command(extra)}")
         else:
             yield Check(f"[{extra}]", "ok", text)
+
+
+def _distribution(name: str) -> Distribution | None:
+    """Return the installed distribution of a package; that of MLflow has another name, too."""
+    for one in (name, f"{name}-skinny"):
+        with contextlib.suppress(PackageNotFoundError):
+            return distribution(one)
+    return None
+
+
+def _hidden_by(name: str) -> str | None:
+    """Return the file that an import of an installed package finds in its place, as by PYTHONPATH; None if none."""
+    installed, spec = _distribution(name), find_spec(name)
+    if installed is None or spec is None or spec.origin is None:
+        return None
+    own = Path(str(installed.locate_file(""))).resolve()
+    return None if Path(spec.origin).resolve().is_relative_to(own) else spec.origin
 
 
 def _tested_versions() -> dict[str, str]:
@@ -122,13 +146,12 @@ def _tested_versions() -> dict[str, str]:
 
 def _untested(name: str, tested: dict[str, str]) -> str | None:
     """Return the tested version of an installed package where the installed one may behave differently, else None."""
-    try:
-        installed = version(name)
-    except PackageNotFoundError:
+    found = _distribution(name)
+    if found is None:
         return None
     parts = _COMPARED_PARTS.get(name, 1)
-    expected = tested.get(name, installed)
-    return expected if expected.split(".")[:parts] != installed.split(".")[:parts] else None
+    expected = tested.get(name, found.version)
+    return expected if expected.split(".")[:parts] != found.version.split(".")[:parts] else None
 
 
 def _cores() -> Check:

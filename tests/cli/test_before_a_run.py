@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,16 @@ def test_doctor_checks_every_part_of_the_machine() -> None:
     assert {check["state"] for check in checks.values()} <= {"ok", "warn", "none"}
     assert all(check["advice"] for check in checks.values() if check["state"] != "ok")
     assert all(name in ended.out for name in checks)
+
+
+def test_doctor_names_a_package_that_another_one_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by importing it: torch takes seconds."""
+    (tmp_path / "submitit.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "submitit", raising=False)
+    checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
+    assert (checks["[slurm]"]["state"], str(tmp_path) in checks["[slurm]"]["advice"]) == ("warn", True)
+    assert checks["[mlflow]"]["state"] == "ok"  # installed as mlflow-skinny
 
 
 def test_doctor_reports_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
