@@ -293,7 +293,7 @@ def submit_points(
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import disk_space_notes
     from scaletrain_cli.launch.submit import make_record
-    from scaletrain_cli.launch.sweep import submit_as_array, submit_sweep, take_snapshots
+    from scaletrain_cli.launch.sweep import submit_as_array, submit_sweep
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import say, warn
@@ -305,39 +305,25 @@ def submit_points(
             f"{SWEEP_OPTION} cluster.scheduler: all runs of a sweep use one scheduler. Submit one sweep per scheduler."
         )
     scheduler = backend_for(section.scheduler)
-    if array and not scheduler.can_submit_arrays:
-        raise UsageError(Reason("launch.no-arrays", {"scheduler": scheduler.traits.display_name}))
     if array:
         scheduler.require_array([point.spec for point in planned])
     cap = scheduler.max_concurrent(section, max_concurrent, len(planned))
-    snapshots = take_snapshots(planned)
     not_checked: dict[Reason, None] = {}
     for point in planned:
-        not_checked |= dict.fromkeys(require_external(point.spec, snapshots[point.spec.code]))
+        not_checked |= dict.fromkeys(require_external(point.spec, point.snapshot))
+    require_writable(runs_root(), "no run can be submitted")
     if dry_run:
-        require_writable(runs_root(), "no run can be submitted")
         for warning in not_checked:
             warn(sentences(warning))
         from scaletrain_cli.ui.console import document
 
-        runs = [
-            (
-                RunDir(runs_root() / point.run_id),
-                make_record(
-                    point.spec, point.plan, point.run_id, snapshots[point.spec.code], size_plans=point.size_plans
-                ),
-            )
+        records = [
+            make_record(point.spec, point.plan, point.run_id, point.snapshot, size_plans=point.size_plans)
             for point in planned
         ]
+        runs = [(RunDir(runs_root() / record.run_id), record) for record in records]
         whole = {"array": scheduler.render_array(sweep, runs, cap)} if array else {}
-        if array and not as_json:
-            typer.echo(document(whole["array"]))
-        texts = []
-        for point, (run, record) in zip(planned, runs, strict=True):
-            texts.append(scheduler.render(run, record))
-            if not as_json:
-                typer.echo(visible(f"# {point.run_id}: {', '.join(point.overrides)}"))
-                typer.echo(document(texts[-1]))
+        texts = [scheduler.render(run, record) for run, record in runs]
         if as_json:
             from scaletrain_cli.ui.json import print_json
 
@@ -347,9 +333,14 @@ def submit_points(
             ]
             head = {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True}
             print_json(_SWEEP_SCHEMA | head | whole | {"runs": shown})
+            return
+        for text in whole.values():
+            typer.echo(document(text))
+        for point, text in zip(planned, texts, strict=True):
+            typer.echo(visible(f"# {point.run_id}: {', '.join(point.overrides)}"))
+            typer.echo(document(text))
         return
 
-    require_writable(runs_root(), "no run can be submitted")
     distinct: dict[str, Point] = {}  # one preflight per distinct cluster section
     for point in planned:
         distinct.setdefault(point.spec.cluster.model_dump_json(), point)
@@ -371,11 +362,13 @@ def submit_points(
         data = _data_of(point.spec)
         if data not in prepared:
             prepared[data] = prepare_data(point.spec, prepare, say_preparation)
-    of_points = [replace(prepared[_data_of(point.spec)], epochs=point.epochs) for point in planned]
+    planned = [
+        replace(point, data=replace(prepared[_data_of(point.spec)], epochs=point.data.epochs)) for point in planned
+    ]
     if array:
-        done = submit_as_array(sweep, planned, scheduler, cap, snapshots, of_points)
+        done = submit_as_array(sweep, planned, scheduler, cap)
     else:
-        done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points, say_preparation)
+        done = submit_sweep(sweep, planned, scheduler, cap, say_preparation)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -414,8 +407,10 @@ def _plan_points(
     import time
 
     from scaletrain_cli.cli.options import load_varied
+    from scaletrain_cli.launch.code import take_snapshot
     from scaletrain_cli.launch.epochs import counted, size_to_count
     from scaletrain_cli.launch.node_sizes import plan_run
+    from scaletrain_cli.launch.preparation import PreparedData
     from scaletrain_cli.launch.submit import new_run_id
     from scaletrain_cli.launch.sweep import Point, point_ids
     from scaletrain_cli.ui.console import say
@@ -438,5 +433,9 @@ def _plan_points(
             error.message = f"{', '.join(varied)}: {error.message}"
             raise
     sweep = run_id if run_id is not None else new_run_id(found[0].spec.name, time.time())
+    code = {section: take_snapshot(spec) for section, spec in {one.spec.code: one.spec for one in found}.items()}
     named = zip(point_ids(sweep, variants), variants, found, epochs, strict=True)
-    return sweep, [Point(name, varied, one.spec, one.plan, one.size_plans, how) for name, varied, one, how in named]
+    return sweep, [
+        Point(name, varied, one.spec, one.plan, one.size_plans, code[one.spec.code], PreparedData(epochs=how))
+        for name, varied, one, how in named
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.cancel import cancel
-from scaletrain_cli.launch.code import Snapshot, take_snapshot
+from scaletrain_cli.launch.code import Snapshot
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.status import OVER, RunStatus, exit_code_of, is_over, run_statuses
 from scaletrain_cli.launch.submit import (
@@ -29,7 +29,6 @@ from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import Sweep, SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.code import CodeSpec
 
 MOST_POINTS = 500
 _LONGEST_ID = 100
@@ -39,7 +38,7 @@ _LONGEST_ID = 100
 class Point:
     """One run to submit: its id, its overrides, its spec and its plan; ``size_plans``: as in PlannedRun.
 
-    ``epochs``: how ``training.epochs`` was counted in steps; None if the spec has none.
+    ``snapshot``: of the user's code, taken before the first point is submitted, since the tree may change meanwhile.
     """
 
     run_id: str
@@ -47,7 +46,14 @@ class Point:
     spec: RunSpec
     plan: RunPlan
     size_plans: Mapping[int, RunPlan] = field(default_factory=dict)
-    epochs: Reason | None = None
+    snapshot: Snapshot | None = None
+    data: PreparedData = field(default_factory=PreparedData)
+
+    def create(self) -> CreatedRun:
+        """Create the run directory, or return the one of the same run, and record the data. Raises UsageError."""
+        made = create_run(self.spec, self.plan, self.run_id, snapshot=self.snapshot, size_plans=self.size_plans)
+        self.data.record(made.run)
+        return made
 
 
 @dataclass(frozen=True)
@@ -68,42 +74,30 @@ def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
     return [f"{sweep}-{number:0{digits}d}" for number in range(1, len(named) + 1)]
 
 
-def take_snapshots(points: Sequence[Point]) -> dict[CodeSpec, Snapshot | None]:
-    """Return one snapshot for each code section of the points. Raises UsageError as take_snapshot()."""
-    return {code: take_snapshot(spec) for code, spec in {point.spec.code: point.spec for point in points}.items()}
-
-
 def submit_sweep(
     sweep: str,
     points: Sequence[Point],
     scheduler: Backend,
     cap: int,
-    snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
-    data: Sequence[PreparedData] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[SubmittedPoint]:
     """Submit all points; if one fails, cancel those already submitted and raise its error.
 
-    ``snapshots``: the result of an earlier take_snapshots(); None takes them now. ``data``: of each point, from
-    prepare_data(); empty: the data of all points are prepared. ``say``: as in submit_run().
+    ``say``: as in submit_run().
     """
     done: list[tuple[CreatedRun, Submission]] = []
-    code = take_snapshots(points) if snapshots is None else snapshots  # first: the tree may change meanwhile
     for index, point in enumerate(points):
         after = points[index - cap].run_id if index >= cap else None
         made: CreatedRun | None = None
         try:
-            snapshot = code[point.spec.code]
-            made = create_run(point.spec, point.plan, point.run_id, snapshot=snapshot, size_plans=point.size_plans)
+            made = point.create()
             earlier = None if made.created else read_sweep_place(made.run)
             # Of an array that was not queued, as far as is known: it is still looked for.
             of_array = earlier is not None and earlier.array
             if made.created or (read_submission(made.run) is None and (earlier is None or of_array)):
                 place = SweepPlace(sweep, index + 1, len(points), point.overrides, after, array=of_array)
                 write_sweep_place(made.run, place)
-            tasks = data[index].tasks if data else 0
-            if data:
-                data[index].record(made.run)
+            tasks = point.data.tasks
             done.append((made, submit_run(made.run, made.record, scheduler, preparation_tasks=tasks, say=say)))
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)
@@ -120,35 +114,21 @@ def submit_sweep(
     return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
 
 
-def submit_as_array(
-    sweep: str,
-    points: Sequence[Point],
-    scheduler: Backend,
-    cap: int,
-    snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
-    data: Sequence[PreparedData] = (),
-) -> list[SubmittedPoint]:
+def submit_as_array(sweep: str, points: Sequence[Point], scheduler: Backend, cap: int) -> list[SubmittedPoint]:
     """Submit all points as one job array, of which ``cap`` run at a time; if that fails, nothing is left of them.
 
     Raises UsageError if they do not request the same from the scheduler, or their data are not prepared.
     """
-    if not scheduler.can_submit_arrays:
-        raise UsageError(Reason("launch.no-arrays", {"scheduler": scheduler.traits.display_name}))
-    if any(one.tasks for one in data):
-        raise UsageError(Reason("launch.array-not-prepared"))
     scheduler.require_array([point.spec for point in points])
-    code = take_snapshots(points) if snapshots is None else snapshots
+    if any(point.data.tasks for point in points):
+        raise UsageError(Reason("launch.array-not-prepared"))
     made: list[CreatedRun] = []
     try:
         for index, point in enumerate(points):
-            snapshot = code[point.spec.code]
-            one = create_run(point.spec, point.plan, point.run_id, snapshot=snapshot, size_plans=point.size_plans)
-            made.append(one)
+            made.append(one := point.create())
             if one.created or (read_submission(one.run) is None and open_request(one.run) is None):
                 place = SweepPlace(sweep, index + 1, len(points), point.overrides, array=True)
                 write_sweep_place(one.run, place)
-            if data:
-                data[index].record(one.run)
         done = submit_together(sweep, [(one.run, one.record) for one in made], scheduler, cap)
     except SchedulerSilentError:  # the scheduler may have the array; the same command finds it
         raise

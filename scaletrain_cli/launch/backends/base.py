@@ -295,7 +295,6 @@ class Backend(ABC):
     can_probe: ClassVar[bool] = False  # probe() is implemented
     replaces_nodes: ClassVar[bool] = False  # a restart of the same job may get other nodes
     prepares_in_jobs: ClassVar[bool] = False  # submit_preparation() is implemented
-    can_submit_arrays: ClassVar[bool] = False  # require_array(), render_array() and submit_array() are implemented
 
     @property
     def traits(self) -> BackendTraits:
@@ -331,7 +330,7 @@ class Backend(ABC):
 
     def require_array(self, specs: Sequence[RunSpec]) -> None:
         """Raise UsageError unless runs with these specs can be the tasks of one job array."""
-        raise self._not_implemented("--array")
+        raise UsageError(Reason("launch.no-arrays", {"scheduler": self.traits.display_name}))
 
     def render_array(self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int) -> str:
         """Return the text of the array that submit_array() would submit, without the jobs of its runs."""

@@ -76,7 +76,6 @@ class SlurmBackend(Backend):
     can_probe: ClassVar[bool] = True
     replaces_nodes: ClassVar[bool] = True
     prepares_in_jobs: ClassVar[bool] = True
-    can_submit_arrays: ClassVar[bool] = True
 
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
     _sites: dict[str, Site] = field(default_factory=dict)  # cache: each command queries the site once

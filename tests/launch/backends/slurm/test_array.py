@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,7 +185,7 @@ def test_runs_that_request_different_jobs_are_refused_before_anything_is_made(co
     with pytest.raises(UsageError, match="is a range"):
         require_one_array([make_spec("cluster.scheduler=slurm", "cluster.nodes={min: 1, max: 4}")] * 2)
     with pytest.raises(UsageError, match="are not prepared"):
-        submit_as_array("sweep", points(), SLURM, 2, data=[PreparedData(tasks=1)] * 3)
+        submit_as_array("sweep", [replace(one, data=PreparedData(tasks=1)) for one in points()], SLURM, 2)
     with pytest.raises(UsageError, match="has no job arrays"):
         submit_as_array("sweep", points(), LocalBackend(), 2)
     assert controller.calls == []
