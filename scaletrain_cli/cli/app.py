@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from scaletrain_cli.cli.options import describe
 from scaletrain_cli.plugins import VERBS, PluginError, plugins
-from scaletrain_cli.text import listed, visible
+from scaletrain_cli.text import did_you_mean, listed, visible
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,6 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and args[0] not in BUILT_IN and args[0] not in plugins(VERBS):
-            from scaletrain_cli.text import did_you_mean
-
             known = self.list_commands(ctx)
             ctx.fail(f"No such command {args[0]!r}. {did_you_mean(args[0], known, 0.6).strip() or 'See --help.'}")
         return super().resolve_command(ctx, args)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes
+from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, confirm
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
+from scaletrain_cli.text import counted, listed
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -45,7 +47,6 @@ def command(
     still are.
     """
     from scaletrain_cli import api
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.cancel import require_cancel
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
     from scaletrain_cli.ui.console import say
@@ -93,8 +94,6 @@ def _done(status: RunStatus) -> str:
 def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed: Sequence[str] = ()) -> None:
     """Print the answer of --json; ``state`` is the state before canceling."""
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed": list(removed)})
 
 
@@ -111,11 +110,9 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
 
     Raises SchedulerError, after canceling the others, if the scheduler rejected a run.
     """
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.status import OVER
     from scaletrain_cli.launch.sweep import cancel_members, sweep_status
-    from scaletrain_cli.text import counted, listed
     from scaletrain_cli.ui.console import say
 
     status = sweep_status(sweep)
@@ -153,7 +150,5 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
 
 def _answer_sweep(as_json: bool, sweep: Sweep, cancelled: Sequence[str], refused: Sequence[str]) -> None:
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         details = {"sweep": sweep.name, "cancelled": list(cancelled), "refused": list(refused)}
         print_json({"schema": "scaletrain.cancel-sweep/v1"} | details)

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, describe, show_fetch, verb_group
+from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, confirm, describe, show_fetch, verb_group
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
-from scaletrain_cli.text import visible
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import create_file, expand_home
+from scaletrain_cli.text import bytes_text, visible, whole_text
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.checkpoints import Checkpoint
@@ -35,13 +38,12 @@ PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
     """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
-    from scaletrain_cli.reasons import Reason
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
     from scaletrain_cli.ui.console import say
 
     if (unseen := _unseen(run)) is not None:
         if as_json:
-            _print({"folder": unseen, "checkpoints": None, "only_in_mirror": None})
+            print_json({"folder": unseen, "checkpoints": None, "only_in_mirror": None})
         say(f"checkpoints of {run}: {Reason('launch.view-not-seen')}")
         return
     folder, entries = _inventory(run)
@@ -49,7 +51,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     if as_json:
         only_there = sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint})
         found = {"folder": folder, "checkpoints": [entry_json(entry, mirrored) for entry in entries]}
-        _print(found | {"only_in_mirror": None if mirrored is None else only_there})
+        print_json(found | {"only_in_mirror": None if mirrored is None else only_there})
         return
     if entries:
         show_entries(entries, mirrored)
@@ -73,7 +75,7 @@ def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = Fals
     require_changeable(found, f"{found.run_id} cannot be mirrored")
     state = mirror_now(found, record)
     if as_json:
-        _print(state.to_json())
+        print_json(state.to_json())
         return
     say(f"step {state.step} of {found.run_id} is in {state.to}")
 
@@ -88,7 +90,7 @@ def verify(
 ) -> None:
     """Read a run's checkpoints and compare the hash of every file. Prints one line per problem, with the file name."""
     from scaletrain_cli.rundir.inventory import verify_files
-    from scaletrain_cli.ui.checkpoints import VerifyingLine
+    from scaletrain_cli.ui.checkpoints import BytesLine
     from scaletrain_cli.ui.console import say
 
     _require_seen(run)
@@ -102,14 +104,14 @@ def verify(
             raise UsageError(f"--step {step}: no such checkpoint in {folder}. Available steps: {known}.")
     total_bytes = sum(entry.checkpoint.size_bytes for entry in chosen if entry.checkpoint)
     problems: dict[str, list[str]] = {}
-    with VerifyingLine(total_bytes) as line:
+    with BytesLine(total_bytes) as line:
         for entry in chosen:
             line.begin(entry.path.name)
             checkpoint = entry.checkpoint
             problems[entry.path.name] = verify_files(checkpoint, line.advance) if checkpoint else [entry.problem]
     _add_base_problems(run, chosen, problems)
     if as_json:
-        _print({"folder": folder, "problems": problems, "sound": not any(problems.values())})
+        print_json({"folder": folder, "problems": problems, "sound": not any(problems.values())})
     for name, found in problems.items():
         for problem in () if as_json else found:
             typer.echo(visible(f"{name}/{problem}"))
@@ -228,9 +230,7 @@ def sample(
     the answers to stdout.
     """
     from scaletrain_cli.launch.engine_process import require_installed, run_engine_command
-    from scaletrain_cli.reasons import Reason
     from scaletrain_cli.rundir.record import checkpoint_folder
-    from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import ModelSpec
     from scaletrain_cli.ui.console import document, say
 
@@ -255,7 +255,7 @@ def sample(
         sampled = run_engine_command("sample", str(output), str(request), needs=needs)
     sampled |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:
-        _print(sampled)
+        print_json(sampled)
         return
     for number, answer in enumerate(sampled["answers"]):
         if len(prompts) > 1:
@@ -283,7 +283,6 @@ def _export(
     from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import environment_here, fetched_spec
     from scaletrain_cli.rundir.base_weights import read_base
-    from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec.hub_files import with_local_files
 
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
@@ -315,11 +314,10 @@ def _base_on_hub(record: RunRecord) -> list[str]:
 
 
 def _report_export(exported: dict[str, Any], source: str, output: Path, as_json: bool) -> None:
-    from scaletrain_cli.text import bytes_text, whole_text
     from scaletrain_cli.ui.console import say, suggest
 
     if as_json:
-        _print(exported)
+        print_json(exported)
         return
     size = f"{whole_text(exported['parameters'])} parameters, {bytes_text(exported['bytes'])} in {exported['dtype']}"
     say(f"{source} as {exported['model_type']}: {size}")
@@ -363,12 +361,11 @@ def prune(
 
     Never deletes the latest valid checkpoint or the latest one marked clean. Rejected while the run is active.
     """
-    from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.remove import delete_pruned, pruning
+    from scaletrain_cli.launch.remove import pruning
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import require_changeable, require_own_run
-    from scaletrain_cli.text import bytes_text
     from scaletrain_cli.ui.console import say
+    from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 
     _require_seen(run)
     chosen = find_run(run)
@@ -380,9 +377,10 @@ def prune(
         names = [checkpoint.path.name for checkpoint in found.to_delete]
         if names and not dry_run:
             confirm(f"Delete {len(names)} checkpoints, {bytes_text(freed)} ({', '.join(names)})?", yes)
-            delete_pruned(found)
+            for checkpoint in found.to_delete:
+                delete_checkpoint(checkpoint.path)
     if as_json:
-        _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.newest.step})
+        print_json({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.newest.step})
         return
     for name in names:
         typer.echo(visible(name))
@@ -403,8 +401,6 @@ def _unseen(run: str) -> str | None:
 
 def _require_seen(run: str) -> None:
     """Raise UsageError if the checkpoints are on a volume that this machine does not see."""
-    from scaletrain_cli.reasons import Reason
-
     if (folder := _unseen(run)) is not None:
         raise UsageError(Reason("runs.checkpoints-unseen", {"run": run, "folder": folder}))
 
@@ -438,7 +434,6 @@ def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[
     from scaletrain_cli.rundir.base_weights import check_same_base, digests_of, read_base, weight_files
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.safe_files import expand_home
     from scaletrain_cli.spec import ModelSpec
     from scaletrain_cli.ui.console import say
 
@@ -518,9 +513,3 @@ def _latest_valid_checkpoints(run_id: str, folder: Path, count: int) -> list[Che
             "Use a smaller number; checkpoint.keep sets how many a run keeps."
         )
     return found[::-1]
-
-
-def _print(data: dict[str, Any]) -> None:
-    from scaletrain_cli.ui.json import print_json
-
-    print_json(data)

@@ -6,15 +6,18 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, show_fetch, verb_group
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.text import counted, visible
+from scaletrain_cli.safe_files import can_be_replaced, create_file, replace_file
+from scaletrain_cli.text import counted, visible, whole_text
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
@@ -53,23 +56,11 @@ def prepare(
     if submit:
         _queue_preparation(spec, overrides or (), workers, as_json)
         return
-    from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
-    from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.text import whole_text
     from scaletrain_cli.ui.console import say
 
-    run = fetched_spec(load_spec(spec, overrides or ()), DATA, show_fetch())
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        resolved = Path(folder) / "spec.json"
-        create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
-        # A separate process keeps the tokenizer and numpy out of the command line; its stderr is passed on.
-        prepared = run_engine_command("prepare", str(resolved), str(runs_root()), str(workers or 0), needs=_NEEDS)
+    prepared = _engine_answer("prepare", load_spec(spec, overrides or ()), str(workers or 0))
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(prepared)
         return
     if "train_samples" in prepared:
@@ -92,12 +83,9 @@ def prepare(
 
 def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None, as_json: bool) -> None:
     """Queue the preparation and print the id of the job that ends when the data are prepared."""
-    from dataclasses import asdict
-
     from scaletrain_cli.launch.preparation import queue_preparation
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.json import print_json
 
     found = queue_preparation(load_spec(spec, overrides), workers)
     if as_json:
@@ -168,11 +156,9 @@ def show(
     Of images their keys, sizes and labels or captions; the data must be prepared. With --png a sheet: each image as in
     evaluation and as in the first four passes of training, or with --step as the ranks get it, erased and mixed.
     """
-    from scaletrain_cli.errors import UsageError
     from scaletrain_cli.spec.losses import LOSSES_OF
     from scaletrain_cli.ui.data_images import show_images
     from scaletrain_cli.ui.data_rows import show_rows, show_samples
-    from scaletrain_cli.ui.json import print_json
 
     spec, run = _spec_or_run(target, overrides)
     of_images = spec.training.objective in LOSSES_OF
@@ -239,14 +225,11 @@ def stats(
     IP addresses, phone numbers and keys.
     """
     from scaletrain_cli.data.report import IMAGE_REPORT, is_dataset, is_of_images, read_dataset_report
-    from scaletrain_cli.errors import UsageError
     from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.safe_files import can_be_replaced, replace_file
     from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.data_images import show_image_report
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
-    from scaletrain_cli.ui.json import print_json
 
     if html is not None and not can_be_replaced(html):
         raise UsageError(Reason("data.report-place", {"file": str(html), "folder": str(html.absolute().parent)}))
@@ -295,25 +278,32 @@ def upload(
     Each node reads them through a cache (data.cache). Credentials come from the environment. An upload that was stopped
     continues where it was.
     """
-    from scaletrain_cli.cli.options import show_fetch
-    from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
-    from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.json import print_json
 
-    run = fetched_spec(load_spec(spec, overrides or ()), DATA, show_fetch())
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        resolved = Path(folder) / "spec.json"
-        create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
-        uploaded = run_engine_command("upload", str(resolved), str(runs_root()), destination, needs=_NEEDS)
+    run = load_spec(spec, overrides or ())
+    uploaded = _engine_answer("upload", run, destination)
     if as_json:
         print_json(uploaded)
     else:
         paths = {each["name"]: each["path"] for each in uploaded["sources"]}
         for line in _lines_with_paths(run.data, paths):
             typer.echo(visible(line))
+
+
+def _engine_answer(command: str, spec: RunSpec, *words: str) -> dict[str, Any]:
+    """Fetch the data of a spec from the hub, and return the answer of a command of the engine about them.
+
+    A separate process keeps the tokenizer and numpy out of the command line; its stderr is passed on.
+    """
+    from scaletrain_cli.launch.engine_process import run_engine_command
+    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
+    from scaletrain_cli.rundir.paths import runs_root
+
+    fetched = fetched_spec(spec, DATA, show_fetch())
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        resolved = Path(folder) / "spec.json"
+        create_file(resolved, json.dumps(fetched.model_dump(mode="json", by_alias=True)))
+        return run_engine_command(command, str(resolved), str(runs_root()), *words, needs=_NEEDS)
 
 
 def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]:
@@ -332,7 +322,6 @@ def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]
 
 def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, RunDir | None]:
     """Return the spec of a file, or that of a run with the run. Raises SpecError and UsageError."""
-    from scaletrain_cli.errors import SpecError, UsageError
     from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.hub_files import DATA, fetched_spec
     from scaletrain_cli.rundir.paths import find_run
@@ -360,7 +349,6 @@ def _in_engine(command: str, spec: RunSpec, run: RunDir | None, *words: str, nee
     from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.safe_files import create_file
 
     root, start = runs_root(), None
     if run is not None:  # relative paths of its spec are those of the folder that it was submitted from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -21,8 +22,6 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     found = find_run_or_newest(run)
     diagnosis = diagnose_run(found, read_record(found))
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(diagnosis.to_json())
         return
     from scaletrain_cli.ui.diagnosis import show_diagnosis

@@ -32,6 +32,7 @@ from scaletrain_cli.plugins import (
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.spec.backend_traits import backend_names
 from scaletrain_cli.text import binary_bytes_text, bytes_text, listed
+from scaletrain_cli.ui.json import print_json
 
 _FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
@@ -252,8 +253,6 @@ def command(as_json: AsJson = False) -> None:
 
     found = checks(runs_root())
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"checks": [vars(check) for check in found]})
         return
     from scaletrain_cli.ui.tables import show_checks

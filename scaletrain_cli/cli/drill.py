@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.completion import complete_gpu
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, seconds_of
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.drill import DrillKind
@@ -91,14 +92,13 @@ def command(
 def _drill(
     kinds: list[DrillKind], base: RunSpec, steps: int, timeout: float, *, keep: bool, yes: bool, as_json: bool
 ) -> ExitCode:
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.drill import UNDISTURBED, DrillSetup, compare_runs, drill_spec, make_folder, run_drill
     from scaletrain_cli.launch.submit import plan_for_engine
-    from scaletrain_cli.ui.console import say, warn
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.drill import show_verdicts, verdicts_json
     from scaletrain_cli.ui.live import StatusLine
-    from scaletrain_cli.ui.submission import show_start
+    from scaletrain_cli.ui.submission import show_outlook
 
     if base.code.own_program:
         key = "code.command" if base.code.command is not None else "code.engine"
@@ -110,12 +110,8 @@ def _drill(
     small = drill_spec(base, steps)
     plan = plan_for_engine(small, "the drills' spec")
     cluster, scheduler = small.cluster, backend_for(small.cluster.scheduler)
-    outlook = scheduler.preflight(small, plan)
-    for note in outlook.notes:
-        warn(note)
-    device = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
-    size = f"{cluster.nodes} x {cluster.gpus_per_node} {device} on {cluster.scheduler}"
-    show_start(outlook.start)
+    show_outlook(scheduler.preflight(small, plan))
+    size = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu_name} on {cluster.scheduler}"
     confirm(f"Train {len(kinds) + 1} runs of {steps} steps, one after another, {size}?", yes)
     folder, verdicts = make_folder(), []
     with StatusLine() as line:
@@ -127,11 +123,9 @@ def _drill(
         for kind in kinds:
             say(f"{kind.name}: {kind.summary}")
             run, course = run_drill(DrillSetup(folder, small, plan, scheduler, timeout), kind, line.update)
-            verdicts.append(compare_runs(kind, str(run.path), course, undisturbed, exact=device == "cpu"))
+            verdicts.append(compare_runs(kind, str(run.path), course, undisturbed, exact=cluster.gpu_name == "cpu"))
     survived = all(verdict.survived for verdict in verdicts)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(verdicts_json(folder, undisturbed, verdicts))
     else:
         show_verdicts(verdicts)
@@ -169,8 +163,6 @@ def _all_kinds() -> list[DrillKind]:
 def _list(as_json: bool) -> None:
     kinds = _all_kinds()
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in kinds}})
         return
     width = max(len(kind.name) for kind in kinds)

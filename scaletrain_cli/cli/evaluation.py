@@ -11,6 +11,7 @@ import typer
 from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.json import print_json
 
 app = verb_group("Evaluate checkpoints in jobs of their own.")
 SUBMITTING = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
@@ -45,7 +46,6 @@ def submit(
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record, require_own_run
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.json import print_json
 
     if follow and steps:
         raise UsageError("--follow and --step cannot be combined. Give one of them.")
@@ -94,7 +94,6 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     from scaletrain_cli.rundir.validations import read_validations
     from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.evaluations import show_evaluations, show_validations
-    from scaletrain_cli.ui.json import print_json
 
     found = find_run(run)
     evaluations, validations = read_evaluations(found), read_validations(found)
@@ -129,7 +128,6 @@ def show(
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.validations import read_validations, validation_path
     from scaletrain_cli.ui.evaluations import show_evaluation, show_validation
-    from scaletrain_cli.ui.json import print_json
 
     found = find_run(run)
     known, validated = read_evaluations(found), read_validations(found)

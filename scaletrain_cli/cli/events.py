@@ -10,6 +10,8 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.view_switch import switch_if_reachable
+from scaletrain_cli.ui.json import print_json, stream_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _LOOK_EVERY_SECONDS = 0.5
@@ -29,7 +31,6 @@ def command(
     from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.json import print_json
 
     found = find_run_or_newest(run)
     read_record(found)
@@ -44,7 +45,6 @@ def command(
             say(f"{found.run_id} has no events yet.")
         return
     from scaletrain_cli.launch.status import is_over, run_status
-    from scaletrain_cli.launch.view_switch import switch_if_reachable
 
     shown: list[dict[str, Any]] = []
     asked = 0.0
@@ -85,7 +85,5 @@ def _show(events: Iterable[dict[str, Any]]) -> None:
 
 
 def _stream(events: Iterable[dict[str, Any]]) -> None:
-    from scaletrain_cli.ui.json import stream_json
-
     for event in events:
         stream_json(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -19,8 +20,6 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
 
     explanation = explain(find_run_or_newest(run))
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(explanation.to_json())
         return
     from scaletrain_cli.ui.explain import show_explanation

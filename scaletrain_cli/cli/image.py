@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,8 @@ from scaletrain_cli import __version__
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import create_file
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.image_file import Image
@@ -67,7 +71,6 @@ def command(
     from scaletrain_cli.launch.image_sources import find_source
     from scaletrain_cli.project_files import checkout
     from scaletrain_cli.ui.console import document, say, suggest
-    from scaletrain_cli.ui.json import print_json
 
     if uid == 0:
         raise UsageError(Reason("container.root"))
@@ -121,8 +124,6 @@ def _image(source: Source, base: str | None, cuda: str | None, uid: int, tag: st
     place = checkout()
     origin = ScaletrainSource.INDEX if place is None else ScaletrainSource.CHECKOUT
     if place is not None and source.kind in ("constraints", "pyproject") and source.folder.resolve() == place.resolve():
-        from dataclasses import replace
-
         origin, source = ScaletrainSource.CONTEXT, replace(source, kind="constraints", files=(), packages={})
     name = tag or f"REGISTRY/{_slug(source.folder)}:{__version__}"
     chosen = base or (CUDA_IMAGES[cuda] if cuda is not None else PYTHON_IMAGE)
@@ -131,8 +132,6 @@ def _image(source: Source, base: str | None, cuda: str | None, uid: int, tag: st
 
 def _slug(folder: Path) -> str:
     """Return the name of the folder as that of an image."""
-    import re
-
     return re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "scaletrain"
 
 
@@ -145,8 +144,6 @@ def _from_context(target: Path, folder: Path) -> str:
 
 def _write(target: Path, text: str) -> None:
     """Write the new file. Raises UsageError if it exists."""
-    from scaletrain_cli.safe_files import create_file
-
     if target.exists():
         raise UsageError(Reason("container.exists", {"path": str(target)}))
     try:

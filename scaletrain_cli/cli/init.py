@@ -13,7 +13,9 @@ from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complet
 from scaletrain_cli.cli.models import USUAL_GPU, find_model
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
-from scaletrain_cli.text import either, visible
+from scaletrain_cli.safe_files import create_file
+from scaletrain_cli.text import did_you_mean, either, visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec.starting_spec import GivenData, GivenModel
@@ -109,7 +111,6 @@ def command(
     """
     from scaletrain_cli.spec.backend_traits import DEFAULT, installed_backends
     from scaletrain_cli.ui.console import say, suggest
-    from scaletrain_cli.ui.json import print_json
 
     model, file = _model_and_file(names or [])
     if model is not None and given_model is not None:
@@ -136,7 +137,8 @@ def command(
     target = file or output or _USUAL_NAME
     to_stdout = str(target) == "-"
     if recipe is not None:
-        _refuse_beside("--recipe", model, data, preset, gpu, gpus_per_node, nodes, scheduler)
+        if any(other is not None for other in (model, data, preset, gpu, gpus_per_node, nodes, scheduler)):
+            raise UsageError("--recipe copies a complete spec. Remove the other options; use --set to change a key.")
         contents = _recipe(recipe, target)
     else:
         tuned = None if model is None else _Tuned(find_model(model), _rows(data), lora)
@@ -191,7 +193,6 @@ def _known() -> dict[str, list[str]]:
 def _recipe(name: str, target: Path) -> dict[Path, str]:
     """Return the files of a recipe by the path to write: its spec at ``target``, its programs in the same folder."""
     from scaletrain_cli.project_files import recipes
-    from scaletrain_cli.text import did_you_mean
 
     known = recipes()
     if name not in known:
@@ -218,15 +219,8 @@ def _copy_folder(name: str, target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _refuse_beside(option: str, *others: object) -> None:
-    if any(other is not None for other in others):
-        raise UsageError(f"{option} copies a complete spec. Remove the other options; use --set to change a key.")
-
-
 def _write(contents: dict[Path, str]) -> None:
     """Write new files; none of them where one exists. Raises UsageError."""
-    from scaletrain_cli.safe_files import create_file
-
     for path in contents:
         if path.is_dir():
             raise UsageError(f"{path} is a folder. Give the path of a file, e.g. {path / _USUAL_NAME}.")
@@ -287,7 +281,6 @@ def _fitting_spec(
     """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
     from scaletrain_cli.spec import presets
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
-    from scaletrain_cli.text import did_you_mean
 
     if preset is not None and model is not None:
         raise UsageError(f"{model.model.reference} and --preset {preset} are both given. Give only one.")

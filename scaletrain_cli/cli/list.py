@@ -15,6 +15,7 @@ from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import counted, did_you_mean
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -100,8 +101,6 @@ def command(
     # A run that was removed since it was listed has no row.
     found = [(run, status) for run, status in zip(shown, run_statuses(shown), strict=True) if os.path.lexists(run.path)]
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         rows = [_row(run, status) for run, status in found]
         print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": left})
         return

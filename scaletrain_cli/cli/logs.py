@@ -12,6 +12,7 @@ import typer
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.json import print_json, stream_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.logs import EarlyOutput, LogLine
@@ -59,7 +60,6 @@ def command(
     )
     from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.ui.console import say, warn
-    from scaletrain_cli.ui.json import print_json
 
     def shown(lines: list[LogLine]) -> list[LogLine]:
         return [line for line in lines if everything or as_json or is_for_people(line.text)]
@@ -104,8 +104,6 @@ def command(
 
 def _show_early_output(words: EarlyOutput, as_json: bool) -> bool:
     """Show the output of pods from before their attempt started; return True if there was any."""
-    from scaletrain_cli.ui.json import stream_json
-
     lines = words.new_lines()
     for pod, text in lines:
         if as_json:
@@ -121,8 +119,6 @@ def _print(lines: Iterable[LogLine], *, label: bool) -> None:
 
 
 def _stream(lines: Iterable[LogLine]) -> None:
-    from scaletrain_cli.ui.json import stream_json
-
     for line in lines:
         stream_json(_line_json(line))
 

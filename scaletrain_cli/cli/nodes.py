@@ -10,6 +10,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.ui.json import print_json
 
 app = verb_group("List or clear excluded nodes.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -27,8 +28,6 @@ def list_nodes(as_json: AsJson = False) -> None:
     root, now = runs_root(), time.time()
     nodes = read_bad_nodes(root, now)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"file": str(bad_nodes_file(root)), "nodes": [dataclasses.asdict(node) for node in nodes]})
         return
     if not nodes:
@@ -62,7 +61,5 @@ def clear(
     if missing:
         raise UsageError(f"{', '.join(missing)}: not excluded. `scaletrain nodes list` shows the excluded nodes.")
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"forgotten": list(gone)})
     say(f"cleared {', '.join(gone)}" if gone else "no nodes were excluded")

@@ -13,6 +13,7 @@ import typer
 from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
@@ -47,8 +48,6 @@ def try_receivers(
     notice = trial_notice(time.time())
     found = [(each, deliver(notice, each, named, environment)) for each in spec.notify]
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         answers = [
             {"receiver": each.name, "accepted": not sent.problem, "problem": sent.problem} for each, sent in found
         ]
@@ -104,8 +103,6 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
         for state in (known.get(each.name, Receiver()),)
     ]
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"run_id": found.run_id, "receivers": rows})
         return
     if not rows:
@@ -131,8 +128,6 @@ def send(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False)
     names = {each.name for each in record.spec.notify}
     left = {name: each for name, each in read_receivers(found).items() if name in names and each.pending}
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"run_id": found.run_id, "waiting": {name: len(each.pending) for name, each in left.items()}})
     else:
         from scaletrain_cli.ui.console import say

@@ -19,6 +19,7 @@ from scaletrain_cli import __version__
 from scaletrain_cli.cli.command_words import CommandLine, parsed
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.sent_command import sent
 
 if TYPE_CHECKING:
@@ -262,7 +263,6 @@ def _report(node: LoginNode, line: CommandLine) -> int:
     """Write the page on the login node, and copy it to the file that was named here."""
     from scaletrain_cli.launch.login_node.bundle import script_of
     from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively
-    from scaletrain_cli.safe_files import can_be_replaced, replace_file
     from scaletrain_cli.ui.console import say
 
     output: Path = line.params["output"]

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scaletrain_cli.cli.command_words import CommandLine, parsed
+from scaletrain_cli.cli.options import seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
+from scaletrain_cli.launch.view_switch import await_files
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.sent_command import sent
 
 if TYPE_CHECKING:
@@ -45,7 +48,6 @@ def run_on_volume(words: Sequence[str], before: NowReachableError | None = None)
     line = parsed(words)
     if line.verb not in _VERBS or (found := _run_of(line)) is None:
         return None
-    from scaletrain_cli.launch.view_switch import await_files
 
     await_files(False)
     run, record = found
@@ -106,7 +108,6 @@ def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachabl
     from scaletrain_cli.launch.node.streams import write_to
     from scaletrain_cli.launch.status import OVER, run_status
     from scaletrain_cli.launch.view_elsewhere import LinesOnce, NotReachableError
-    from scaletrain_cli.launch.view_switch import await_files
     from scaletrain_cli.ui.console import warn
 
     output = _output(line)
@@ -158,7 +159,6 @@ def _words(run: RunDir, line: CommandLine, output: Path | None) -> list[str]:
     if output is not None:
         return line.with_option(("--output", "-o"), PAGE_WORD)
     if line.verb == ("status",) and line.params.get("wait") is not None:
-        from scaletrain_cli.cli.options import seconds_of
         from scaletrain_cli.cli.status import wait_for_end
 
         wait_for_end(run, seconds_of("--wait", line.params["wait"]))
@@ -168,8 +168,6 @@ def _words(run: RunDir, line: CommandLine, output: Path | None) -> list[str]:
 
 def _output(line: CommandLine) -> Path | None:
     """Return the file of a report. Raises UsageError for one that cannot be written, before anything is started."""
-    from scaletrain_cli.safe_files import can_be_replaced
-
     output: Path | None = line.params.get("output") if line.verb == ("report",) else None
     if output is not None and not can_be_replaced(output):
         raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
@@ -178,7 +176,6 @@ def _output(line: CommandLine) -> Path | None:
 
 def _ended(end: ViewEnd, output: Path | None) -> int:
     """Return the exit code of the verb, with the file that it wrote in its place."""
-    from scaletrain_cli.safe_files import replace_file
     from scaletrain_cli.ui.console import say
 
     if output is not None and end.exit_code == ExitCode.DONE:

@@ -14,6 +14,7 @@ import typer
 from scaletrain_cli.cli.completion import complete_cluster, complete_run, complete_setting
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.text import bytes_text
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.hub_fetch import FetchProgress
@@ -61,7 +62,6 @@ def show_fetch() -> Callable[[FetchProgress], None]:
 
     def show(progress: FetchProgress) -> None:
         nonlocal shown
-        from scaletrain_cli.text import bytes_text
         from scaletrain_cli.ui.console import say
 
         if progress.state not in ("waiting", "fetching") or time.monotonic() - shown < _FETCH_SECONDS:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from scaletrain_cli.cli.completion import complete_gpu, complete_run, complete_setting
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, load_varied
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
@@ -23,6 +23,8 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote, live_price
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import dollars_text, seconds_text
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
@@ -174,8 +176,6 @@ def command(
         say(_DOES_NOT_APPLY)
     data = summarize_data(run)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         in_data = {"data": None if data is None else data.to_json()}
         print_json(found.to_json() | in_data | {"epochs": None if epochs is None else epochs.to_json()})
     else:
@@ -216,7 +216,6 @@ def _load(
     name: str, overrides: list[str], varied: tuple[str, ...], cluster: str | None, on: Hardware
 ) -> tuple[RunSpec, Reason | None]:
     """Return the spec, and how its epochs were counted in steps, which is printed to stderr; None without epochs."""
-    from scaletrain_cli.cli.options import load_varied
     from scaletrain_cli.spec.source import VARY_OPTION as VARY
 
     if is_reference(name):
@@ -239,7 +238,6 @@ def _calibrate(name: str) -> None:
     """Keep the measured step time of a run, and print it to stderr."""
     from scaletrain_cli.launch.calibration import keep_measurement, measure_run
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.text import seconds_text
     from scaletrain_cli.ui.console import say
 
     found = measure_run(find_run(name))
@@ -273,7 +271,6 @@ def _ask(
 
         if as_json:
             from scaletrain_cli.plan.search.infeasible import infeasible_json
-            from scaletrain_cli.ui.json import print_json
 
             print_json(error.to_json() if isinstance(error, SizingError) else infeasible_json(error))
         elif isinstance(error, SizingError):
@@ -285,7 +282,6 @@ def _ask(
 
 def _priced(run: RunSpec) -> RunSpec:
     """Return the run with current prices, and print the prices with their source to stderr."""
-    from scaletrain_cli.text import dollars_text
     from scaletrain_cli.ui.console import say
 
     priced, prices = with_live_prices(run)
@@ -311,8 +307,6 @@ def _compare(
     named = name_runs(runs)
     compared = compare([(name, run, _measurements(run, uncalibrated=uncalibrated)) for name, run in named])
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json({"schema": "scaletrain.plan-comparison/v1", "runs": [column.to_json() for column in compared]})
     else:
         from scaletrain_cli.ui.plan_comparison import show_comparison

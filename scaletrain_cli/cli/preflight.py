@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, InfeasibleError
+from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (
     *(ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES),
@@ -29,15 +30,13 @@ def command(
     Each node checks its GPUs, memory, /dev/shm and clock; all ranks time a matrix multiplication, transfers between
     pairs of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
     """
-    from scaletrain_cli.cli.options import confirm, seconds_of
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.epochs import provisional
     from scaletrain_cli.launch.preflight import run_preflight
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.live import StatusLine
-    from scaletrain_cli.ui.submission import show_start
+    from scaletrain_cli.ui.submission import show_outlook
 
     seconds = seconds_of("--timeout", timeout)
     # Preflight runs the built-in engine, even for a spec with code.engine.
@@ -47,17 +46,12 @@ def command(
     except InfeasibleError as error:
         error.message = f"{error.message.rstrip('.')} (preflight always runs the built-in engine)"
         raise
-    outlook = scheduler.preflight(run_spec, plan)
-    for note in outlook.notes:
-        warn(note)
-    show_start(outlook.start)
+    show_outlook(scheduler.preflight(run_spec, plan))
     where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
     confirm(f"Submit a job that takes one to two minutes, {where}?", yes)
     with StatusLine() as line:
         found = run_preflight(run_spec, plan, scheduler, seconds, line.update)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(found.to_json())
     else:
         from scaletrain_cli.ui.preflight import show_preflight

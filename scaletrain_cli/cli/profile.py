@@ -9,6 +9,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunName, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 
@@ -63,14 +64,10 @@ def command(
         if not wait:
             say(f"requested; `scaletrain profile {found.run_id} --show` shows the profile once it is there")
             if as_json:
-                from scaletrain_cli.ui.json import print_json
-
                 print_json({"request": request.id})
             return
         summary = await_profile(found, request, seconds, lambda _, first: say(f"profiling from step {first:,} on"))
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(summary)
         return
     show_profile(found, summary)

@@ -11,6 +11,7 @@ from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import seconds_text, visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.recover import Recovery
@@ -51,8 +52,6 @@ def command(
     while True:
         done = recover_runs(_chosen(runs), (lambda found: None) if as_json else _show)
         if as_json:
-            from scaletrain_cli.ui.json import print_json
-
             print_json(done.to_json())
         else:
             from scaletrain_cli.ui.console import warn
@@ -72,14 +71,11 @@ def _chosen(names: list[str] | None) -> list[RunDir]:
     """Return the runs of this user that are named, or all of them. Raises UsageError."""
     from scaletrain_cli.launch.recover import own_runs
     from scaletrain_cli.rundir.record import require_own_run
-    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
+    from scaletrain_cli.rundir.sweeps import find_runs
 
     if not names:
         return own_runs()
-    chosen: list[RunDir] = []
-    for name in names:
-        found = find_run_or_sweep(name)
-        chosen += found.runs if isinstance(found, Sweep) else [found]
+    chosen = find_runs(names)
     for run in chosen:
         require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
     return chosen

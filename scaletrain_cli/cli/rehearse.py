@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, seconds_of
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.diagnosis.rehearsal import Options
@@ -68,8 +69,6 @@ def command(
     if plot is not None and write_plot(result.rehearsal, plot):
         say(f"wrote {plot}")
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(result.to_json())
     else:
         show_rehearsal(result)
@@ -84,14 +83,13 @@ def rehearse(
     ``nodes``: None for as few as hold one replica. Raises UsageError for a program of the user's, and what refuses a
     job.
     """
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.rehearse import fewest_nodes, rehearsal_spec, run_rehearsal
     from scaletrain_cli.launch.submit import plan_for_engine
-    from scaletrain_cli.ui.console import say, warn
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.live import StatusLine
-    from scaletrain_cli.ui.submission import show_start
+    from scaletrain_cli.ui.submission import show_outlook
 
     if given.code.own_program:
         key = "code.command" if given.code.command is not None else "code.engine"
@@ -101,12 +99,9 @@ def rehearse(
         say(str(epochs))
     small = rehearsal_spec(given, options, nodes or fewest_nodes(given))
     plan, scheduler = plan_for_engine(small, file), backend_for(small.cluster.scheduler)
-    outlook = scheduler.preflight(small, plan)
-    for note in outlook.notes:
-        warn(note)
-    show_start(outlook.start)
-    device = small.cluster.gpu if isinstance(small.cluster.gpu, str) else small.cluster.gpu.name
-    where = f"{small.cluster.nodes} x {small.cluster.gpus_per_node} {device} on {small.cluster.scheduler}"
+    show_outlook(scheduler.preflight(small, plan))
+    cluster = small.cluster
+    where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu_name} on {cluster.scheduler}"
     confirm(f"Rehearse {len(options.items)} items for some minutes, {where}?", yes)
     with StatusLine() as line:
         return run_rehearsal(given, small, plan, scheduler, options, timeout_seconds, line.update)

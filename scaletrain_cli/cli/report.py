@@ -11,6 +11,8 @@ from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import can_be_replaced, replace_file
+from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -42,7 +44,6 @@ def command(
     """
     from scaletrain_cli.report.comparison import read_report
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
-    from scaletrain_cli.safe_files import can_be_replaced, replace_file
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
@@ -63,6 +64,4 @@ def command(
         replace_file(output, page(report), public=True)
         say(f"wrote {output}")
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(report)

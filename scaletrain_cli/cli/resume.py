@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, Prepare, RunName, TrustOwner, Yes, as_choice, say_preparation
+from scaletrain_cli.cli.options import (
+    AsJson,
+    Overrides,
+    Prepare,
+    RunName,
+    TrustOwner,
+    Yes,
+    as_choice,
+    confirm,
+    say_preparation,
+)
 from scaletrain_cli.errors import ExitCode, UsageError, sentences
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import bytes_text, seconds_text, visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import Reason, Run
@@ -106,7 +117,6 @@ def command(
         _branch(run, branch, at, cluster, given, new_code, trust_owner, dry_run, prepare, yes=yes, as_json=as_json)
         return
     from scaletrain_cli.api import find_run, prepare_resume
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.cli.submit import useful_commands
     from scaletrain_cli.ui.console import document, say, suggest, warn
     from scaletrain_cli.ui.resume import resume_json, show_resize, show_resume
@@ -143,7 +153,7 @@ def command(
     details = resume_json(found.directory, report, resize) | {"changes_since_sent": changed}
     if dry_run:
         if as_json:
-            _print(details | {"would_send": job.whole_text})
+            print_json(details | {"would_send": job.whole_text})
         else:
             show_changes(changed)
             typer.echo(document(job.whole_text), nl=False)
@@ -156,10 +166,10 @@ def command(
     confirm("Resume?", yes)
     done = prepared.submit(as_choice(prepare), say_preparation)
     if as_json:
-        _print(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
+        print_json(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
         return
     say(f"resumed: job {done.job_id} in {found.path}")
-    suggest(useful_commands(found.run_id, found.path))
+    suggest(useful_commands(found.run_id))
     typer.echo(visible(found.run_id))
 
 
@@ -179,7 +189,6 @@ def _branch(
 ) -> None:
     """Submit a new run that continues a checkpoint of another one, after the confirmation."""
     from scaletrain_cli.api import find_run, prepare_branch
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.cli.submit import checked, print_submitted
     from scaletrain_cli.ui.console import document, say, warn
     from scaletrain_cli.ui.resume import branch_json, show_resize
@@ -204,7 +213,7 @@ def _branch(
     if dry_run:
         job = prepared.render()
         if as_json:
-            _print({"run_id": job.run_id, "run_dir": str(job.run_dir)} | details | {"would_send": job.whole_text})
+            print_json({"run_id": job.run_id, "run_dir": str(job.run_dir)} | details | {"would_send": job.whole_text})
         else:
             typer.echo(document(job.whole_text), nl=False)
         return
@@ -230,9 +239,7 @@ def _move(
 ) -> Run | None:
     """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
     from scaletrain_cli.api import find_mirrored, move_here
-    from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.text import bytes_text, seconds_text
-    from scaletrain_cli.ui.checkpoints import ReceivingLine
+    from scaletrain_cli.ui.checkpoints import BytesLine
     from scaletrain_cli.ui.console import say, warn
 
     found = find_mirrored(run, mirror, take_over=take_over)
@@ -244,7 +251,7 @@ def _move(
         if as_json:
             place = {"host": owner.host, "run_dir": owner.run_dir, "generation": owner.generation}
             active = {"last_active": found.activity.time, "released": found.activity.released}
-            _print({"run_id": run, "mirror": found.place, "step": step, "owner": place, **active})
+            print_json({"run_id": run, "mirror": found.place, "step": step, "owner": place, **active})
         return None
     confirm("Move it here and resume?", yes)
     restored: list[tuple[int, Sequence[str], Sequence[Reason]]] = []
@@ -252,18 +259,13 @@ def _move(
     def keep(*what: Any) -> None:
         restored.append(what)
 
-    with ReceivingLine() as line:
-        moved = move_here(found, overrides, cluster=cluster, on_bytes=line.received, on_restored=keep)
+    with BytesLine() as line:
+        line.begin("checkpoint")
+        moved = move_here(found, overrides, cluster=cluster, on_bytes=line.show, on_restored=keep)
     received, passed_over, notes = restored[0]
     for problem in passed_over:
         warn(f"passed over a checkpoint of the mirror: {problem}")
     for note in notes:
         warn(sentences(note))
-    say(f"received step {received}, {bytes_text(line.total)}, in {moved.path}")
+    say(f"received step {received}, {bytes_text(line.total_bytes)}, in {moved.path}")
     return moved
-
-
-def _print(data: dict[str, object]) -> None:
-    from scaletrain_cli.ui.json import print_json
-
-    print_json(data)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson, Yes
+from scaletrain_cli.cli.options import AsJson, Yes, confirm
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
-from scaletrain_cli.text import counted, visible
+from scaletrain_cli.text import bytes_text, counted, visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.remove import Removal
-    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -43,13 +43,12 @@ def command(
     Deletes nothing if one of the runs is active or belongs to another user. Asks for confirmation once; without a
     terminal, --yes is required. Datasets, code shared with other runs and Weights & Biases data are kept.
     """
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.remove import plan_removal, remove, remove_leftovers
     from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.text import bytes_text
+    from scaletrain_cli.rundir.sweeps import find_runs
     from scaletrain_cli.ui.console import say, warn
 
-    found = [plan_removal(run, with_checkpoints=checkpoints) for run in _chosen(runs)]
+    found = [plan_removal(run, with_checkpoints=checkpoints) for run in find_runs(runs)]
     for one in found:
         say(_line(one))
         if one.checkpoints is not None and not checkpoints:
@@ -88,21 +87,7 @@ def command(
         raise worst
 
 
-def _chosen(names: list[str]) -> list[RunDir]:
-    """Return the runs without duplicates, in the order given. Raises UsageError."""
-    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
-
-    chosen: dict[str, RunDir] = {}
-    for name in names:
-        found = find_run_or_sweep(name)
-        for run in found.runs if isinstance(found, Sweep) else (found,):
-            chosen.setdefault(str(run.path), run)
-    return list(chosen.values())
-
-
 def _line(one: Removal) -> str:
-    from scaletrain_cli.text import bytes_text
-
     newest = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
     return f"{one.run_id}: {one.state}, {newest}, {bytes_text(one.bytes)}"
 
@@ -112,8 +97,6 @@ def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:
         for one in found:
             typer.echo(visible(one.run_id))
         return
-    from scaletrain_cli.ui.json import print_json
-
     rows: list[dict[str, Any]] = [
         {
             "run_id": one.run_id,

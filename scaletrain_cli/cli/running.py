@@ -23,6 +23,7 @@ from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.view_switch import NowReachableError
+from scaletrain_cli.ui.json import envelope_text, forget_answer
 from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -64,8 +65,6 @@ def run(words: Sequence[str]) -> int:
         set_up_logging("scaletrain")
     as_json = requests_json(words)
     if as_json:
-        from scaletrain_cli.ui.json import forget_answer
-
         forget_answer()
     there = _elsewhere(words, run_on_login_node)
     if there is None:
@@ -162,8 +161,6 @@ def _usage_error(error: Any, words: Sequence[str]) -> ScaletrainError:
 
 def _write_envelope(words: Sequence[str], error: ScaletrainError | None) -> int:
     """Write the envelope in one piece and return the exit code. Raises OSError."""
-    from scaletrain_cli.ui.json import envelope_text, forget_answer
-
     try:
         text = envelope_text(schema_of(words), error)
     except (TypeError, ValueError) as bug:  # not representable as JSON

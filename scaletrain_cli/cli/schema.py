@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.ui.json import print_json, write_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -18,7 +19,6 @@ def command(as_json: AsJson = False) -> None:
     With --json the schema is the value of the key `json_schema`.
     """
     from scaletrain_cli.spec import json_schema
-    from scaletrain_cli.ui.json import print_json, write_json
 
     if as_json:
         print_json({"json_schema": json_schema()})

@@ -11,6 +11,8 @@ import typer
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.text import either
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -94,8 +96,6 @@ def command(
         status, code = wait_for_end(found, seconds_of("--wait", wait), resume=resume)
     view = read_view(found, status)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(view.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in view.attempts]})
     else:
         from scaletrain_cli.ui.status import show_status
@@ -118,8 +118,6 @@ def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> Non
     section = _cluster(name, scheduler)
     view = backend_for(section.scheduler).cluster_view(section)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(view.to_json())
     else:
         from scaletrain_cli.ui.cluster import show_cluster
@@ -132,7 +130,6 @@ def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
     from scaletrain_cli.launch.backends.registry import usual_backend
     from scaletrain_cli.spec import ClusterSpec, load_cluster
     from scaletrain_cli.spec.backend_traits import backend_names
-    from scaletrain_cli.text import either
 
     section = load_cluster(name)
     if name is not None and section is not None and scheduler not in (None, section.scheduler):
@@ -191,8 +188,6 @@ def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
         status, in_time = _wait_for_sweep(sweep, wait_seconds)
         code = exit_code_of_all(status.members) if in_time else _TIMED_OUT
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(status.to_json())
     else:
         from scaletrain_cli.ui.status import show_sweep

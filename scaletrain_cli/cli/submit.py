@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,17 @@ from scaletrain_cli.cli.options import (
     TrustOwner,
     Yes,
     as_choice,
+    confirm,
+    load_varied,
     say_preparation,
     seconds_of,
+    show_fetch,
 )
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
@@ -141,7 +147,6 @@ def command(
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.api import Run, load_spec, prepare_submission
-    from scaletrain_cli.cli.options import confirm, show_fetch
     from scaletrain_cli.launch.backends.registry import all_backends, backend_for
     from scaletrain_cli.ui.console import say
 
@@ -212,9 +217,7 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
     """Print the rendered job."""
     from scaletrain_cli.launch.rendered_job import in_format
-    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import document, warn
-    from scaletrain_cli.ui.json import print_json
 
     if output is None:  # a manifest may be for another machine
         require_writable(prepared.root, "no run can be submitted")
@@ -245,7 +248,6 @@ def checked(prepared: PreparedSubmission, run_id: str | None, as_json: bool) -> 
 def print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
     """Print the run and its job. ``before``: the scheduler had accepted the job before this command."""
     from scaletrain_cli.ui.console import say, suggest
-    from scaletrain_cli.ui.json import print_json
 
     run = done.run
     if as_json:
@@ -253,11 +255,11 @@ def print_submitted(done: Submitted, other_keys: dict[str, object], as_json: boo
         print_json(answer | {"scheduler": done.scheduler, "job_id": done.job_id} | other_keys)
         return
     say(f"{'already submitted' if before else 'submitted'}: job {done.job_id} in {run.path}")
-    suggest(useful_commands(run.run_id, run.path))
+    suggest(useful_commands(run.run_id))
     typer.echo(visible(run.run_id))
 
 
-def useful_commands(run_id: str, path: Path) -> dict[str, str]:
+def useful_commands(run_id: str) -> dict[str, str]:
     """Return follow-up commands for a run, by purpose."""
     return {
         "show its state": f"scaletrain status {run_id}",
@@ -286,7 +288,6 @@ def submit_points(
     as_json: bool,
 ) -> None:
     """Submit the runs of a sweep and print their run ids to stdout, one per line."""
-    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.base import notes_json
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.preparation import PreparedData, prepare_data
@@ -295,7 +296,6 @@ def submit_points(
     from scaletrain_cli.launch.submit import make_record
     from scaletrain_cli.launch.sweep import submit_as_array, submit_sweep
     from scaletrain_cli.rundir.paths import RunDir, runs_root
-    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import say, warn
 
     sweep, planned = _plan_points(spec, overrides, points, cluster, run_id, None if dry_run else prepare)
@@ -325,8 +325,6 @@ def submit_points(
         whole = {"array": scheduler.render_array(sweep, runs, cap)} if array else {}
         texts = [scheduler.render(run, record) for run, record in runs]
         if as_json:
-            from scaletrain_cli.ui.json import print_json
-
             shown = [
                 {"run_id": point.run_id, "overrides": list(point.overrides), "would_send": text}
                 for point, text in zip(planned, texts, strict=True)
@@ -370,8 +368,6 @@ def submit_points(
     else:
         done = submit_sweep(sweep, planned, scheduler, cap, say_preparation)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         rows = [
             {"run_id": one.run.run_id, "run_dir": str(one.run.path), "job_id": one.submission.job_id}
             | {"created": one.created, "overrides": list(point.overrides)}
@@ -404,9 +400,6 @@ def _plan_points(
 
     Raises SpecError or InfeasibleError for the first invalid point; the message names its values.
     """
-    import time
-
-    from scaletrain_cli.cli.options import load_varied
     from scaletrain_cli.launch.code import take_snapshot
     from scaletrain_cli.launch.epochs import counted, size_to_count
     from scaletrain_cli.launch.node_sizes import plan_run

@@ -12,7 +12,9 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, say_preparation
 from scaletrain_cli.errors import ExitCode, ScaletrainError, sentences
+from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -48,7 +50,6 @@ def command(
     from scaletrain_cli.launch.submit import create_run, plan_for_engine
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.rundir.shared_datasets import shared_root_notes
-    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.backend_traits import DEFAULT
     from scaletrain_cli.ui.console import drop_output, say, warn
@@ -82,8 +83,6 @@ def command(
         code = backend.run_in_foreground(made.run, made.record, watcher.look)
         status = watcher.finish()
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(status.to_json() | {"schema": "scaletrain.train/v1", "exit_code": code})
     measured = measures_text(status)
     end = f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}"

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode, Problem, SpecError, UsageError, sentences
+from scaletrain_cli.errors import ExitCode, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec import RunSpec
@@ -45,14 +46,10 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
             raise
     except UsageError as error:
         if as_json:
-            from scaletrain_cli.ui.json import print_json
-
             print_json({"valid": False, "problems": [problem.to_json() for problem in error.problems], "spec": None})
         raise
     found, notes = check_external(run), (*about_config_keys(run), *uncounted)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         details = {
             "missing": [problem.to_json() for problem in found.problems],
             "not_checked": [sentences(warning) for warning in found.warnings],
@@ -62,16 +59,16 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         }
         spec_document = given.model_dump(mode="json", by_alias=True)
         print_json({"valid": not found.problems, "problems": [], "spec": spec_document} | details)
-        _refuse(found.problems)
-        return
-    from scaletrain_cli.ui.console import warn
-    from scaletrain_cli.ui.spec import show_summary
+    else:
+        from scaletrain_cli.ui.console import warn
+        from scaletrain_cli.ui.spec import show_summary
 
-    shown = given if uncounted else run
-    show_summary(shown, STDIN if str(spec) == "-" else str(spec), usable=not found.problems, epochs=epochs)
-    for warning in (*notes, *found.warnings):
-        warn(sentences(warning))
-    _refuse(found.problems)
+        shown = given if uncounted else run
+        show_summary(shown, STDIN if str(spec) == "-" else str(spec), usable=not found.problems, epochs=epochs)
+        for warning in (*notes, *found.warnings):
+            warn(sentences(warning))
+    if found.problems:  # submit would reject the spec
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(found.problems)}), found.problems)
 
 
 def _in_steps(spec: RunSpec, file: Path) -> tuple[RunSpec, Reason | None, tuple[Reason, ...]]:
@@ -87,9 +84,3 @@ def _in_steps(spec: RunSpec, file: Path) -> tuple[RunSpec, Reason | None, tuple[
         raise
     except UsageError as error:  # a run may still prepare the data, and then count
         return provisional(spec), None, tuple(one.reason for one in error.problems if one.reason is not None)
-
-
-def _refuse(problems: tuple[Problem, ...]) -> None:
-    """Raise UsageError if submit would reject the spec."""
-    if problems:
-        raise UsageError(Reason("checks.spec-unusable", {"problems": len(problems)}), problems)

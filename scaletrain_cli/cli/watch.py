@@ -9,6 +9,8 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.view_switch import switch_if_reachable
+from scaletrain_cli.ui.json import print_json, stream_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.view import RunView
@@ -39,7 +41,6 @@ def command(
     elif as_json:
         _follow_as_json(found)
     elif is_capable():
-        from scaletrain_cli.launch.view_switch import switch_if_reachable
         from scaletrain_cli.launch.watching import Reading
         from scaletrain_cli.ui.watch.screen import DRAW_SECONDS, watch_screen
 
@@ -54,8 +55,6 @@ def _show_once(run: RunDir, as_json: bool) -> None:
 
     view = read_view(run)
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
         print_json(_document(view))
     else:
         from scaletrain_cli.ui.watch.lines import show_overview
@@ -65,9 +64,7 @@ def _show_once(run: RunDir, as_json: bool) -> None:
 
 def _follow_as_json(run: RunDir) -> None:
     """Write a line for each change of step, state, events or findings, and the envelope at the end of the run."""
-    from scaletrain_cli.launch.view_switch import switch_if_reachable
     from scaletrain_cli.launch.watching import ViewReader
-    from scaletrain_cli.ui.json import print_json, stream_json
 
     reader, written = ViewReader(run), None
     while True:
@@ -83,7 +80,6 @@ def _follow_as_json(run: RunDir) -> None:
 
 
 def _follow(run: RunDir) -> None:
-    from scaletrain_cli.launch.view_switch import switch_if_reachable
     from scaletrain_cli.launch.watching import ViewReader
     from scaletrain_cli.ui.watch.lines import show_change
 

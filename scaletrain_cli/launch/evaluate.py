@@ -155,14 +155,9 @@ def inference_plan(spec: RunSpec) -> RunPlan:
         plan = error.plan
     weight_bytes = plan.model.parameters * (4 if spec.training.precision in ("fp32", "tf32") else 2)
     if weight_bytes > plan.memory.capacity:
-        params = {"weight_bytes": weight_bytes, "capacity_bytes": plan.memory.capacity, "gpu": _name(spec)}
+        params = {"weight_bytes": weight_bytes, "capacity_bytes": plan.memory.capacity, "gpu": spec.cluster.gpu_name}
         raise InfeasibleError(Reason("runs.evaluation-does-not-fit", params))
     return plan
-
-
-def _name(spec: RunSpec) -> str:
-    gpu = spec.cluster.gpu
-    return gpu if isinstance(gpu, str) else gpu.name
 
 
 def _pause(seconds: float) -> bool:

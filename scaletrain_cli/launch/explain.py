@@ -54,8 +54,7 @@ _EXPLAINED_BY: dict[ExitReason, tuple[str, ...]] = {
 def explain(run: RunDir) -> Explanation:
     """Return why the run waits, or why it ended. Raises UsageError when run.json is damaged."""
     record, status = read_record(run), run_status(run)
-    attempts = read_attempts(run)
-    last = attempts[-1] if attempts else None
+    last = next(reversed(read_attempts(run)), None)
     return Explanation(run.run_id, status.state, tuple(_findings(run, record, status, last)))
 
 
@@ -184,7 +183,9 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
             *_history(run, attempt),
             *_decision(attempt, job),
         ),
-        _resume(run) if _needs_resume(attempt, job) and cause not in RESUME_IS_A_REMEDY else (),
+        Reason("launch.continue", {"run": run.run_id}).remedies
+        if _needs_resume(attempt, job) and cause not in RESUME_IS_A_REMEDY
+        else (),
     )
 
 
@@ -211,10 +212,6 @@ def _needs_resume(attempt: AttemptRecord, job: Job) -> bool:
     """Return whether only a resume continues the run: as far as is known, no attempt follows."""
     followed = _is_followed(attempt, job) or (job.state == "unknown" and attempt.may_be_followed)
     return attempt.reason != "done" and not followed
-
-
-def _resume(run: RunDir) -> tuple[str, ...]:
-    return Reason("launch.continue", {"run": run.run_id}).remedies
 
 
 def _is_followed(attempt: AttemptRecord, job: Job) -> bool:

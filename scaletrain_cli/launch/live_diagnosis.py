@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import itertools
 import logging
-import math
 import select
 import signal
 import sys
@@ -30,6 +29,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.notify.notifier import Notifier, receivers_environment
+from scaletrain_cli.rundir.documents import json_value
 from scaletrain_cli.rundir.journal import file_size, read_events, read_lines_backwards, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, mark_diagnosis, raised_findings
@@ -199,18 +199,9 @@ def _fields_of(finding: Finding) -> dict[str, Any]:
         "subject": finding.subject,
         "severity": finding.severity,
         "confidence": finding.confidence,
-        **_finite(finding.reason.to_document()),
+        **json_value(finding.reason.to_document()),
         "text": str(finding.reason),
     }
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with null for NaN and infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

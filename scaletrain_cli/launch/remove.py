@@ -56,12 +56,6 @@ def pruning(
         yield found
 
 
-def delete_pruned(found: Pruning) -> None:
-    """Delete what pruning() yielded, inside its context."""
-    for checkpoint in found.to_delete:
-        delete_checkpoint(checkpoint.path)
-
-
 _LEFT = ".removed-"  # followed by the run id: a run directory that is being deleted, or whose deletion failed
 _LEFT_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")
 _DRAFT_NAME = re.compile(r"\.[A-Za-z0-9].*\.[0-9a-f]{8}")  # in which create_run() makes a run directory

@@ -90,8 +90,7 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
     record, submission = read_record(run), read_submission(run)
     # The job is on the scheduler that it was submitted to, even if a later revision names another one.
     scheduler = scheduler or backend_for(submission.scheduler if submission else record.spec.cluster.scheduler)
-    attempts = read_attempts(run)
-    last = attempts[-1] if attempts else None
+    last = next(reversed(read_attempts(run)), None)
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
     job = _job_to_take_over(scheduler, run, record) if take_over else scheduler.job(run, record)

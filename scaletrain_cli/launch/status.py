@@ -268,7 +268,7 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
     open_runs: dict[str, list[RunDir]] = {}
     for run in runs:
         with contextlib.suppress(UsageError, OSError):  # its own row reports the damage
-            if not _is_done(run):
+            if not has_finished(run, read_attempt(run, max(run.attempts(), default=0))):
                 open_runs.setdefault(read_record(run).spec.cluster.scheduler, []).append(run)
     found: dict[RunDir, Backend] = {}
     for name, group in open_runs.items():
@@ -287,10 +287,6 @@ def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | Usag
         return error
     except OSError as error:  # such as too many open files
         return UsageError(f"{run.path} could not be read: {error.strerror or error}.")
-
-
-def _is_done(run: RunDir) -> bool:
-    return has_finished(run, read_attempt(run, max(run.attempts(), default=0)))
 
 
 def has_finished(run: RunDir, last: AttemptRecord | None) -> bool:
@@ -331,8 +327,7 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
     """Return the exit code of a run that has ended: that of its last decision, or else of its last attempt."""
     if status.state == "finished":
         return ExitCode.DONE
-    attempts = read_attempts(run)
-    last = attempts[-1] if attempts else None
+    last = next(reversed(read_attempts(run)), None)
     if last is None:  # no attempt began, or none is visible here
         return ExitCode.SCHEDULER if status.job.forgotten else status.job.exit_code or ExitCode.CRASHED
     if last.decision is not None and not last.decision.requeue:

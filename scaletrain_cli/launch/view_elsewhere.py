@@ -84,7 +84,8 @@ def show_view(
     standard output (1) and errors (2). ``words``: with PAGE_WORD for the path of a file that it writes. ``say``
     gets lines of progress. Raises NotReachableError, and SchedulerError if the connection was lost later.
     """
-    terminal = outputs is None and all(stream is not None and stream.isatty() for stream in _streams())
+    streams: tuple[Any, ...] = (sys.stdin, sys.stdout, sys.stderr)
+    terminal = outputs is None and all(stream is not None and stream.isatty() for stream in streams)
     known = KnownRun(run, events_to_send(run))
     size = list(terminal_size()) if terminal else None
     request = {
@@ -117,10 +118,6 @@ class ViewEnd:
 
     exit_code: int
     page: bytes
-
-
-def _streams() -> tuple[Any, ...]:
-    return sys.stdin, sys.stdout, sys.stderr
 
 
 def _written_to(page: io.BytesIO) -> Callable[[bytes], None]:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from scaletrain_cli.mirror.stores import MirrorStore
 from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import DamagedError, parse_json, read_as, typed, write_document
+from scaletrain_cli.rundir.documents import parse_json, typed, undamaged_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.mirror-claim/v1"
@@ -82,11 +82,6 @@ def read_claims(store: MirrorStore, known: Sequence[Claim] = ()) -> list[Claim]:
     return found
 
 
-def latest_claim(store: MirrorStore) -> Claim | None:
-    """Return the claim that holds; None in an empty mirror."""
-    return next(reversed(read_claims(store)), None)
-
-
 def make_claim(store: MirrorStore, run: RunDir, claim: Claim) -> bool:
     """Make a claim and keep it in the run directory; return False if another place was first.
 
@@ -102,9 +97,7 @@ def make_claim(store: MirrorStore, run: RunDir, claim: Claim) -> bool:
 
 def own_claim(run: RunDir) -> Claim | None:
     """Return the claim that this run directory has made, or was about to make; None before the first."""
-    with contextlib.suppress(DamagedError):
-        return read_as(Claim, run.mirror_claim_file)
-    return None
+    return undamaged_as(Claim, run.mirror_claim_file)
 
 
 def report_activity(store: MirrorStore, generation: int, step: int | None, *, released: bool = False) -> None:

@@ -131,7 +131,7 @@ def restore_history(store: MirrorStore, index: Index, folder: Path, *, keep_exis
     """
     for name, stated in index.files.items():
         parts = PurePosixPath(name)
-        if parts.is_absolute() or ".." in parts.parts or not _is_known(name):
+        if parts.is_absolute() or ".." in parts.parts or not any(map(parts.match, _FILES)):
             raise MirrorError(Reason("mirror.history-damaged", {"file": name, "list": index.name}))
         target = folder / name
         if keep_existing and target.exists():
@@ -141,10 +141,6 @@ def restore_history(store: MirrorStore, index: Index, folder: Path, *, keep_exis
             raise MirrorError(Reason("mirror.history-damaged", {"file": name, "list": index.name}))
         make_folder(target.parent)
         replace_file(target, content, private=bool(stated.get("private")))
-
-
-def _is_known(name: str) -> bool:
-    return any(PurePosixPath(name).match(pattern) for pattern in _FILES)
 
 
 def _blob(store: MirrorStore, blob: str) -> bytes:

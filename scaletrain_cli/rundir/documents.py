@@ -96,6 +96,19 @@ def read_as(kind: type[T], path: Path) -> T | None:
     return None if data is None else from_document(kind, data, path)
 
 
+def undamaged_as(kind: type[T], path: Path) -> T | None:
+    """Return the dataclass of a document that the run can do without; None if it is missing or damaged."""
+    with contextlib.suppress(DamagedError):
+        return read_as(kind, path)
+    return None
+
+
+def undamaged_in(kind: type[T], folder: Path, name: re.Pattern[str]) -> list[T]:
+    """Return the dataclasses of the documents with such a name, by the number in it, without damaged documents."""
+    numbered = sorted((int(match[1]), path) for path in entries(folder) if (match := name.fullmatch(path.name)))
+    return [found for _, path in numbered if (found := undamaged_as(kind, path)) is not None]
+
+
 def from_document(kind: type[T], data: Mapping[str, Any], path: Path) -> T:
     """Return the dataclass that the data of a document hold. Raises DamagedError if keys or types do not match."""
     with reporting_damage(path):
@@ -107,6 +120,15 @@ def from_document(kind: type[T], data: Mapping[str, Any], path: Path) -> T:
 def json_number(value: float) -> float | None:
     """Return the value, or None for NaN and infinity, for which JSON has no number."""
     return value if math.isfinite(value) else None
+
+
+def json_value(value: Any) -> Any:
+    """Return a value of numbers, texts, dicts and sequences with null for NaN and infinity."""
+    if isinstance(value, float):
+        return json_number(value)
+    if isinstance(value, dict):
+        return {key: json_value(each) for key, each in value.items()}
+    return [json_value(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def parse_json(data: bytes) -> Any:

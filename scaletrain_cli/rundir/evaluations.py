@@ -6,7 +6,6 @@ and done or failed. Its metrics are also in metrics.jsonl, at the step of the ch
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Collection
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.rundir.documents import DamagedError, entries, read_as, write_document
+from scaletrain_cli.rundir.documents import read_as, undamaged_in, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
 from scaletrain_cli.rundir.mirror_state import step_being_mirrored
 from scaletrain_cli.rundir.paths import RunDir
@@ -72,13 +71,7 @@ def read_evaluation(run: RunDir, step: int) -> Evaluation | None:
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
     """Return all evaluations, by step, without files that are damaged or of a later version: training reads them."""
-    found = (_FILE.fullmatch(path.name) for path in entries(run.path / "evaluations"))
-    evaluations: list[Evaluation] = []
-    for step in sorted(int(match[1]) for match in found if match):
-        with contextlib.suppress(DamagedError):
-            evaluation = read_evaluation(run, step)
-            evaluations += [] if evaluation is None else [evaluation]
-    return evaluations
+    return undamaged_in(Evaluation, run.path / "evaluations", _FILE)
 
 
 def forget_newer(run: RunDir, step: int) -> None:
@@ -123,7 +116,9 @@ def best_step(run: RunDir, metric: str, steps: Collection[int]) -> int | None:
     The least value is the best of losses, perplexities, errors, and metrics that an evaluation lists as such.
     """
     values: dict[int, float] = {
-        line["step"]: line[metric] for line in read_metrics(run) if _has(line, metric) and line["step"] in steps
+        line["step"]: line[metric]
+        for line in read_metrics(run)
+        if isinstance(line.get(metric), int | float) and line["step"] in steps
     }
     if not values:
         return None
@@ -136,7 +131,3 @@ def is_lower_better(run: RunDir, metric: str) -> bool:
     if metric.rpartition("/")[2].endswith(("loss", "perplexity", *ERRORS)):
         return True
     return any(metric in evaluation.lower_is_better for evaluation in read_evaluations(run))
-
-
-def _has(line: dict[str, Any], metric: str) -> bool:
-    return isinstance(line.get(metric), int | float)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,14 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from scaletrain_cli.rundir.documents import (
-    DamagedError,
-    read_as,
-    read_document,
-    reporting_damage,
-    typed,
-    write_document,
-)
+from scaletrain_cli.rundir.documents import read_document, reporting_damage, typed, undamaged_as, write_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -48,9 +40,7 @@ def write_ledger(run: RunDir, ledger: Ledger) -> None:
 
 def read_ledger(run: RunDir, attempt: int) -> Ledger | None:
     """Return the ledger of an attempt, or None if it wrote none that can be read."""
-    with contextlib.suppress(DamagedError):  # of figures alone
-        return read_as(Ledger, run.ledger(attempt))
-    return None
+    return undamaged_as(Ledger, run.ledger(attempt))
 
 
 @dataclass(frozen=True)
@@ -61,6 +51,7 @@ class AttemptSpan:
     ended: float | None
     ledger: Ledger | None
     in_vain: bool = False  # the run was restarted from scratch after it
+    revision: int | None = None  # that it trained, if it was recorded
 
     @property
     def until(self) -> float:
@@ -140,7 +131,7 @@ def run_goodput(run: RunDir) -> Goodput | None:
     # By the order of events, not by their times: clocks are set back, and differ between machines.
     numbers = (event.get("attempt") for event in events[:scratch])
     in_vain = max((number for number in numbers if type(number) is int), default=0)
-    spans = [span for number in run.attempts() if (span := _span(run, number, number <= in_vain)) is not None]
+    spans = [span for number in run.attempts() if (span := read_span(run, number, number <= in_vain)) is not None]
     if all(span.ledger is None for span in spans):
         return None
     return sum_goodput(spans, steps_lost(events[scratch:]))
@@ -163,10 +154,12 @@ def _spent(attempt: AttemptSpan) -> dict[Category, float]:
     return spent
 
 
-def _span(run: RunDir, number: int, in_vain: bool) -> AttemptSpan | None:
+def read_span(run: RunDir, number: int, in_vain: bool = False) -> AttemptSpan | None:
+    """Return the start and the end of an attempt; None if it has recorded neither. Raises DamagedError."""
     path, ledger = run.attempt(number) / "attempt.json", read_ledger(run, number)
     data = read_document(path)
     if data is None:
         return None if ledger is None else AttemptSpan(ledger.began, None, ledger, in_vain)
     with reporting_damage(path):
-        return AttemptSpan(typed(float, data["started"]), typed(float | None, data["ended"]), ledger, in_vain)
+        started, ended = typed(float, data["started"]), typed(float | None, data["ended"])
+        return AttemptSpan(started, ended, ledger, in_vain, typed(int | None, data.get("revision")))

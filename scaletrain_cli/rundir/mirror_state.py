@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import DamagedError, read_as, read_document, undamaged_document, write_document
+from scaletrain_cli.rundir.documents import read_document, undamaged_as, undamaged_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.mirror/v1"
@@ -78,9 +77,7 @@ def write_mirror_state(run: RunDir, state: MirrorState) -> None:
 
 def read_mirror_state(run: RunDir) -> MirrorState | None:
     """Return the state; None if the run has no mirror, or the file is damaged: training reads it."""
-    with contextlib.suppress(DamagedError):
-        return read_as(MirrorState, mirror_file(run))
-    return None
+    return undamaged_as(MirrorState, mirror_file(run))
 
 
 def step_being_mirrored(run: RunDir) -> int | None:

@@ -21,6 +21,7 @@ from scaletrain_cli.rundir.documents import (
     read_as,
     read_document,
     reporting_damage,
+    typed,
     write_document,
 )
 from scaletrain_cli.rundir.paths import RunDir
@@ -87,16 +88,14 @@ def read_request(run: RunDir) -> ProfileRequest | None:
     data = parse_json(text) if text else {}
     if not isinstance(data, dict):
         raise ValueError("it is not a JSON object")
-    known = {field.name: field for field in dataclasses.fields(ProfileRequest)}
-    if unknown := sorted(data.keys() - known.keys()):
+    known = [field.name for field in dataclasses.fields(ProfileRequest)]
+    if unknown := sorted(data.keys() - known):
         raise ValueError(f"unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
-    ranks = data.get("ranks", [0])
-    if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
-        raise ValueError("ranks must be a list of whole numbers")
-    for name, value in data.items():
-        if name != "ranks" and type(value) is not type(known[name].default):
-            raise ValueError(f"{name} = {value!r} is of the wrong type")
-    return ProfileRequest(**{**data, "ranks": tuple(ranks)})
+    try:
+        request: ProfileRequest = typed(ProfileRequest, data)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return request
 
 
 def withdraw_request(run: RunDir, request_id: str) -> None:
@@ -186,14 +185,13 @@ def _measured(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]
         return {}
     seconds = {name: [float(figures["causes"][name]) for figures in ranks] for name in CAUSES}
     seconds["step"] = [float(figures["step_seconds"]) for figures in ranks]
-    return {name: _spread(values) for name, values in seconds.items()}
+    return {
+        name: {"median": median(values), "lowest": min(values), "highest": max(values)}
+        for name, values in seconds.items()
+    }
 
 
 def write_summary(folder: Path) -> None:
     """Write ``summary.json`` from the files of the ranks that have written theirs. Raises OSError."""
     if (summary := summary_of(folder)) is not None:
         write_document(folder / "summary.json", summary)
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": median(values), "lowest": min(values), "highest": max(values)}

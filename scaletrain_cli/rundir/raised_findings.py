@@ -52,13 +52,14 @@ def raised_findings(events: Iterable[Mapping[str, Any]]) -> dict[str, RaisedFind
         if name == "from-scratch":
             found = {}
         elif name in (RAISED_EVENT, CLEARED_EVENT):
-            one = _read(event)
+            reason, subject = reason_from(event), str(event.get("subject") or "")
+            key, severity = finding_key(reason.code, subject), str(event.get("severity"))
             if name == CLEARED_EVENT:
-                found.pop(one.key, None)
-            elif one.severity in SEVERITIES:
-                before = found.get(one.key)
-                since = one.time if before is None else before.time
-                found[one.key] = RaisedFinding(one.reason, one.subject, one.severity, since, one.attempt, one.step)
+                found.pop(key, None)
+            elif severity in SEVERITIES:
+                since = found[key].time if key in found else event.get("time") or 0.0
+                attempt, step = event.get("attempt") or 0, event.get("step") or 0
+                found[key] = RaisedFinding(reason, subject, severity, since, attempt, step)
     return found
 
 
@@ -75,16 +76,3 @@ def is_diagnosed(run: RunDir, attempt: int) -> bool:
 
 def _mark(run: RunDir, attempt: int) -> Path:
     return run.attempt(attempt) / "diagnosis.json"
-
-
-def _read(event: Mapping[str, Any]) -> RaisedFinding:
-    """Return the finding of an event; missing values are empty, and zero."""
-    time, attempt, step = (event.get(name) for name in ("time", "attempt", "step"))
-    return RaisedFinding(
-        reason_from(event),
-        str(event.get("subject") or ""),
-        str(event.get("severity")),
-        float(time) if isinstance(time, int | float) else 0.0,
-        attempt if isinstance(attempt, int) else 0,
-        step if isinstance(step, int) else 0,
-    )

@@ -5,13 +5,12 @@ A sweep has no folder: it is the set of runs under the runs root whose files nam
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.documents import DamagedError, read_as, write_document
+from scaletrain_cli.rundir.documents import undamaged_as, write_document
 from scaletrain_cli.rundir.paths import RunDir, exact_run, find_run, list_runs, runs_root
 from scaletrain_cli.sent_run import sent_run_folder
 
@@ -30,10 +29,6 @@ class SweepPlace:
     after: str | None = None
     array: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object in the file."""
-        return {"schema": "scaletrain.sweep/v1", **dataclasses.asdict(self)}
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -46,14 +41,12 @@ class Sweep:
 
 def write_sweep_place(run: RunDir, place: SweepPlace) -> None:
     """Write sweep.json. Call it before the run is submitted, because its scheduler reads it."""
-    write_document(run.path / "sweep.json", place.to_json())
+    write_document(run.path / "sweep.json", {"schema": "scaletrain.sweep/v1", **dataclasses.asdict(place)})
 
 
 def read_sweep_place(run: RunDir) -> SweepPlace | None:
     """Return the place of a run in its sweep; None if it has none or the file is invalid."""
-    with contextlib.suppress(DamagedError):
-        return read_as(SweepPlace, run.path / "sweep.json")
-    return None
+    return undamaged_as(SweepPlace, run.path / "sweep.json")
 
 
 def list_sweeps(begin: str = "") -> dict[str, Sweep]:
@@ -80,6 +73,16 @@ def find_sweep(name: str) -> Sweep:
         raise UsageError(f"{name} matches {len(begun)} sweeps: {', '.join(begun)}. Use a longer prefix.")
     known = f"Available sweeps: {', '.join(sweeps)}." if sweeps else "There are no sweeps."
     raise UsageError(f"no sweep {name[:200]!r} under {runs_root()}. {known}")
+
+
+def find_runs(names: Iterable[str]) -> list[RunDir]:
+    """Return the runs that are named, alone or by their sweep, in this order, each once. Raises UsageError."""
+    chosen: dict[str, RunDir] = {}
+    for name in names:
+        named = find_run_or_sweep(name)
+        for run in named.runs if isinstance(named, Sweep) else (named,):
+            chosen.setdefault(str(run.path), run)
+    return list(chosen.values())
 
 
 def find_run_or_sweep(name: str) -> RunDir | Sweep:

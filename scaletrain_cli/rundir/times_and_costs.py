@@ -12,8 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.result import Range, RunPlan
-from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.goodput import CATEGORIES, read_ledger
+from scaletrain_cli.rundir.goodput import CATEGORIES, read_ledger, read_span
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_revision_figures
@@ -116,33 +115,25 @@ def cost_so_far(run: RunDir, record: RunRecord, *, is_over: bool, now: float) ->
     submissions = [event for event in read_events(run) if event.get("event") == "submitted"]
     total, numbers = 0.0, run.attempts()
     for number in numbers:
-        data = read_document(run.attempt(number) / "attempt.json")
-        if data is None or not isinstance(data.get("started"), int | float):
+        span = read_span(run, number)
+        if span is None:
             continue
-        gpus, price = _figures_of_attempt(run, record, submissions, number, data.get("revision"))
+        gpus, price = _figures_of_attempt(run, record, submissions, number, span.revision)
         if price is None:
             return None
-        ended = data.get("ended")
-        is_living = not is_over and number == numbers[-1]
-        until = ended if isinstance(ended, int | float) else now if is_living else _last_sign(run, number)
-        total += price * gpus * max(0.0, until - data["started"]) / 3600
+        is_living = not is_over and number == numbers[-1] and span.ended is None
+        total += price * gpus * max(0.0, (now if is_living else span.until) - span.started) / 3600
     return total if record.plan.cost.price_per_gpu_hour is not None else None
 
 
 def _figures_of_attempt(
-    run: RunDir, record: RunRecord, submissions: Sequence[Any], number: int, own: Any
+    run: RunDir, record: RunRecord, submissions: Sequence[Any], number: int, own: int | None
 ) -> tuple[int, float | None]:
     """Return the GPUs and the dollars per GPU-hour of an attempt, by its own revision or that of its submission."""
-    revision = own if isinstance(own, int) else record.revision
-    for event in () if isinstance(own, int) else submissions:
-        if isinstance(event.get("first_attempt"), int) and event["first_attempt"] <= number:
+    revision = record.revision if own is None else own
+    for event in submissions if own is None else ():
+        if event.get("first_attempt") is not None and event["first_attempt"] <= number:
             revision = event.get("revision", 0)
     if revision == record.revision:
         return record.plan.layout.world_size, record.plan.cost.price_per_gpu_hour
     return read_revision_figures(run, revision)
-
-
-def _last_sign(run: RunDir, number: int) -> float:
-    """Return when an attempt without a recorded end has last accounted for its time; 0 if it never did."""
-    ledger = read_ledger(run, number)
-    return 0.0 if ledger is None else ledger.updated

@@ -6,8 +6,6 @@ class, and sample answers.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.rundir.documents import DamagedError, entries, read_as, write_document
+from scaletrain_cli.rundir.documents import json_value, read_as, undamaged_in, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 
@@ -53,7 +51,7 @@ def validation_path(run: RunDir, step: int) -> Path:
 
 def write_validation(run: RunDir, step: int, metrics: Mapping[str, float], details: Mapping[str, Any]) -> None:
     """Write the file of a validation; figures that are not finite are null. Raises OSError."""
-    found = Validation(step, round(time.time(), 3), _finite(dict(metrics)), _finite(dict(details)))
+    found = Validation(step, round(time.time(), 3), json_value(dict(metrics)), json_value(dict(details)))
     make_folder(validation_path(run, step).parent)
     write_document(validation_path(run, step), {"schema": SCHEMA, **asdict(found)})
 
@@ -65,13 +63,7 @@ def read_validation(run: RunDir, step: int) -> Validation | None:
 
 def read_validations(run: RunDir) -> list[Validation]:
     """Return all validations with a file, by step, without files that are damaged."""
-    found = (_FILE.fullmatch(path.name) for path in entries(run.path / "evaluations"))
-    validations: list[Validation] = []
-    for step in sorted(int(match[1]) for match in found if match):
-        with contextlib.suppress(DamagedError):
-            validation = read_validation(run, step)
-            validations += [] if validation is None else [validation]
-    return validations
+    return undamaged_in(Validation, run.path / "evaluations", _FILE)
 
 
 def forget_newer_validations(run: RunDir, step: int) -> None:
@@ -79,11 +71,3 @@ def forget_newer_validations(run: RunDir, step: int) -> None:
     for validation in read_validations(run):
         if validation.step > step:
             validation_path(run, validation.step).unlink(missing_ok=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list) else value

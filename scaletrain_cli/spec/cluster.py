@@ -293,6 +293,11 @@ class ClusterSpec(OpenSection):
         return f"on {self.traits.display_name}{self.section.summary}"
 
     @property
+    def gpu_name(self) -> str:
+        """The name of the accelerator, or ``cpu``."""
+        return self.gpu if isinstance(self.gpu, str) else self.gpu.name
+
+    @property
     def gpu_slice(self) -> tuple[int, int] | None:
         """The compute slices (of eight) and the GiB of memory of a part of a GPU (MIG); None for whole GPUs.
 

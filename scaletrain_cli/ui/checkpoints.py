@@ -60,10 +60,10 @@ def entry_json(entry: Entry, mirrored: Collection[int] | None = None) -> dict[st
     }
 
 
-class VerifyingLine:
+class BytesLine:
     """A context manager with a progress line on stderr; it is off if stderr is not a terminal."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int = 0) -> None:
         console = stderr_console()
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -73,11 +73,11 @@ class VerifyingLine:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._total = total_bytes
+        self.total_bytes = total_bytes
         self._task = self._progress.add_task("", total=total_bytes or None, amount="")
         self._read = 0
 
-    def __enter__(self) -> VerifyingLine:
+    def __enter__(self) -> BytesLine:
         self._progress.start()
         return self
 
@@ -93,32 +93,10 @@ class VerifyingLine:
     def advance(self, name: str, size: int) -> None:
         """Add the size of a file that has been read."""
         self._read += size
-        self.show(self._read, self._total)
+        self.show(self._read, self.total_bytes)
 
     def show(self, done: int, total: int) -> None:
-        """Show a number of bytes, of all of them."""
+        """Show a number of bytes, of all of them, as of a download."""
+        self.total_bytes = total
         amount = f"{bytes_text(done)} of {bytes_text(total)}"
         self._progress.update(self._task, completed=done, total=total, amount=amount)
-
-
-class ReceivingLine:
-    """A context manager with a progress line on stderr for a download; it is off if stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._line = VerifyingLine(0)
-        self.total = 0
-
-    def __enter__(self) -> ReceivingLine:
-        self._line.__enter__()
-        self._line.begin("checkpoint")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._line.__exit__(kind, error, trace)
-
-    def received(self, done: int, total: int) -> None:
-        """Show the bytes that were received, of all of them."""
-        self.total = total
-        self._line.show(done, total)

@@ -25,7 +25,8 @@ def show_images(answer: Mapping[str, Any]) -> None:
         size, replicas = layout["micro_batch_size"], layout["data_parallel"]
         line(console, Text(f"micro-batches of {size} on {counted(replicas, 'replica')}", "dim"))
     else:
-        line(console, Text(f"{answer['split']}: {', '.join(_amounts(answer['images']))}", "bold"))
+        amounts = (f"{counted(count, 'image')} of {plain(name)}" for name, count in answer["images"].items())
+    line(console, Text(f"{answer['split']}: {', '.join(amounts)}", "bold"))
     console.print()
     for sample in answer["samples"]:
         for text in _described(sample):
@@ -33,10 +34,6 @@ def show_images(answer: Mapping[str, Any]) -> None:
         console.print()
     if answer["png"] is not None:
         line(console, Text(f"wrote {plain(answer['png'])}", "dim"))
-
-
-def _amounts(images: Mapping[str, int]) -> Iterator[str]:
-    return (f"{counted(count, 'image')} of {plain(name)}" for name, count in images.items())
 
 
 def _described(sample: Mapping[str, Any]) -> Iterator[Text | str]:

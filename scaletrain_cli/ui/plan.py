@@ -341,7 +341,7 @@ def headline(spec: RunSpec, plan: RunPlan) -> Text:
 def devices_text(spec: RunSpec) -> str:
     """Return ``4 × 8 h100-sxm-80gb`` or ``2 CPU processes``."""
     cluster = spec.cluster
-    device = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
+    device = cluster.gpu_name
     if device == "cpu":
         return f"{spec.world_size} CPU process{'es' if spec.world_size > 1 else ''}"
     where = f"{cluster.nodes} × {cluster.gpus_per_node}" if cluster.nodes > 1 else f"{cluster.gpus_per_node} ×"

@@ -111,7 +111,7 @@ def _layout(field: str) -> Callable[[Compared, RunPlan], float | str | None]:
 
 _FIGURES = (
     _Figure("parameters", lambda _, plan: plan.model.parameters, needs_fit=False, only_if_different=True),
-    _Figure("GPU", lambda c, _: _gpu(c), needs_fit=False, only_if_different=True),
+    _Figure("GPU", lambda c, _: c.spec.cluster.gpu_name, needs_fit=False, only_if_different=True),
     _Figure("ranks", lambda _, p: p.layout.world_size, lambda n: whole_text(int(n)), needs_fit=False),
     *(
         _Figure(
@@ -213,8 +213,3 @@ def _unit(columns: Sequence[Compared]) -> str:
     """Return the unit of all runs' training data, ``tokens`` or ``images``; ``samples`` if they differ."""
     units = {column.spec.unit for column in columns}
     return units.pop() if len(units) == 1 else "samples"
-
-
-def _gpu(column: Compared) -> str:
-    gpu = column.spec.cluster.gpu
-    return gpu if isinstance(gpu, str) else gpu.name

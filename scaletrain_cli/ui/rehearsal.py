@@ -43,14 +43,11 @@ def show_rehearsal(result: RehearsalResult) -> None:
         show(console, Group("", Text("loss by learning rate", "dim"), *curve))
     for item in found.items:
         if item.verdict == "failed" and item.causes:
-            show(console, Group("", _headline(item), Padding(cause_rows(item.causes), (0, 0, 0, 2))))
+            headline = Text.assemble((item.name, "bold"), " ", escaped_text(str(item.reason)))
+            show(console, Group("", headline, Padding(cause_rows(item.causes), (0, 0, 0, 2))))
     failed = [item.name for item in found.items if item.verdict == "failed"]
     end = f"failed: {', '.join(failed)}" if failed else f"{counted(len(found.items), 'item')}, none failed"
     line(console, f"{end} ({seconds_text(result.seconds)}); see {result.run.path}")
-
-
-def _headline(item: Item) -> Text:
-    return Text.assemble((item.name, "bold"), " ").append_text(escaped_text(str(item.reason)))
 
 
 def curve_text(item: Item, width: int = 70, height: int = 12, *, unicode: bool = True) -> list[Text]:

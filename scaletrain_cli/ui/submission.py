@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
+from scaletrain_cli.launch.backends.base import PreflightResult, Start, SubmissionSummary
 from scaletrain_cli.launch.sweep import Point
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console
+from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console, warn
 from scaletrain_cli.ui.grids import titled_table
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
@@ -65,9 +65,11 @@ def show_changes(changed: Sequence[str] | None) -> None:
         show(stderr_console(), labelled(change_rows(changed)))
 
 
-def show_start(start: Start) -> None:
-    """Print the expected start to stderr."""
-    show(stderr_console(), labelled([("Start", start_view(start))]))
+def show_outlook(outlook: PreflightResult) -> None:
+    """Print the warnings about a job and its expected start to stderr."""
+    for note in outlook.notes:
+        warn(note)
+    show(stderr_console(), labelled([("Start", start_view(outlook.start))]))
 
 
 def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row]:

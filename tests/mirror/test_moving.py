@@ -24,7 +24,7 @@ from scaletrain_cli.launch.resume_elsewhere import (
 )
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.mirror import restore
-from scaletrain_cli.mirror.claims import latest_claim, make_claim, new_claim, own_claim
+from scaletrain_cli.mirror.claims import make_claim, new_claim, own_claim, read_claims
 from scaletrain_cli.mirror.restore import draft_folder
 from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
@@ -145,7 +145,7 @@ def test_only_one_of_two_places_gets_the_next_claim(mirrored: MirroredRun, tmp_p
     with pytest.raises(MirrorError, match="another place has just continued"):
         move_here(found[1], root=tmp_path / "third")
     assert not (tmp_path / "third" / "moving").exists()
-    claim = latest_claim(mirrored.store)
+    claim = read_claims(mirrored.store)[-1]
     assert claim == own_claim(first)
     make_folder(tmp_path / "fourth")
     assert not make_claim(mirrored.store, RunDir(tmp_path / "fourth"), new_claim(first, 2))
@@ -528,6 +528,6 @@ def test_pods_bring_the_run_to_a_volume_that_the_submitter_cannot_access(mirrore
     assert newest_valid(pods) == (20, [])
     assert pods.metrics.read_bytes() == mirrored.run.metrics.read_bytes()
     assert [event["step"] for event in read_events(pods) if event["event"] == "moved"] == [20]
-    assert own_claim(pods) == latest_claim(mirrored.store)
+    assert own_claim(pods) == read_claims(mirrored.store)[-1]
     begin_attempt(pods, record.spec, scheduler="kubernetes", job_id="1", nodes=("a",))
     assert not complete_from_mirror(pods, record), "only before the first attempt"

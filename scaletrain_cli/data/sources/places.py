@@ -28,7 +28,6 @@ __all__ = ["PlaceError", "RemoteFile", "RemoteStream", "UnavailableError", "is_r
 # Seconds after which a request is not repeated any more.
 TIMEOUT = "SCALETRAIN_REMOTE_TIMEOUT"
 _TIMEOUT_SECONDS = 300.0
-LOOK_SECONDS = 15.0  # for a person who waits
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0
 _SMALLEST_READ, _LARGEST_READ = 1 << 18, 1 << 23
 _WILDCARDS = re.compile(r"[*?\[]")

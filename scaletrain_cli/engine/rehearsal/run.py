@@ -185,7 +185,6 @@ def _measured(trainer: Trainer, found: Rehearsal) -> dict[str, Any]:
     record, device = trainer.record, trainer.device
     spec, plan = record.spec, record.plan
     figures = {name: dict(item.figures) for name in _OF_STEPS if (item := found.item(name)) is not None}
-    gpu = spec.cluster.gpu
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "step": figures.get("speed", {}),
@@ -205,7 +204,7 @@ def _measured(trainer: Trainer, found: Rehearsal) -> dict[str, Any]:
             "scheduler": spec.cluster.scheduler,
             "nodes": spec.cluster.nodes,
             "gpus_per_node": spec.cluster.gpus_per_node,
-            "gpu": gpu if isinstance(gpu, str) else gpu.name,
+            "gpu": spec.cluster.gpu_name,
             "device": name,
             "cores": usable_cores(),
         },

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
-from scaletrain_cli.launch.node.processes import next_signal
+from scaletrain_cli.launch.node.processes import HelperProcess, next_signal
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
@@ -28,18 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class MirrorProcess:
+class MirrorProcess(HelperProcess):
     """Starts the process, and starts it again if it has ended. No method raises."""
 
     run: RunDir
     record: RunRecord
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _started: float = field(default=float("-inf"), init=False)
-
-    @property
-    def pid(self) -> int | None:
-        """The process id; None before the start."""
-        return None if self._process is None else self._process.pid
 
     def start_if_due(self) -> None:
         """Start the process unless it runs, or has ended a short time ago. Called about every second."""
@@ -51,21 +45,7 @@ class MirrorProcess:
         from scaletrain_cli.notify.notifier import receivers_environment
 
         command = python_command(MODULE, str(self.run.path), "--parent-pid", str(os.getpid()))
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                env=receivers_environment(self.run, self.record),
-            )
-        except OSError as error:
-            logger.warning("the run is not mirrored: %s", error)
-
-    def ask_for_the_last(self) -> None:
-        """Ask for the newest checkpoint and the end of the process, without waiting for it."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self.launch(command, "the run is not mirrored", receivers_environment(self.run, self.record))
 
     def finish(self, *, failed: bool, seconds_left: Callable[[], float], grace_seconds: float) -> None:
         """Wait until the newest checkpoint is in the mirror, then end the process.

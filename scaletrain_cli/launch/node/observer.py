@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 
+from scaletrain_cli.launch.node.processes import HelperProcess
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Observer:
+class Observer(HelperProcess):
     """Starts the process once the attempt has trained for some seconds, and asks it for a last diagnosis at the end.
 
     ``notifies``: the run has receivers of notifications, so that the process is needed before the first step, too. No
@@ -32,17 +33,11 @@ class Observer:
     notifies: bool = False
     start_seconds: float = _START_SECONDS
     _began: float = field(default_factory=time.monotonic, init=False)
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _is_tried: bool = field(default=False, init=False)
     _started: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._size_before = self._metrics_size()
-
-    @property
-    def pid(self) -> int | None:
-        """The process id; None before the start."""
-        return None if self._process is None else self._process.pid
 
     def start_if_due(self) -> None:
         """Start the process if the attempt is old enough and is measured. Called about every second."""
@@ -64,9 +59,7 @@ class Observer:
         process = self._process
         if process is None:
             return
-        with contextlib.suppress(OSError):
-            if process.stdin is not None:
-                process.stdin.close()
+        self.ask_for_the_last()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, min(seconds, _LAST_SECONDS)))
         with contextlib.suppress(OSError):
@@ -74,16 +67,8 @@ class Observer:
 
     def _start(self) -> None:
         self._is_tried, self._started = True, time.monotonic()
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
         words = (str(self.run.path), "--attempt", str(self.attempt), "--parent-pid", str(os.getpid()))
-        try:
-            self._process = subprocess.Popen(
-                python_command(_MODULE, *words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-            )
-        except OSError as error:
-            logger.warning("the run is not diagnosed while it trains: %s", error)
+        self.launch(python_command(_MODULE, *words), "the run is not diagnosed while it trains")
 
     def _has_trained(self) -> bool:
         return self._metrics_size() > self._size_before

@@ -22,7 +22,7 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node.inspection import count_gpus
 from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.rundir.documents import read_as, write_document
+from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.safe_files import create_file, touch
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text, counted
@@ -49,11 +49,6 @@ class NodeFacts:
 def facts_file(folder: Path, task: int) -> Path:
     """Return the file to which the task of this number writes its facts."""
     return folder / f"node-{task}.json"
-
-
-def read_facts(folder: Path, task: int) -> NodeFacts | None:
-    """Return the facts of a task; None before it has written them. Raises UsageError for a damaged file."""
-    return read_as(NodeFacts, facts_file(folder, task))
 
 
 def place_token(folder: Path, token: str) -> None:

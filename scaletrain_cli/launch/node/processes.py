@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,32 @@ _SIGSET_BYTES = 128  # sigset_t of every C library on Linux
 _NICE = 19
 _FIRST_TO_KILL = "1000"
 _KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS server, hung driver) may never end
+logger = logging.getLogger(__name__)
+
+
+class HelperProcess:
+    """A process of this node's agent beside the ranks, which ends when its standard input does. No method raises."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    def launch(self, command: Sequence[str], without_it: str, environment: Mapping[str, str] | None = None) -> None:
+        """Start the process; a warning ``without_it``, with the error, takes its place if that fails."""
+        self.ask_for_the_last()
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+        except OSError as error:
+            logger.warning("%s: %s", without_it, error)
+
+    def ask_for_the_last(self) -> None:
+        """Ask the process to do its work a last time and to end, without waiting for it."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
 
 @dataclass(frozen=True)

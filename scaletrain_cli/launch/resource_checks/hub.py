@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scaletrain_cli.errors import MissingPackageError, Problem, UsageError
+from scaletrain_cli.errors import MissingPackageError, Problem
 from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, missing_files
 from scaletrain_cli.hub.client import read_range, read_small_file, require_online, require_readable, resolve
 from scaletrain_cli.hub.reference import HubError
@@ -160,11 +160,7 @@ def _weights(
         for file in files:
             if file.path.rpartition("/")[2] == "config.json":
                 read_small_file(listing, file, settings)
-    try:
-        differing = list(config_problems(folder, weights))
-    except UsageError as error:
-        yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
-        return
+    differing = list(config_problems(folder, weights))
     yield from differing
     if not differing and not missing:
         yield from tensor_problems(folder, weights)

@@ -52,12 +52,7 @@ def _folder_problems(view: View, weights: InitialWeights) -> Iterator[Reason]:
     if reason := weights_problem(folder):
         yield reason
         return
-    try:
-        differing = list(config_problems(folder, weights))
-    except UsageError as error:
-        yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
-        return
-    yield from differing or tensor_problems(folder, weights)
+    yield from list(config_problems(folder, weights)) or tensor_problems(folder, weights)
 
 
 def tensor_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
@@ -105,8 +100,13 @@ def header_problems(
 
 
 def config_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
-    """Yield the differences between the weights' config.json and the model. Raises UsageError if it is unusable."""
-    for problem in config_mismatches(folder, weights.model, weights.section):
+    """Yield the differences between the weights' config.json and the model, or why it is unusable."""
+    try:
+        mismatches = list(config_mismatches(folder, weights.model, weights.section))
+    except UsageError as error:
+        yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
+        return
+    for problem in mismatches:
         params = {"setting": problem.subject, "difference": problem.message.rstrip("."), "remedy": str(problem.hint)}
         yield Reason("checks.weights-config-differs", params)
 

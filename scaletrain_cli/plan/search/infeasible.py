@@ -236,8 +236,7 @@ def does_not_fit(
 
 
 def _gpus(spec: RunSpec) -> str:
-    name = spec.cluster.gpu if isinstance(spec.cluster.gpu, str) else spec.cluster.gpu.name
-    return f"{spec.cluster.nodes} x {spec.cluster.gpus_per_node} {_shown(name)}"
+    return f"{spec.cluster.nodes} x {spec.cluster.gpus_per_node} {_shown(spec.cluster.gpu_name)}"
 
 
 def _shown(text: str) -> str:

@@ -66,7 +66,7 @@ def plot(
     if not values or height < _FEWEST_ROWS - 2 or width < 8:
         blank = [Text("no values yet".center(columns)[:columns], "dim")] if rows > 0 else []
         return [*(Text("") for _ in range((rows - 1) // 2)), *blank, *(Text("") for _ in range(rows // 2))][:rows]
-    is_log = _is_log(values) if logarithmic is None else logarithmic and min(values) > 0
+    is_log = min(values) > 0 and (max(values) / min(values) >= _LOG_RANGE if logarithmic is None else logarithmic)
     scale: Callable[[float], float] = math.log10 if is_log else float
     low, high = _span([scale(value) for value in values])
     xs = [x for points in known for x, _ in points] or [0.0, 1.0]
@@ -128,10 +128,6 @@ def _apart(points: Sequence[tuple[int, int]], distance: int) -> list[tuple[int, 
         if not kept or kept[-1][0] - point[0] >= distance:
             kept.append(point)
     return kept
-
-
-def _is_log(values: Sequence[float]) -> bool:
-    return min(values) > 0 and max(values) / min(values) >= _LOG_RANGE
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -178,16 +178,13 @@ def _logs(shown: Shown, choices: Choices, width: int, height: int) -> Content:
         return Content(wrapped(waits, width))
     of = f"rank {log.file.rank} on {log.file.node}, attempt {log.file.attempt}"
     head = escaped_text(f"{of}: log {log.number + 1} of {log.count}, left and right choose another", "dim")
-    rows = [part for line in log.lines for part in wrapped(escaped_text(_without_origin(line)), width, indent=2)]
+    lines = [_ORIGIN.sub(r"\1Z ", line) for line in log.lines]
+    rows = [part for line in lines for part in wrapped(escaped_text(line), width, indent=2)]
     return Content(rows or [Text("empty", "dim")], [cut(head, width)], from_end=True)
 
 
 # The date and the source of a rank's own lines, which the first line of the page names.
-_ORIGIN = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d+Z INFO rank \d+: ")
-
-
-def _without_origin(line: str) -> str:
-    return _ORIGIN.sub(r"\1Z ", line, count=1) if _ORIGIN.match(line) else line
+_ORIGIN = re.compile(r"^\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d+Z INFO rank \d+: ")
 
 
 def _help(shown: Shown, choices: Choices, width: int, height: int) -> Content:

@@ -64,7 +64,8 @@ def ranks_page(shown: Shown, choices: Choices, width: int, height: int) -> Conte
     order = sorted(ranks)
     if value is not None:
         order.sort(key=lambda rank: -(value(ranks[rank]) or 0.0))
-    places = _nodes_of_ranks(shown.nodes)
+    on_nodes = [(rank, node.name) for node in shown.nodes for rank in node.ranks]
+    places = {rank.rank + offset: name for rank, name in on_nodes for offset in range(rank.ranks)}
     names = [(str(rank), places.get(rank, "")) for rank in order]
     rows = _table(("rank", "node"), names, [ranks[rank] for rank in order], _RANK_COLUMNS, width)
     return Content(rows[1:], [Text(f"order: {title} (o changes it){_part(shown)}", "dim"), rows[0]])
@@ -116,10 +117,6 @@ def _part(shown: Shown) -> str:
     if hardware is None or hardware.is_whole:
         return ""
     return f"; some of the {shown.view.record.spec.cluster.nodes} nodes are read, not all"
-
-
-def _nodes_of_ranks(nodes: Sequence[NodeRecord]) -> dict[int, str]:
-    return {rank.rank + offset: node.name for node in nodes for rank in node.ranks for offset in range(rank.ranks)}
 
 
 def _table(

@@ -6,7 +6,7 @@ never ends a job by itself: a refused child object and a dead node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -359,7 +359,8 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
 def why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ...]:
     """Return what keeps a pod from starting, or from being created at all; empty if nothing is known."""
     for pod in pods:
-        for container in _containers(pod):
+        status = pod.get("status", {})
+        for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
             waiting = container.get("state", {}).get("waiting") or {}
             if waiting.get("reason") in _STUCK:
                 said = waiting.get("message") or container.get("image")
@@ -408,11 +409,6 @@ def _restarts(seen: Observation) -> int:
 
 def _has_ended(pod: Object) -> bool:
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-
-
-def _containers(pod: Object) -> Iterable[Object]:
-    status = pod.get("status", {})
-    return (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
 
 
 def _conditions(item: Object, kind: str, status: str = "True") -> list[Object]:

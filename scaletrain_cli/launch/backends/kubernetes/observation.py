@@ -73,7 +73,8 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
     if workload is None:
         label = f"{RUN_LABEL}={run_label(record.run_id)}"
         pods = cluster.find(POD, namespace, labels=label)
-        pods = [pod for pod in pods if _mark(pod) in ("", record_mark(record))]
+        marks = [(pod["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, "") for pod in pods]
+        pods = [pod for pod, mark in zip(pods, marks, strict=True) if mark in ("", record_mark(record))]
         active = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
         nodes, known = _nodes_in_question(cluster, active)
         return Observation(None, active, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
@@ -110,10 +111,6 @@ def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord
     own = [one for one in found if belongs_to(one, record) and not _is_trainers(one)]
     named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # list items may lack both
     return sorted(named, key=lambda one: submission_number(one["metadata"]["name"]), reverse=True)
-
-
-def _mark(item: Object) -> str:
-    return str((item["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, ""))
 
 
 def _is_trainers(item: Object) -> bool:

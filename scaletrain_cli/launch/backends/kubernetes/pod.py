@@ -104,7 +104,8 @@ def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
     cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
     found: list[dict[str, Any]] = []
     if cluster.gpu != "cpu":
-        found.append(_tolerate(_gpu_taint(kubernetes.gpu_resource)))
+        of_nvidia = kubernetes.gpu_resource.startswith("nvidia.com/")  # MIG slices are on the same nodes
+        found.append(_tolerate("nvidia.com/gpu" if of_nvidia else kubernetes.gpu_resource))
     if cluster.spot and kubernetes.spot_taint != "none":
         chosen = _SPOT_TAINTS if kubernetes.spot_taint == "auto" else [kubernetes.spot_taint]
         found += [_tolerate(_SPOT_TAINTS[provider]) for provider in chosen]
@@ -155,10 +156,6 @@ def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
     return {EXCLUSIVE_TOPOLOGY: topology.key or ""}
 
 
-def _gpu_taint(resource: str) -> str:
-    return "nvidia.com/gpu" if resource.startswith("nvidia.com/") else resource  # MIG slices are on the same nodes
-
-
 def _tolerate(key: str) -> dict[str, Any]:
     return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
 
@@ -189,20 +186,8 @@ def pod_template(
 ) -> dict[str, Any]:
     """Return ``metadata`` and ``spec`` of every pod. ``avoid``: names of nodes to exclude."""
     kubernetes = spec.cluster.kubernetes
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": grace_seconds(spec),
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # variables for every Service of the namespace slow the start down
-        "securityContext": _pod_security(spec),
-        "containers": [_container(spec, plan, workload)],
-        "volumes": list(_volumes(spec, workload.config_map, documents, shm_bytes(spec))),
-        "tolerations": tolerations(spec),
-    }
-    if kubernetes.service_account is not None:
-        pod["serviceAccountName"] = kubernetes.service_account
-    if kubernetes.pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    volumes = list(_volumes(spec, workload.config_map, documents, shm_bytes(spec)))
+    pod = _pod(spec, _container(spec, plan, workload), volumes, tolerations(spec), grace_seconds(spec))
     if kubernetes.pod_priority is not None:
         pod["priorityClassName"] = kubernetes.pod_priority
     if selected := node_selector(spec):
@@ -215,6 +200,39 @@ def pod_template(
         pod["schedulingGroup"] = {"podGroupName": workload.name}
     annotations = workload.annotations | topology_annotations(spec) | UNMOVABLE
     return {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
+
+
+def _pod(
+    spec: RunSpec, container: dict[str, Any], volumes: Sequence[Any], tolerated: Sequence[Any] | None, seconds: float
+) -> dict[str, Any]:
+    """Return what the ``spec`` of every kind of pod has: one container with the image and the rights of the run.
+
+    ``seconds``: from SIGTERM to SIGKILL.
+    """
+    kubernetes = spec.cluster.kubernetes
+    given = kubernetes.image_pull_policy
+    pinned = "IfNotPresent" if kubernetes.image_is_pinned else "Always"
+    named: dict[str, Any] = {
+        "name": NODE,
+        "image": kubernetes.image,
+        "imagePullPolicy": pinned if given == "auto" else given,
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": seconds,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # variables for every Service of the namespace slow the start down
+        "securityContext": _pod_security(spec),
+        "containers": [named | container | {"terminationMessagePolicy": "FallbackToLogsOnError"}],
+        "volumes": volumes,
+    }
+    if tolerated is not None:
+        pod["tolerations"] = tolerated
+    if kubernetes.service_account is not None:
+        pod["serviceAccountName"] = kubernetes.service_account
+    if kubernetes.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    return pod
 
 
 PREPARATION_MODULE = "scaletrain_cli.launch.backends.kubernetes.preparation_pod"
@@ -233,33 +251,16 @@ def preparation_template(
     own = kubernetes.tolerations if settings.tolerations is None else settings.tolerations
     amounts = {"cpu": str(settings.cpus), "memory": quantity(settings.memory)}
     words = ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path, "--workers", str(settings.cpus))
-    container = {
-        "name": NODE,
-        "image": kubernetes.image,
-        "imagePullPolicy": _pull_policy(spec),
+    container: dict[str, Any] = {
         "command": ["python", *python_words(PREPARATION_MODULE)],
         "args": [escaped(word) for word in words],
         "env": list(_given_environment(spec)),
         "resources": {"requests": amounts, "limits": {"memory": amounts["memory"]}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": list(_mounts(spec)),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _PREPARATION_GRACE_SECONDS,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": _pod_security(spec),
-        "containers": [container],
-        "volumes": list(_volumes(spec, config_map, (PREPARATION_DOCUMENT,), settings.memory // 2)),
-    }
-    if own:
-        pod["tolerations"] = [_own_toleration(each) for each in own]
-    if kubernetes.service_account is not None:
-        pod["serviceAccountName"] = kubernetes.service_account
-    if kubernetes.pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    volumes = list(_volumes(spec, config_map, (PREPARATION_DOCUMENT,), settings.memory // 2))
+    pod = _pod(spec, container, volumes, [_own_toleration(each) for each in own] or None, _PREPARATION_GRACE_SECONDS)
     selector = kubernetes.node_selector if settings.node_selector is None else settings.node_selector
     if selector:
         pod["nodeSelector"] = dict(selector)
@@ -278,33 +279,14 @@ def view_template(
     It has no device, Secret or variable of the run. ``nodes``: those that have the image; others are possible.
     """
     kubernetes = spec.cluster.kubernetes
-    mounts = [mount | {"readOnly": True} for mount in _volume_mounts(spec)]
-    container = {
-        "name": NODE,
-        "image": kubernetes.image,
-        "imagePullPolicy": _pull_policy(spec),
+    container: dict[str, Any] = {
         "command": [escaped(word) for word in words],
         "resources": _VIEW_RESOURCES,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": mounts,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [mount | {"readOnly": True} for mount in _volume_mounts(spec)],
     }
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _VIEW_GRACE_SECONDS,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": _pod_security(spec),
-        "containers": [container],
-        "volumes": [
-            {"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(spec).items()
-        ],
-        "tolerations": tolerations(spec),
-    }
-    if kubernetes.service_account is not None:
-        pod["serviceAccountName"] = kubernetes.service_account
-    if kubernetes.pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(spec).items()]
+    pod = _pod(spec, container, volumes, tolerations(spec), _VIEW_GRACE_SECONDS)
     if kubernetes.node_selector:
         pod["nodeSelector"] = dict(kubernetes.node_selector)
     if nodes:
@@ -330,9 +312,6 @@ def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, An
     if kubernetes.rdma_resource is not None and kubernetes.ipc_lock:
         capabilities["add"] = ["IPC_LOCK"]
     return {
-        "name": NODE,
-        "image": kubernetes.image,
-        "imagePullPolicy": _pull_policy(spec),
         # Exec form: the agent is PID 1 and receives SIGTERM itself.
         "command": ["python", *python_words(AGENT_MODULE)],
         "args": [escaped(word) for word in ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path)],
@@ -340,15 +319,7 @@ def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, An
         "resources": pod_resources(spec, plan),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
         "volumeMounts": list(_mounts(spec)),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-
-
-def _pull_policy(spec: RunSpec) -> str:
-    given = spec.cluster.kubernetes.image_pull_policy
-    if given != "auto":
-        return given
-    return "IfNotPresent" if spec.cluster.kubernetes.image_is_pinned else "Always"
 
 
 def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:

@@ -180,7 +180,7 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
     by_index, kubernetes = _counts_by_index(cluster), record.spec.cluster.kubernetes
     while True:
         texts, job = objects_of_run(run, record, number, by_index=by_index)
-        name, tasks = job["metadata"]["name"], job["spec"]["completions"]
+        name = job["metadata"]["name"]
         found = cluster.get(JOB, kubernetes.used_namespace, name)
         if found is None:
             break
@@ -190,19 +190,7 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
         number += 1  # an earlier Job of this run, which has ended or is being deleted
     make_folder(folder, parents=True)
     forget_job(folder)
-    asked = PreparationJob(
-        "kubernetes",
-        f"job/{name}",
-        "",
-        tasks,
-        record.revision,
-        submission=submission,
-        number=number,
-        data=data,
-        namespace=kubernetes.used_namespace,
-        context=kubernetes.context,
-    )
-    record_job(folder, asked)
+    record_job(folder, _named_job(record.spec, job, revision=record.revision, submission=submission, number=number))
     try:
         apply_owned(cluster, (texts, job), None)
     except SchedulerSilentError:  # the server may have it
@@ -218,16 +206,14 @@ def queue_for_spec(cluster: Cluster, spec: RunSpec, name: str, tasks: int) -> Pr
         spec, _short(name), name, _useful(spec, tasks), {}, {}, by_index=_counts_by_index(cluster)
     )
     apply_owned(cluster, (texts, job), None)
-    kubernetes = spec.cluster.kubernetes
-    return PreparationJob(
-        "kubernetes",
-        f"job/{job['metadata']['name']}",
-        "",
-        job["spec"]["completions"],
-        data=digest_of(spec),
-        namespace=kubernetes.used_namespace,
-        context=kubernetes.context,
-    )
+    return _named_job(spec, job)
+
+
+def _named_job(spec: RunSpec, job: Object, **numbers: Any) -> PreparationJob:
+    """Return the record of a Job that prepares the data of a spec. ``numbers``: as in PreparationJob."""
+    kubernetes, name, tasks = spec.cluster.kubernetes, f"job/{job['metadata']['name']}", job["spec"]["completions"]
+    namespace, context, data = kubernetes.used_namespace, kubernetes.context, digest_of(spec)
+    return PreparationJob("kubernetes", name, "", tasks, data=data, namespace=namespace, context=context, **numbers)
 
 
 def _short(name: str) -> str:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.secret_text import hide_values_in
@@ -92,12 +91,9 @@ def read_termination_message(text: str) -> TerminationMessage | None:
         return None
     code = str(found.get("code", ""))
     reason = reason_from(found) if "params" in found else recorded(str(found.get("text") or code))
-    numbers = {key: _number(found.get(key)) for key in ("attempt", "step", "checkpoint_step")}
+    keys = ("attempt", "step", "checkpoint_step")
+    numbers = {key: value if type(value := found.get(key)) is int else None for key in keys}
     requeue = found["requeue"] if isinstance(found.get("requeue"), bool) else None
     return TerminationMessage(
         PodEnd(found["exit_code"], reason, **numbers, requeue=requeue), code, str(found.get("node", ""))
     )
-
-
-def _number(value: Any) -> int | None:
-    return value if type(value) is int else None

@@ -69,17 +69,15 @@ def tasks_of(listed: str) -> Iterator[str]:
 
 def require_one_array(specs: Sequence[RunSpec]) -> None:
     """Raise UsageError unless all runs request the same from Slurm."""
-    first, *others = [_requested(spec) for spec in specs]
+    first, *others = [
+        [option for option in sbatch_options(spec, "") if not option.startswith(_OF_ONE_RUN)] for spec in specs
+    ]
     for other in others:
         if other != first:
             differing = [option for option in (*first, *other) if option not in first or option not in other]
             raise UsageError(Reason("slurm.array-of-different-jobs", {"options": differing}))
     if any(spec.cluster.node_range is not None for spec in specs):
         raise UsageError(Reason("slurm.array-of-node-ranges"))
-
-
-def _requested(spec: RunSpec) -> list[str]:
-    return [option for option in sbatch_options(spec, "") if not option.startswith(_OF_ONE_RUN)]
 
 
 def array_script(plan: ArrayPlan) -> str:

@@ -342,7 +342,7 @@ class _SiteCheck:
         kinds = types_of(node for node in offered if not any(too_small(self.spec, node)))
         if len(kinds) < 2:
             return
-        name = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
+        name = cluster.gpu_name
         own = type_of_accelerator(name, kinds)
         params = {"types": _named(kinds), "gpu": name, "type": own}
         if self.site.may_rewrite_jobs:

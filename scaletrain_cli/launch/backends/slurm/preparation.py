@@ -164,13 +164,10 @@ def why_it_is_not_prepared(run: RunDir, waiting: Finding) -> Finding:
     if job is None:
         return waiting
     states = Counter(state for _, _, state in active_jobs(preparation_name(run)))
-    evidence = [Evidence(f"squeue --name={preparation_name(run)}", _states_text(states))] if states else []
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    evidence = [Evidence(f"squeue --name={preparation_name(run)}", counts)] if states else []
     for path in sorted(folder.glob("slurm-*.log"))[:_MOST_LOGS]:
         if lines := path.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]:
             evidence.append(Evidence(f"{folder.name}/{path.name}", lines[0]))
     why = Reason("preparation.waiting", {"job": job.job_id, "folder": str(folder)})
     return Finding.because("preparation", why, (*evidence, *waiting.evidence))
-
-
-def _states_text(states: Counter[str]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in sorted(states.items()))

@@ -22,10 +22,11 @@ from scaletrain_cli.launch.backends.slurm.commands import call_slurm, passed_on
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.tables import node_names
-from scaletrain_cli.launch.node.probe import NodeFacts, facts_file, place_token, probe_problems, read_facts
+from scaletrain_cli.launch.node.probe import NodeFacts, facts_file, place_token, probe_problems
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_as
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
@@ -63,7 +64,8 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
     finally:
         # --quiet: no error if the job has already ended.
         call_slurm(["scancel", "--quiet", job.job_id], accept=("Invalid job id", "already completing"))
-    nodes = [facts for index in range(spec.cluster.nodes) if (facts := read_facts(folder, index)) is not None]
+    files = [facts_file(folder, index) for index in range(spec.cluster.nodes)]
+    nodes = [facts for file in files if (facts := read_as(NodeFacts, file)) is not None]
     problems = list(probe_problems(spec, plan, nodes))
     if silent:
         names = _names(job.job_id, spec.cluster.nodes)
