@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,12 +91,12 @@ def test_an_install_command_names_this_checkout_and_the_tested_versions() -> Non
 def test_doctor_warns_about_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.99.1", "deepspeed": PINS["deepspeed"], "numpy": PINS["numpy"], "tokenizers": "0.99"}
 
-    def version(name: str) -> str:
+    def distribution(name: str) -> SimpleNamespace:
         if name in ("submitit", "kubernetes", "wandb"):
             raise importlib.metadata.PackageNotFoundError(name)
-        return installed.get(name, "1")
+        return SimpleNamespace(version=installed.get(name, "1"), locate_file=lambda name: "/")
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor, "distribution", distribution)
     found = {check.name: check for check in doctor._packages()}
     assert found["[train]"].state == "warn"
     assert found["[train]"].advice.startswith(f"tested with torch {PINS['torch']}: pip install -c constraints.txt")
