@@ -73,6 +73,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.paths import find_run as find_directory
 from scaletrain_cli.rundir.paths import list_runs as list_directories
+from scaletrain_cli.rundir.preparation import preparation_folder, read_job
 from scaletrain_cli.rundir.record import (
     RunRecord,
     checkpoint_folder,
@@ -327,7 +328,8 @@ class PreparedSubmission:
         except SchedulerSilentError:  # the scheduler may have the job
             raise
         except SchedulerError:
-            if made.created:  # nothing was queued, and nothing of the run is left that could be explained
+            # Nothing was queued. A preparation of the data that failed stays, so that `explain` can name the cause.
+            if made.created and read_job(preparation_folder(made.run)) is None:
                 shutil.rmtree(made.run.path)
             raise
         return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)

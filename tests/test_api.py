@@ -8,6 +8,9 @@ import pytest
 
 from scaletrain_cli import api
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, read_job, record_job
+from scaletrain_cli.safe_files import make_folder
 from tests.cli.command_line import SMALL
 from tests.launch.conftest import forked_jobs
 from tests.tiny_program import settings
@@ -64,6 +67,23 @@ def test_a_run_whose_job_was_refused_is_not_left_behind(
         api.submit(spec, run_id="first")
     # After a request without an answer there may be a job.
     assert (tmp_path / "runs" / "first").exists() == (refusal is api.SchedulerSilentError)
+
+
+JOB = PreparationJob("kubernetes", "7", "", 1)
+
+
+def test_a_run_whose_data_could_not_be_prepared_stays_and_can_be_explained(
+    spec: api.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(run: RunDir, *_: object) -> None:
+        make_folder(preparation_folder(run))
+        record_job(preparation_folder(run), JOB)
+        raise api.SchedulerError("the job that prepares the data has failed")
+
+    monkeypatch.setattr(api, "submit_run", prepare)
+    with pytest.raises(api.SchedulerError):
+        api.submit(spec, run_id="first")
+    assert read_job(preparation_folder(RunDir(tmp_path / "runs" / "first"))) == JOB
 
 
 def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ _BUDGET: dict[ExitReason, str] = {
     "spike": "crash",
 }
 # Not the run's fault: preempted on healthy nodes, or not started on unfit ones.
+# fmt: off
 _NEUTRAL: tuple[ExitReason, ...] = (
-    *("preempted", "time-limit", "out-of-grace", "resize", "idle", "cancelled", "wrong-nodes"),
+    "preempted", "time-limit", "out-of-grace", "resize", "idle", "cancelled", "wrong-nodes",
 )
+# fmt: on
 # Restarts that are charged to no budget.
 _FREE: tuple[ExitReason, ...] = ("time-limit", "resize")
 # How the ranks of an idle run may end on the signal: with their state saved, or without a handler for it.

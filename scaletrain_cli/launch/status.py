@@ -409,9 +409,9 @@ def failed_preparation(run: RunDir, record: RunRecord, job: Job) -> Reason | Non
 
 def _of_cause(reason: ExitReason | None) -> RunState:
     """Return the state of a run that is over, by its exit reason."""
-    if reason == "idle" or reason == "done":
-        return "ended-idle" if reason == "idle" else "finished"
-    return reason if reason == "cancelled" or reason == "preempted" else "failed"
+    states: dict[ExitReason | None, RunState] = {"idle": "ended-idle", "done": "finished"}
+    states |= {"cancelled": "cancelled", "preempted": "preempted"}
+    return states.get(reason, "failed")
 
 
 def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> Reason:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 LARGEST_BYTES = 64 << 20  # a thousand times a usual document
 _LARGEST_INTEGER = 1 << 63  # float(), time and format codes of larger ones raise
 _TIMES = ("time", "started", "ended", "created", "updated", "began", "expires")
-_YEAR_10000 = 253_402_300_800  # in Unix seconds: time.localtime() knows no later years
+_YEAR_10000 = 253_402_300_800  # Unix seconds: time.localtime() fails for later years
 _LISTS = (list, tuple, Sequence, Collection)
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 

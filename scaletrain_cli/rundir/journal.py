@@ -2,9 +2,9 @@
 
 Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; readers skip an
 incomplete line, and the next writer starts a new one. Over NFS, where O_APPEND alone does not keep the lines of
-several hosts apart, a lock does. It is on a file of the writers' user: whoever may read a journal could hold one on
-the journal itself, and stop the training. Rollbacks are read from events rather than from checkpoints: the checkpoint
-that a run rolls back to is older than the decision.
+several hosts apart, a lock does. The lock is on another file, which only the user of the run can open: a reader could
+hold a lock on the journal itself, and so stop the training. Rollbacks are read from events rather than from
+checkpoints: the checkpoint that a run rolls back to is older than the decision.
 """
 
 from __future__ import annotations

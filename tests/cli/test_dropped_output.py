@@ -1,4 +1,4 @@
-"""What cannot be shown is dropped, and ends no work: a full disk behind stderr, a reader that has ended."""
+"""Output that cannot be written is dropped and ends no command: stderr on a full disk, a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from tests.cli.prepared_runs import prepare
 def test_a_note_to_a_full_disk_is_dropped(note: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
+        with pytest.raises(OSError, match="No space left"):
+            os.write(full.fileno(), b"x")
         note()
         note()
 

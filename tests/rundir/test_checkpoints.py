@@ -319,7 +319,7 @@ def test_a_damaged_checkpoint_never_displaces_a_valid_one(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_a_damaged_checkpoint_that_nobody_may_write_to_is_set_aside_too() -> None:
-    """Of a user other than root, who may write everywhere: restored from a copy with its modes, for example."""
+    """Such as one that was restored from a copy with its modes. As another user, since root may write everywhere."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)
         save(folder, 10)

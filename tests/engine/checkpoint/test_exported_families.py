@@ -1,4 +1,4 @@
-"""What is exported behaves in transformers as what was loaded, for each architecture and each form of an export."""
+"""In transformers, an exported model behaves as the one that was loaded: each architecture, each form of an export."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def exported(name: str, form: str, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def keys_read(folder: Path, name: str) -> dict[str, Any]:
-    """What transformers reads of config.json; of sizes that are not stated, what it takes for them."""
+    """Return the settings that transformers reads from config.json, with its defaults for those that are absent."""
     from transformers import AutoConfig
 
     found = AutoConfig.from_pretrained(folder).to_dict()

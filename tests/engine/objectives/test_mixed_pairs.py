@@ -88,7 +88,7 @@ def answers(rows: RowSequences, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def log_probabilities(model: nn.Module, pair: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of the chosen and of the rejected answer."""
+    """Return the log-probabilities of the chosen and of the rejected answer."""
     found = []
     for tokens, labels in pair:
         logits = model(tokens, labels, output=lambda model, hidden: model.logits(hidden))[0]

@@ -121,7 +121,7 @@ class LocalBackend(Backend):
         log = run.path / "supervisor.log"
         log_bytes = log.stat().st_size if log.exists() else 0
         pid = _spawn(supervisor_command(run, self.engine), log)
-        # Ctrl-C does not reach the supervisor in its session: the run is submitted, and the verb says so.
+        # The supervisor has a session of its own, so Ctrl-C does not end it: the run is submitted.
         with contextlib.suppress(KeyboardInterrupt):
             _wait_for_start(run, pid, log_bytes)
         return str(pid)
