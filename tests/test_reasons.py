@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 from string import Formatter
 from typing import Any
 
 import pytest
 
 from scaletrain_cli import reason_texts
+from scaletrain_cli.launch.replan import may_change
 from scaletrain_cli.reasons import Reason, Text, reason_from, recorded, register_texts
+from tests.cli.every_command import ALL, CONNECTIONS
 
 TABLES = sorted(module.name for module in pkgutil.iter_modules(reason_texts.__path__))
 
@@ -84,3 +87,38 @@ def test_a_damaged_record_of_a_reason_can_be_shown() -> None:
         assert isinstance(str(reason), str)
         assert isinstance(reason.remedies, tuple)
         json.dumps(reason.to_json())
+
+
+_COMMAND = re.compile(r"(?<![\w/.-])scaletrain ([a-z][a-z-]+(?: [a-z-]+)?)([^`\n;,)]*)")
+_SET = re.compile(r"--set '?([a-z][a-z_.]+)")
+
+
+def _commands() -> list[tuple[str, list[str], str]]:
+    """Return (code, words of the verb, the rest) of every command that a text advises."""
+    commands = []
+    for table in TABLES:
+        texts: dict[str, Text] = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
+        for key, entry in texts.items():
+            for template in entry.remedies:
+                found = _COMMAND.finditer(template)
+                commands += [(f"{table}.{key}", match[1].split(), match[2]) for match in found]
+    return commands
+
+
+def test_the_commands_in_remedies_have_verbs_and_options_that_exist() -> None:
+    commands = _commands()
+    assert len(commands) > 100
+    for code, words, rest in commands:
+        verb = ALL.get(tuple(words), ALL.get((words[0],)))
+        if verb is None:
+            assert words[0] in CONNECTIONS, (code, words)
+            continue
+        options = {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for option in re.findall(r"(?<!\S)--[a-z-]+", rest):
+            assert option in options, (code, words, option)
+
+
+def test_a_resume_may_change_the_keys_that_remedies_set_on_resume() -> None:
+    keys = {(code, key) for code, words, rest in _commands() if words[0] == "resume" for key in re.findall(_SET, rest)}
+    assert len(keys) > 10
+    assert [(code, key) for code, key in keys if not may_change(key) and not key.startswith("data.sources")] == []

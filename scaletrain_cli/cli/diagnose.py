@@ -24,6 +24,7 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(diagnosis.to_json())
         return
+    from scaletrain_cli.launch.replan import may_change
     from scaletrain_cli.ui.diagnosis import show_diagnosis
 
-    show_diagnosis(diagnosis)
+    show_diagnosis(diagnosis, may_change)

@@ -36,6 +36,12 @@ _FEWEST = 16
 _ROWS, _ROWS_OF_MANY_NODES = 240, 16
 _PAUSES = 32
 _FEW_NODES, _MOST_NODES = 4, 32
+# No higher rate is proposed: a third of a rate that is too high by orders of magnitude is too high as well.
+_USUAL_RATES = dict.fromkeys(("adam", "adamw", "adamw_8bit", "lion"), 1e-3) | {
+    "muon": 2e-2,
+    "momentum": 0.1,
+    "sgd": 0.1,
+}
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,11 @@ class Case:
             value = list(value)
         is_plain = isinstance(value, str | int | float | bool | list)
         return Change(key, place_of(key, self.spec_lines), value if is_plain else None, to)
+
+    def lower_rate(self, diverged_at: float = math.inf) -> Change:
+        """Return a third of the peak rate, or of the rate at which the loss rose, and no more than is usual."""
+        usual = _USUAL_RATES.get(self.spec.training.optimizer.name, math.inf)
+        return self.change("training.optimizer.lr", float(f"{min(usual, self.peak_rate / 3, diverged_at / 3):.1g}"))
 
     def events_named(self, *names: str) -> Iterator[Mapping[str, Any]]:
         """Yield the events with these names, oldest first."""

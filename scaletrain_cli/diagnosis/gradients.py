@@ -7,7 +7,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median, spikes
-from scaletrain_cli.diagnosis.findings import Cause, Change, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
 from scaletrain_cli.reasons import Reason
 
 _RECENT = 200
@@ -89,7 +89,7 @@ def norm_spikes(case: Case) -> Iterator[Finding]:
     worst = max(found, key=lambda spike: spike.peak / spike.level)
     evidence: dict[str, Any] = {"count": len(found), "steps": len(norms), "step": steps[worst.first]}
     evidence |= {"peak": worst.peak, "level": worst.level}
-    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower(case))]
+    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())]
     if not case.spec.training.gradient_clipping:
         causes.append(Cause(Reason("diagnosis.cause-no-clipping"), case.change("training.gradient_clipping", 1.0)))
     causes.append(Cause(Reason("diagnosis.cause-bad-batch", {"step": evidence["step"]}), case.change("data")))
@@ -133,11 +133,7 @@ def loss_scale(case: Case) -> Iterator[Finding]:
     evidence: dict[str, Any] = {"scale": now, "first": scales[0], "skipped": sum(skipped), "steps": len(skipped)}
     causes = (
         Cause(Reason("diagnosis.cause-fp16-range"), case.change("training.precision", "bf16")),
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower(case)),
+        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate()),
     )
     severity: Severity = "error" if now <= settings.minimum else "warning"
     yield Finding(Reason("diagnosis.loss-scale-collapses", evidence), severity, "high", causes)
-
-
-def _lower(case: Case) -> Change:
-    return case.change("training.optimizer.lr", float(f"{case.peak_rate / 3:.1g}"))

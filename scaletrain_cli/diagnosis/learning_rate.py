@@ -50,11 +50,8 @@ def too_high(case: Case) -> Iterator[Finding]:
     curve = case.curve
     assert curve is not None
     evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "rate": rise.rate, "lr": case.peak_rate}
-    to = float(f"{min(rise.rate, case.peak_rate) / 3:.1g}")
     causes = (
-        Cause(
-            Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr", to)
-        ),
+        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate(rise.rate)),
         Cause(
             Reason("diagnosis.cause-short-warm-up", {"steps": case.spec.training.schedule.warmup_steps}),
             case.change("training.schedule.warmup_steps", _usual_warm_up(case)),
@@ -83,7 +80,7 @@ def warm_up_too_short(case: Case) -> Iterator[Finding]:
         ),
         Cause(
             Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}),
-            case.change("training.optimizer.lr", float(f"{case.peak_rate / 3:.1g}")),
+            case.lower_rate(),
         ),
     )
     yield Finding(Reason("diagnosis.warm-up-too-short", evidence), "warning", "medium", causes)

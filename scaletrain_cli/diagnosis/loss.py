@@ -151,7 +151,7 @@ def oscillating(case: Case) -> Iterator[Finding]:
         return
     evidence = {"correlation": correlation, "band": band, "now": curve.now, "steps": len(half)}
     causes = (
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case)),
+        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate()),
         Cause(Reason("diagnosis.cause-alternating-data"), case.change("data")),
     )
     yield Finding(Reason("diagnosis.loss-oscillating", evidence), "warning", "medium", causes)
@@ -182,7 +182,7 @@ def swinging(case: Case) -> Iterator[Finding]:
     key = "training.optimizer.betas" if adam else "training.optimizer.momentum"
     to: Any = [0.9, optimizer.betas[1]] if adam else 0.9
     momentum = Cause(Reason("diagnosis.cause-much-momentum", {"beta": beta}), case.change(key, to))
-    rate = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
+    rate = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())
     causes = (momentum, rate) if beta > 0.9 and optimizer.name != "sgd" else (rate, momentum)
     yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", causes)
 
@@ -216,7 +216,7 @@ def spiking(case: Case) -> Iterator[Finding]:
         evidence |= {"step": worst_step, "peak": max(losses, default=0.0)}
         evidence |= {"level": recorded[-1].get("median_loss") or 0.0}
     bad_batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": evidence["step"]}), case.change("data"))
-    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
+    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())
     beta = case.spec.training.optimizer.betas[1]
     slow = Cause(Reason("diagnosis.cause-slow-second-moment", {"beta": beta}), _lower_beta(case))
     unstable = (high, slow, bad_batch) if beta > 0.95 else (high, bad_batch)
@@ -245,7 +245,7 @@ def not_finite(case: Case) -> Iterator[Finding]:
     earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
     usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
     evidence = {"step": step, "count": len(found) or len(logged), "norm": before, "usual_norm": usual}
-    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
+    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())
     batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": step}), case.change("data"))
     half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))
     grows = usual > 0 and before > 10 * usual
@@ -282,7 +282,7 @@ def _is_dense(curve: Curve) -> bool:
 
 def _too_high(case: Case) -> tuple[Cause, ...]:
     warm_up = case.spec.training.schedule.warmup_steps
-    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))]
+    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())]
     if not case.spec.training.gradient_clipping:
         causes.append(Cause(Reason("diagnosis.cause-no-clipping"), case.change("training.gradient_clipping", 1.0)))
     causes.append(
@@ -292,10 +292,6 @@ def _too_high(case: Case) -> tuple[Cause, ...]:
     )
     causes.append(Cause(Reason("diagnosis.cause-changed-data"), case.change("data")))
     return tuple(causes)
-
-
-def _lower_rate(case: Case) -> Change:
-    return case.change("training.optimizer.lr", float(f"{case.peak_rate / 3:.1g}"))
 
 
 def _lower_beta(case: Case) -> Change:

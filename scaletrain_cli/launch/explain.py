@@ -31,7 +31,7 @@ _REPORTED_BY_A_RANK: tuple[ExitReason, ...] = (
 )
 # Exit reasons whose own remedies contain a `scaletrain resume`; the others get the plain one.
 RESUME_IS_A_REMEDY: tuple[ExitReason, ...] = (
-    *("cancelled", "time-limit", "idle", "crash", "oom", "spike", "disk-full", "unreadable", "data"),
+    *("cancelled", "time-limit", "idle", "crash", "oom", "nan", "spike", "disk-full", "unreadable", "data"),
 )
 _MOST_FAILURES = 4
 _MOST_FINDINGS = 3

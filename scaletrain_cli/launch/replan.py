@@ -37,6 +37,7 @@ from scaletrain_cli.spec.sources import SourceSpec
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "notify", "telemetry", "code"),
     *("env", "training.micro_batch_size", "data.loader", "data.cache", "data.stages", "data.skip"),
+    *("training.optimizer.weight_decay", "training.optimizer.betas", "training.gradient_clipping"),
     *SCHEDULE_KEYS,
 )
 # Paths that may change in a run that was moved to another cluster, beside those of ``data.sources``.
@@ -172,9 +173,12 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
         return Problem.because("--set", key, Reason("launch.resume-keeps-code", before), given)
     if key == "checkpoint.dir":
         return Problem.because("--set", key, Reason("launch.resume-keeps-checkpoints", before), given)
-    if _is_of_sources(key) or any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
-        return None
-    return _fixed(key, was, given)
+    return None if _is_of_sources(key) or may_change(key) else _fixed(key, was, given)
+
+
+def may_change(key: str) -> bool:
+    """Return whether a resume may change a key at any step."""
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
 
 
 def _keeps_batches(run: RunDir, before: RunSpec, after: RunSpec, step: int) -> bool:

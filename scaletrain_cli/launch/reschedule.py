@@ -16,11 +16,11 @@ from scaletrain_cli.spec.schedules import averaged_from, learning_rate
 
 LENGTH_KEYS = ("training.steps", "training.tokens", "training.samples")
 SCHEDULE_EVENT = "schedule-changed"
-# Keys that have an effect on later steps only. ``warmup_steps`` is not one of them.
+# Keys that have an effect on later steps only: the learning rate is a function of the step, and no state.
 SCHEDULE_KEYS = (
-    *(*LENGTH_KEYS, "training.schedule.name", "training.schedule.min_lr", "training.schedule.step_size"),
-    *("training.schedule.gamma", "training.schedule.cooldown_steps"),
-    "training.early_stopping.patience",
+    *(*LENGTH_KEYS, "training.optimizer.lr", "training.schedule.name", "training.schedule.warmup_steps"),
+    *("training.schedule.min_lr", "training.schedule.step_size", "training.schedule.gamma"),
+    *("training.schedule.cooldown_steps", "training.early_stopping.patience"),
 )
 _MOST_RATES = 1000  # of the past that are compared
 

@@ -194,12 +194,11 @@ def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: R
     if report.checkpoint is not None and from_scratch:
         return Reason("launch.resume-has-checkpoint", name | {"checkpoint": report.checkpoint.path.name})
     step = report.last_step_logged or 0
-    if report.checkpoint is None and (report.had_checkpoint or step > 0) and not from_scratch:
-        if report.passed_over:
-            params = {"step": step, "passed_over": "; ".join(report.passed_over)}
-            return Reason("launch.resume-checkpoints-invalid", name | params)
-        gone = "checkpoints-gone" if report.had_checkpoint else "no-checkpoint"
-        return Reason(f"launch.resume-{gone}", name | {"step": step})
+    if report.checkpoint is None and report.passed_over and not from_scratch:
+        params = {"step": step, "passed_over": "; ".join(report.passed_over)}
+        return Reason("launch.resume-checkpoints-invalid", name | params)
+    if report.checkpoint is None and report.had_checkpoint and not from_scratch:
+        return Reason("launch.resume-checkpoints-gone", name | {"step": step})
     return None if report.checkpoint is None or resize is None else _unshardable(run, resize)
 
 

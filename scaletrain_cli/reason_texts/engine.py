@@ -7,8 +7,8 @@ from scaletrain_cli.reasons import Text
 TEXTS: dict[str, Text] = {
     # Training: the loss and the gradient.
     "gradient-not-finite": Text(
-        "step {step}: loss {loss:number}, gradient norm {grad_norm:number}; the update was not applied and the latest "
-        "checkpoint is valid",
+        "step {step}: loss {loss:number}, gradient norm {grad_norm:number}; the update was not applied, so no "
+        "checkpoint contains it",
         ("Lower the learning rate, lengthen the warm-up, or inspect batch {batch}.",),
     ),
     "gradient-not-finite-again": Text(
@@ -18,13 +18,11 @@ TEXTS: dict[str, Text] = {
         ("Lower the learning rate, or resume with other settings.",),
     ),
     "loss-not-finite": Text(
-        "step {step}: the loss is NaN or infinite; nothing was saved since it was last finite, and the latest "
-        "checkpoint is valid",
+        "step {step}: the loss is NaN or infinite; no checkpoint was saved since it was last finite",
         ("Lower the learning rate, lengthen the warm-up, or inspect the data of these steps.",),
     ),
     "norm-not-finite": Text(
-        "step {step}: the gradient norm is NaN or infinite; nothing was saved since it was last finite, and the latest "
-        "checkpoint is valid",
+        "step {step}: the gradient norm is NaN or infinite; no checkpoint was saved since it was last finite",
         ("Lower the learning rate, lengthen the warm-up, or inspect the data of these steps.",),
     ),
     "trainer-setting": Text("{key} = {value}: {problem}", ("{remedy}",)),

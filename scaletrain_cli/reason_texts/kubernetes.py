@@ -13,7 +13,7 @@ _FIX_NODE = (
     "Once the node is off: delete it (kubectl delete node {node}), or taint it "
     "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute; or end the run: `scaletrain cancel --force`"
 )
-_RESUME = "scaletrain resume {run} continues from the latest valid checkpoint"
+_RESUME = "scaletrain resume {run} continues it"
 _LOGS = "scaletrain logs {run} shows what the pods printed, while they exist or where it was fetched"
 _IN_QUEUE = "waits in queue {queue}: {said}"
 _CONTAINER = "({state}: {said})"

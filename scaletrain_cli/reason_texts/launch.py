@@ -5,14 +5,19 @@ from __future__ import annotations
 from scaletrain_cli.reasons import Text
 
 _RESUME = "scaletrain resume {run}"
-_CONTINUE = "scaletrain resume {run} continues from the latest valid checkpoint"
+_CONTINUE = "scaletrain resume {run} continues it"
 _LONGER_TIME = (
     "A longer limit costs fewer restarts: `scaletrain resume {run} --set cluster.slurm.time=...`, after "
     "`scaletrain cancel {run}` if the job is queued again",
 )
 _MORE_MEMORY = (
-    "Request more (Slurm: cluster.slurm.memory_per_node; Kubernetes: cluster.kubernetes.memory_per_node). "
-    "`scaletrain plan` shows how much of it checkpoints and offloading use",
+    "Request more (Slurm: cluster.slurm.memory_per_node; Kubernetes: cluster.kubernetes.memory_per_node; a local run "
+    "has what ulimit and the control group of its shell allow). `scaletrain plan` shows how much of it checkpoints and "
+    "offloading use",
+)
+_OWN_SPACE = (
+    "Free space on the file system of its checkpoints. Of this run, scaletrain checkpoint prune {run} deletes all but "
+    "the newest, as far as there are others, and --set checkpoint.keep=1 keeps fewer from then on"
 )
 _FREE_SPACE = ("Free some space, or set checkpoint.dir to another file system",)
 _LOST_NODE = ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node")
@@ -218,29 +223,29 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "exit-host-oom": Text(
-        "attempt {attempt} ended: a node, or the job on it, ran out of host memory, and the kernel killed a rank",
+        "attempt {attempt} ended: a rank had no more host memory, on its node or within the limit of its job",
         _MORE_MEMORY,
     ),
     "exit-nan": Text(
         "attempt {attempt} ended: the loss or a gradient was not finite; no optimizer step was taken with it",
         (
-            "guard.nan: rollback returns to the last clean checkpoint and skips that data",
-            "Usual remedies: a lower learning rate, a longer warmup, or bf16 instead of fp16",
+            "`scaletrain diagnose {run}` names likely causes. Usual ones: the learning rate, the warm-up, fp16 where "
+            "bf16 would do, odd samples",
+            f"{_RESUME} --set training.optimizer.lr=... continues it at a lower rate; with --set guard.nan=rollback it "
+            "skips the batches that a clean checkpoint has not seen",
         ),
     ),
     "exit-spike": Text(
         "attempt {attempt} ended: the loss left its range again after every allowed roll-back",
         (
             "The events name the skipped ranges of data: check them",
-            "Lower the learning rate or training.gradient_clipping, then " + _RESUME,
+            f"Lower the learning rate or the limit of the gradient norm: {_RESUME} --set training.optimizer.lr=... "
+            "--set training.gradient_clipping=...",
         ),
     ),
     "exit-disk-full": Text(
-        "attempt {attempt} ended: there was no space for a checkpoint; all committed checkpoints are valid",
-        (
-            "scaletrain checkpoint prune {run} frees space; or move checkpoint.dir to a larger file system",
-            _RESUME,
-        ),
+        "attempt {attempt} ended: there was no space for a checkpoint",
+        (_OWN_SPACE, f"{_RESUME} continues it once there is space"),
     ),
     "exit-unreadable": Text(
         "attempt {attempt} ended: no node of the job could read a checkpoint",
@@ -302,7 +307,7 @@ TEXTS: dict[str, Text] = {
         "attempt {attempt} ended without reporting an exit status: the file system of {folder} is full; {scheduler} "
         "reports: {detail}",
         (
-            "scaletrain checkpoint prune {run} frees space; or move checkpoint.dir to a larger file system",
+            _OWN_SPACE,
             "scaletrain logs {run} shows what the ranks printed last",
             _CONTINUE,
         ),
@@ -448,10 +453,6 @@ TEXTS: dict[str, Text] = {
     "resume-checkpoints-gone": Text(
         "{run} trained up to step {step}, and none of its checkpoints exists any more",
         ("Restore the files, or train from the start with --from-scratch",),
-    ),
-    "resume-no-checkpoint": Text(
-        "{run} trained up to step {step} and ended before its first checkpoint",
-        ("Train from the start with --from-scratch",),
     ),
     "resume-unseen": Text(
         "the pods of {run} wrote its checkpoints to a volume that is not visible here, and its attempts would not "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from scaletrain_cli.diagnosis.checks import Diagnosis
 from scaletrain_cli.diagnosis.findings import Cause, Change, Finding
-from scaletrain_cli.text import counted
+from scaletrain_cli.text import counted, either
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.grids import marked
 
@@ -21,12 +21,22 @@ _IN_STATUS = 3
 _WIDEST_VALUE = 30
 
 
-def show_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print the findings, each with its causes, and what is not concluded, to stdout."""
+def show_diagnosis(diagnosis: Diagnosis, may_change: Callable[[str], bool]) -> None:
+    """Print the findings, each with its causes, and what is not concluded, to stdout.
+
+    ``may_change``: whether a resume of the run may change a key; the others are for a new run.
+    """
     console = stdout_console()
     line(console, Text.assemble((plain(diagnosis.run_id), "bold"), f"  {_summary(diagnosis)}"))
     for finding in diagnosis.findings:
         show(console, Group("", *finding_in_full(finding)))
+    proposed = {cause.change for finding in diagnosis.findings for cause in finding.causes}
+    keys = sorted({change.key for change in proposed if change is not None and change.to is not None})
+    if resumable := [key for key in keys if may_change(key)]:
+        how = f"scaletrain resume {diagnosis.run_id} --set KEY=VALUE continues the run with another "
+        show(console, escaped_text(how + either(resumable), "dim"))
+    if others := [key for key in keys if not may_change(key)]:
+        show(console, escaped_text(f"another {either(others)} needs a new run", "dim"))
     if diagnosis.not_concluded:
         rows = ((" ", escaped_text(str(reason), "dim")) for reason in diagnosis.not_concluded)
         show(console, Group("", Text("not concluded", "dim"), marked(rows)))

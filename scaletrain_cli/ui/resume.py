@@ -151,7 +151,7 @@ def _from(report: ResumeReport) -> str:
         reached = f"; its pods last printed step {report.job.progress['step']:.0f}" if report.job.progress else ""
         return f"from the latest valid checkpoint on the pods' volume, which is not visible here{reached}"
     if checkpoint is None:
-        return "from the start; there is no valid checkpoint"
+        return f"from the start; there is no {'valid ' if report.had_checkpoint else ''}checkpoint"
     return f"after step {checkpoint.step}, from {checkpoint.path} ({bytes_text(checkpoint.size_bytes)}, verified)"
 
 

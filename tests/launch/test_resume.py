@@ -7,6 +7,7 @@ import pytest
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.submit import read_submission, submit_run
 from scaletrain_cli.reasons import recorded
@@ -113,6 +114,14 @@ def test_a_run_that_never_started_is_started_by_resume(made: MadeRun) -> None:
     cluster = Cluster()
     report = resume(made.run, scheduler=cluster).report
     assert (report.checkpoint, report.steps_lost, cluster.submitted) == (None, 0, 1)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_started_by_resume(made: MadeRun) -> None:
+    log_steps(made, 12)
+    attempt(made, 93, "nan")
+    cluster = Cluster()
+    report = resume(made.run, resize=replan(made.run, ["training.optimizer.lr=1e-5"]), scheduler=cluster).report
+    assert (report.checkpoint, report.steps_lost, cluster.submitted) == (None, 12, 1)
 
 
 def test_without_a_loadable_checkpoint_resume_requires_from_scratch(made: MadeRun) -> None:

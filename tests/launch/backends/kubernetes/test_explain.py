@@ -90,7 +90,7 @@ def test_a_running_run_has_its_progress_and_an_ended_one_the_clusters_message(
         (3, "cannot run with this spec", "--set KEY=VALUE"),
         (93, "another attempt would not help", "Remove the cause before"),
         (5, "is not what was planned", "Correct what the message names"),
-        (1, "has ended: failed", "continues from the latest valid checkpoint"),
+        (1, "has ended: failed", "continues it"),
     ],
 )
 def test_the_remedies_after_an_end_depend_on_the_exit_code(
