@@ -25,6 +25,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.checkpoints import committed_folders
 from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
 from scaletrain_cli.rundir.paths import RunDir
@@ -52,7 +53,8 @@ def pruning(
         folder = checkpoint_folder(run, record.spec)
         found = plan_pruning(folder, own.keep if keep is None else keep, every, steps_to_keep(run, own, folder))
         if found is None:
-            raise ScaletrainError(Reason("runs.prune-none-valid", {"run": run.run_id}))
+            none = "none-valid" if committed_folders(folder) else "nothing"
+            raise ScaletrainError(Reason(f"runs.prune-{none}", {"run": run.run_id, "folder": str(folder)}))
         yield found
 
 

@@ -133,6 +133,9 @@ def replan(
         judged = {key: values for key, values in judged.items() if not _is_path(key)}
     if branch_at is not None:
         judged.pop("name", None)
+    visible = before.spec.cluster.traits.shared_run_directory
+    if visible and newest_checkpoint_step(run, spec) == newest_checkpoint_step(run, before.spec):
+        judged.pop("checkpoint.dir", None)  # the checkpoints were copied there, or there are none
     problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
     if trained:
         problems += length_objections(before.spec, spec, newest)

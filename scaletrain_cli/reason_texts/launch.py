@@ -16,8 +16,9 @@ _MORE_MEMORY = (
     "offloading use",
 )
 _OWN_SPACE = (
-    "Free space on the file system of its checkpoints. Of this run, scaletrain checkpoint prune {run} deletes all but "
-    "the newest, as far as there are others, and --set checkpoint.keep=1 keeps fewer from then on"
+    "Free space on the file system of its checkpoints: scaletrain checkpoint prune {run} --keep 1 deletes all but the "
+    "newest of this run. On resume, --set checkpoint.keep=1 keeps fewer, and --set checkpoint.dir=... uses another "
+    "file system, once the folder of the run was copied there"
 )
 _FREE_SPACE = ("Free some space, or set checkpoint.dir to another file system",)
 _LOST_NODE = ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node")
@@ -495,7 +496,9 @@ TEXTS: dict[str, Text] = {
     "resume-another-run": Text("{run} would no longer be the same run"),
     "resume-no-code": Text("{run} has no code of yours to take again", ("Name it: --set code.path=FOLDER",)),
     "resume-keeps-code": Text("was {before}, and a run keeps its code", ("Leave it as it is",)),
-    "resume-keeps-checkpoints": Text("the checkpoints of the run are in {before}", ("Leave it as it is",)),
+    "resume-keeps-checkpoints": Text(
+        "the checkpoints of the run are in {before}", ("Copy the folder of the run there first, or leave it as it is",)
+    ),
     "resume-fixed-batch": Text(
         "{problem}; a resumed run keeps its global batch size", ("Use a number of nodes that divides it",)
     ),

@@ -58,6 +58,7 @@ TEXTS: dict[str, Text] = {
         "{run} is or may be active; an active run prunes its checkpoints itself",
         ("Set checkpoint.keep, or wait until the run has ended",),
     ),
+    "prune-nothing": Text("{run} has no checkpoint in {folder}"),
     "prune-none-valid": Text(
         "no checkpoint of {run} is valid, so none was deleted",
         ("`scaletrain checkpoint verify {run}` lists what is wrong with each",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_pruning_never_deletes_the_checkpoint_that_a_resume_would_load(folder: P
     refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
     assert (refused.code, names(folder)) == (ExitCode.CRASHED, before)
     assert "no checkpoint of r1 is valid, so none was deleted" in refused.err
+    shutil.rmtree(folder)
+    assert "r1 has no checkpoint in" in scaletrain("checkpoint", "prune", "r1").err
 
 
 @pytest.mark.parametrize("job", [Job("7", "running"), Job("7", "queued"), Job("7", "unknown")])

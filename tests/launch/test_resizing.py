@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,6 +136,15 @@ def test_every_forbidden_key_is_named_at_once() -> None:
 )
 def test_settings_that_act_on_later_steps_only_can_be_changed(override: str) -> None:
     assert len(replan(ended_run().run, [override]).changes) == 1
+
+
+def test_checkpoints_that_were_copied_may_be_used_from_another_folder(tmp_path: Path) -> None:
+    made = ended_run()
+    override = f"checkpoint.dir={tmp_path}"
+    with pytest.raises(UsageError, match="Copy the folder of the run there first"):
+        replan(made.run, [override])
+    shutil.copytree(made.run.checkpoints, tmp_path / made.run.run_id)
+    assert replan(made.run, [override]).changes == {"checkpoint.dir": ('"auto"', json.dumps(str(tmp_path)))}
 
 
 def test_an_invalid_override_names_the_option() -> None:
