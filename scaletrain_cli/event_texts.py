@@ -246,6 +246,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "idle-over": lambda event: f"the {event['measured']} of the run work again; it is not ended",
     "idle-unmeasured": lambda event: f"the use of the GPUs of {event['node']} is not known: no idle run is ended",
     "node-agent-stopped": _node_agent_stopped,
+    "suspended": lambda event: f"all processes were stopped for {seconds_text(event['seconds'])}, and go on",
     "output-dropped": lambda event: f"{event['message']}: the output of `train` is not shown any more",
     "signal": lambda event: f"{event['signal']} on node {event['node']}, forwarded to its ranks",
     "nodes-excluded": _nodes_excluded,

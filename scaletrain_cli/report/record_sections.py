@@ -78,6 +78,7 @@ _MEANINGS = {
     "rollback": "loading a checkpoint within an attempt",
     "lost_work": "steps that a crash or a rollback undid",
     "idle": "between attempts",
+    "suspended": "all processes were stopped, by the scheduler or with the machine",
     "other": "not attributed",
 }
 

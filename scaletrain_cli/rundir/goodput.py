@@ -65,7 +65,8 @@ class Goodput:
     """Seconds by activity; the sum is the time from the first attempt's start to the last one's end.
 
     ``productive``: steps that were kept, without waiting for data. ``lost_work``: steps undone by a crash or a
-    rollback, each with the mean time of a step. ``idle``: between attempts.
+    rollback, each with the mean time of a step. ``idle``: between attempts. ``suspended``: all processes were stopped,
+    by the scheduler or with the machine.
     """
 
     productive: float
@@ -77,6 +78,7 @@ class Goodput:
     lost_work: float
     idle: float
     other: float
+    suspended: float = 0.0
 
     @property
     def wall(self) -> float:
@@ -93,9 +95,9 @@ class Goodput:
         return {"goodput": round(self.share, 6), "wall_seconds": round(self.wall, 3), **seconds}
 
 
-def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
+def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int, suspended: float = 0.0) -> Goodput:
     """Return the goodput of ``attempts`` in order; ``lost_steps``: trained and then undone, in attempts not
-    ``in_vain``.
+    ``in_vain``. ``suspended``: seconds of these attempts, which the ledgers count to the steps that they interrupted.
     """
     seconds: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
     in_vain = counted = 0.0
@@ -109,7 +111,9 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
             in_vain += spent.pop("step", 0.0)
         for name, value in spent.items():
             seconds[name] += value
-    redone = min(seconds["step"], lost_steps * counted / steps if steps else 0.0)
+    suspended = min(seconds["step"], suspended)
+    seconds["step"] -= suspended
+    redone = min(seconds["step"], lost_steps * max(0.0, counted - suspended) / steps if steps else 0.0)
     idle = sum(max(0.0, after.started - before.until) for before, after in itertools.pairwise(attempts))
     return Goodput(
         productive=seconds["step"] - redone,
@@ -121,6 +125,7 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
         lost_work=redone + in_vain,
         idle=idle,
         other=seconds["other"],
+        suspended=suspended,
     )
 
 
@@ -134,7 +139,9 @@ def run_goodput(run: RunDir) -> Goodput | None:
     spans = [span for number in run.attempts() if (span := read_span(run, number, number <= in_vain)) is not None]
     if all(span.ledger is None for span in spans):
         return None
-    return sum_goodput(spans, steps_lost(events[scratch:]))
+    kept = events[scratch:]
+    stops = [event.get("seconds") for event in kept if event["event"] == "suspended"]
+    return sum_goodput(spans, steps_lost(kept), math.fsum(stop for stop in stops if type(stop) in (int, float)))
 
 
 def steps_lost(events: Iterable[Mapping[str, Any]]) -> int:

@@ -87,6 +87,14 @@ def test_the_goodput_of_a_run_is_summed_from_its_directory(run: RunDir) -> None:
     assert answer["lost_work_seconds"] == 30
 
 
+def test_time_in_suspension_is_not_productive(run: RunDir) -> None:
+    attempt(run, 0, 700, ledger(0, 50, step=700.0))
+    record_event(run, "suspended", attempt=1, seconds=600.0)
+    found = run_goodput(run)
+    assert found is not None
+    assert (found.productive, found.suspended, found.wall) == (100, 600, 700)
+
+
 def test_a_start_from_scratch_is_placed_by_the_order_of_events_not_by_clocks(run: RunDir) -> None:
     attempt(run, 5000, 5100, ledger(5000, 100, attempt=1, step=100.0))
     record_event(run, "resumed", attempt=1, lost_steps=7)

@@ -43,6 +43,7 @@ OTHER_FAILURES_SECONDS = 3.0  # for the other ranks to report failures of their 
 UNKILLABLE_SECONDS = 30.0  # after SIGKILL; then a rank hangs in the kernel (driver, dead file system)
 DUMP_SECONDS = 2.0  # time for the C signal handler to write the stacks
 _POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
+SUSPENSION_SECONDS = 60.0  # of the agent itself: then the whole job was stopped, and the time is recorded
 _STACKS_POLL_SECONDS = 0.05
 _RECORD_SECONDS = 2.0  # of the grace period, to record the end of the node
 _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -292,7 +293,11 @@ class Watch:
 
     def _check_progress(self) -> None:
         """End the local ranks if they hang, or if another node has failed or reports a hang."""
-        beats = self.local_ranks.listen(self.pauses.lost_seconds())
+        stopped = self.pauses.lost_seconds()
+        if stopped > SUSPENSION_SECONDS and self.options.node_rank == 0:
+            with _logging_disk_errors("a suspension could not be recorded"):
+                record_event(self.run, "suspended", attempt=self.options.attempt, seconds=round(stopped, 1))
+        beats = self.local_ranks.listen(stopped)
         if not beats:
             return
         # After the first signal only the end of the grace period counts.

@@ -10,15 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome
 from scaletrain_cli.launch.node import processes
 from scaletrain_cli.launch.node.heartbeats import Channel, LastBeat, hung_rank
+from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import read_node_records
-from scaletrain_cli.launch.node.watch import RankView, find_suspect
+from scaletrain_cli.launch.node.watch import RankView, Watch, find_suspect
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.worker.failures import read_failures
@@ -278,6 +279,16 @@ def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: 
     assert len(made.run.attempts()) == 2
     assert "is stopped (state T)" in (made.run.path / "supervisor.log").read_text()
     assert not any(is_running(rank.pid) for rank in node.ranks)
+
+
+def test_the_first_node_records_for_how_long_all_processes_were_stopped(make_run: MakeRun) -> None:
+    made = make_run()
+    for node_rank, seconds in ((0, 3600.0), (0, 0.0), (1, 3600.0)):
+        options: Any = SimpleNamespace(node_rank=node_rank, attempt=1)
+        watch = Watch(made.run, options, "n", LocalRanks(), made.record.spec.cluster)
+        watch.pauses = cast("Any", SimpleNamespace(lost_seconds=lambda seconds=seconds: seconds))
+        watch._check_progress()
+    assert [event["seconds"] for event in made.events("suspended")] == [3600.0]
 
 
 def test_stops_that_end_in_time_and_those_of_a_debugger_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
