@@ -21,6 +21,7 @@ from scaletrain_cli.spec.images import ImageFieldsSpec
 from scaletrain_cli.spec.sources import SourceFieldsSpec, SourceSpec
 
 SCHEMA = "scaletrain.images/v1"
+FILES = "files.json"  # of an index: the files of its source
 _TARGETS: dict[str, Targets] = {"classification": "class", "regression": "numbers", "contrastive": "none"}
 _READ_FOR = {"class": "cross_entropy", "classes": "bce", "numbers": "regression", "none": "contrastive losses"}
 _DEFAULT_SHARE = DataSpec.model_fields["validation_split"].default

@@ -28,7 +28,7 @@ import numpy as np
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.drafts import draft_of, write_whole
-from scaletrain_cli.data.images.compatibility import SCHEMA
+from scaletrain_cli.data.images.compatibility import FILES, SCHEMA
 from scaletrain_cli.data.images.index_units import (
     EMBEDDED_IMAGES,
     MOST_PLACES,
@@ -38,6 +38,7 @@ from scaletrain_cli.data.images.index_units import (
     index_unit,
 )
 from scaletrain_cli.data.images.listing import Listing, list_source
+from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
@@ -47,7 +48,7 @@ from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import read_document, undamaged_document
 from scaletrain_cli.rundir.shared_datasets import (
     DATASET,
     is_readable,
@@ -62,7 +63,6 @@ from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 
 # Raised with every change of the index of equal images.
 _VERSION = "images/v1"
-FILES = "files.json"
 _NOTE, _INDEXED = "indexed.json", "index"
 
 
@@ -133,9 +133,9 @@ def _found(listing: Listing, settings: ImageSettings, datasets: Path) -> Path | 
     """Return the index that this user, or another one, has built from a source in this state; None if there is none."""
     key = _state_key(listing, settings)
     for steps in (steps_folder(datasets), *sorted(datasets.glob(".steps*"))):
-        note = read_document(steps / f"images-{key}" / _NOTE)
+        note = undamaged_document(steps / f"images-{key}" / _NOTE)
         if note is not None:
-            dataset = place_of(datasets, str(note.get("dataset")))
+            dataset = place_of(datasets, str(note.get("dataset")), open_images)
             document = read_document(dataset / DATASET) or {}
             if document.get("schema") == SCHEMA and document.get("key") == note.get("dataset") and is_readable(dataset):
                 return dataset
@@ -227,7 +227,7 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
             "bad": bad,
         }
         create_file(draft / DATASET, json.dumps(document | {"seal": seal_of(document)}, indent=1) + "\n")
-        dataset = place_of(job.datasets, key)
+        dataset = place_of(job.datasets, key, open_images)
         open_to_readers(draft)
         if not is_readable(dataset):
             shutil.rmtree(dataset, ignore_errors=True)  # without its files, as a crash of a machine leaves

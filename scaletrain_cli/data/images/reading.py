@@ -21,8 +21,7 @@ import numpy as np
 
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.data.images.compatibility import SCHEMA
-from scaletrain_cli.data.images.index import FILES
+from scaletrain_cli.data.images.compatibility import FILES, SCHEMA
 from scaletrain_cli.data.images.index_units import PACKED, digest_of
 from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.pipeline import trained
 from scaletrain_cli.data.pipeline.shards import seal_of
 from scaletrain_cli.engine.data.dataset import open_source_dataset
@@ -22,6 +23,7 @@ from scaletrain_cli.rundir.shared_datasets import building, built
 from scaletrain_cli.safe_files import create_file
 from scaletrain_cli.spec import DataSpec
 from tests.cli.test_two_users import ALICE, BOB, TEAM, User
+from tests.data.images.pictures import index, write_folder
 from tests.prepared_text import prepared_text
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
@@ -246,6 +248,24 @@ def test_damaged_data_of_another_user_are_prepared_again_and_named(
     assert made == str(own)
     assert f"not used: {folder}, made by uid 61002, is damaged" in said
     assert prepares(ALICE, root) == own
+
+
+INDEX_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "junk in dataset.json": lambda index: (index / "dataset.json").write_bytes(b"\0junk"),
+    "a file that was cut": lambda index: os.truncate(index / "train.samples.bin", 8),
+    "a damaged note": lambda index: next(index.parent.glob(".steps/*/indexed.json")).write_bytes(b"\0junk"),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGES)
+def test_a_damaged_index_of_another_user_is_built_again(root: Path, damage: str) -> None:
+    write_folder(root.parent / "images", ["a/1.png", "b/2.png"])
+    of_another = Path(BOB.does(lambda: str(index(root.parent / "images", root))))
+    BOB.does(lambda: INDEX_DAMAGES[damage](of_another))
+    own = of_another if damage == "a damaged note" else of_another.with_name(f"{of_another.name}-{ALICE.uid}")
+    for _ in range(2):
+        made = Path(ALICE.does(lambda: str(index(root.parent / "images", root))))
+        assert (made, len(open_images(made)["train"])) == (own, 2)
 
 
 def test_an_unwritable_folder_of_data_is_reported_with_a_remedy(root: Path) -> None:
