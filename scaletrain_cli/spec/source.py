@@ -187,7 +187,7 @@ def _is_nested_too_deeply(text: str) -> bool:
 def _load(text: str, file: str) -> Any:
     """Return the tree of ruamel, which nobody changes."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.constructor import RoundTripConstructor
+    from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError
 
@@ -196,6 +196,8 @@ def _load(text: str, file: str) -> Any:
     class Constructor(RoundTripConstructor):
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             values.append(node)
+            if node in self.recursive_objects:
+                raise ConstructorError(None, None, "an alias stands within what it refers to", node.start_mark)
             return super().construct_object(node, deep)
 
     parser = YAML(typ="rt", pure=True)

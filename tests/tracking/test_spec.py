@@ -58,6 +58,8 @@ def test_the_record_of_an_earlier_version_has_no_tracker_on() -> None:
             ":21 tracking.wandb.mod: unknown key. Did you mean mode?",
         ),
         ("tracking:\n\n- kind: wandb\n  mode: on\n", ":21 tracking.wandb.mode = on: must be 'online', 'offline' or"),
+        ("tracking: {wandb: {project: a/b}}\n", "project = a/b: must be the name of a project, without /"),
+        ("tracking: {wandb: {entity: a/b}}\n", "entity = a/b: must be the name of a user or team, without a slash"),
         ("tracking: [wandb, wandb]\n", "must name each tracker once, not wandb twice"),
         ("tracking: [3]\n", "must be a list of trackers, each a name, `name: {option: value}`"),
         ("tracking: {wandb: 3}\n", "tracking.wandb = 3: must be a section"),
