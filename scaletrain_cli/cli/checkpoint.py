@@ -15,7 +15,7 @@ from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, confirm
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import create_file, expand_home
-from scaletrain_cli.text import bytes_text, visible, whole_text
+from scaletrain_cli.text import bytes_text, counted, visible, whole_text
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def prune(
         freed = sum(checkpoint.size_bytes for checkpoint in found.to_delete)
         names = [checkpoint.path.name for checkpoint in found.to_delete]
         if names and not dry_run:
-            confirm(f"Delete {len(names)} checkpoints, {bytes_text(freed)} ({', '.join(names)})?", yes)
+            confirm(f"Delete {counted(len(names), 'checkpoint')}, {bytes_text(freed)} ({', '.join(names)})?", yes)
             for checkpoint in found.to_delete:
                 delete_checkpoint(checkpoint.path)
     if as_json:
@@ -385,7 +385,7 @@ def prune(
     for name in names:
         typer.echo(visible(name))
     verb = "would be deleted" if dry_run else "deleted"
-    say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
+    say(f"{counted(len(names), 'checkpoint')} {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
 
 
 def _unseen(run: str) -> str | None:

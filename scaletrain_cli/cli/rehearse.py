@@ -9,6 +9,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.text import counted
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def rehearse(
     show_outlook(scheduler.preflight(small, plan))
     cluster = small.cluster
     where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu_name} on {cluster.scheduler}"
-    confirm(f"Rehearse {len(options.items)} items for some minutes, {where}?", yes)
+    confirm(f"Rehearse {counted(len(options.items), 'item')} for some minutes, {where}?", yes)
     with StatusLine() as line:
         return run_rehearsal(given, small, plan, scheduler, options, timeout_seconds, line.update)
 

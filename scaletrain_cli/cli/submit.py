@@ -29,7 +29,7 @@ from scaletrain_cli.cli.options import (
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import require_writable
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import counted, visible
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def submit_points(
 
         show_points(planned, results[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
-    confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
+    confirm(f"Submit {counted(len(planned), 'run')} to {section.scheduler}, {at_once}?", yes)
     prepared: dict[str, PreparedData] = {}  # points with the same data share the work
     for point in planned:
         data = _data_of(point.spec)

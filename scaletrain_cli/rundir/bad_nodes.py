@@ -91,6 +91,9 @@ def _write(root: Path, nodes: Collection[BadNode]) -> None:
 
 @contextlib.contextmanager
 def _lock(root: Path) -> Iterator[None]:
-    # Any user with write access to the root can hold the lock: after a timeout, the atomic replacement is enough.
-    with locked(root / ".bad-nodes.lock", wait_seconds=_LOCK_SECONDS, shared=True):
+    # Any user with write access to the root can hold the lock, or put something else in its place: then the atomic
+    # replacement is enough.
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            held.enter_context(locked(root / ".bad-nodes.lock", wait_seconds=_LOCK_SECONDS, shared=True))
         yield

@@ -34,7 +34,7 @@ def show_probe(nodes: Sequence[NodeFacts]) -> None:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(least.packages.items()))
     say(
-        f"probed {len(nodes)} nodes ({names}): at least {', '.join(each)}; {versions}; "
+        f"probed {counted(len(nodes), 'node')} ({names}): at least {', '.join(each)}; {versions}; "
         f"{bytes_text(least.free_bytes)} free in the runs root, which they share"
     )
 

@@ -69,3 +69,9 @@ def test_evidence_from_a_clock_that_was_ahead_expires_like_other_evidence(tmp_pa
     assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]
     remember_bad_nodes(tmp_path, [dataclasses.replace(BROKEN, node="n1")], now=100.0)
     assert read_bad_nodes(tmp_path, now=1001.0) == []
+
+
+def test_something_else_in_place_of_the_lock_keeps_no_node_from_being_excluded(tmp_path: Path) -> None:
+    (tmp_path / ".bad-nodes.lock").mkdir()
+    remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
+    assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]
