@@ -202,7 +202,14 @@ TEXTS: dict[str, Text] = {
         "no node of partition {partition} has GPUs of this type; it has {types:list}",
         ("Use one of these, or another partition",),
     ),
-    "no-gpus": Text("no node of partition {partition} has GPUs", ("Use another partition",)),
+    "no-gpus": Text(
+        "no node of partition {partition} has GPUs that Slurm manages",
+        ("Use another partition, or set cluster.slurm.gpu_request: none if jobs get whole nodes with their GPUs",),
+    ),
+    "too-little-gres": Text(
+        "nodes of partition {partition} do not have it; their generic resources: {gres:list}",
+        ("Request less, or use another partition",),
+    ),
     "too-many-gpus": Text(
         "nodes of partition {partition} have at most {most:of GPU}", ("Request {most} per node and more nodes",)
     ),

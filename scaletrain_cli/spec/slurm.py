@@ -88,13 +88,39 @@ Module = Annotated[
     ),
 ]
 
+Gres = Annotated[
+    str,
+    Matching(
+        r"(?!gres:)[A-Za-z][A-Za-z0-9_\-]*(:[A-Za-z0-9_.\-]+){0,3}",
+        256,
+        "must be a generic resource of Slurm as NAME[:TYPE][:COUNT], such as nvme:500",
+    ),
+]
+
 # Options that the launcher sets itself, or that would break the layout of the run directory.
 SLURM_OWN_OPTIONS = frozenset(
-    "array chdir comment cpus-per-task dependency error export gpus gpus-per-node gres input job-name "
-    "kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output parsable requeue "
-    "signal test-only wait wrap partition account qos time reservation constraint exclude nodelist mem "
-    "licenses switches".split()
+    "array chdir comment cpus-per-task dependency error export input job-name kill-on-invalid-dep no-requeue nodes "
+    "open-mode output parsable requeue signal test-only wait wrap partition account qos time reservation constraint "
+    "exclude nodelist mem licenses switches".split()
 )
+_ONE_TASK = (
+    "is not possible: a job has one task on each node, the agent that starts the ranks. Remove it; "
+    "cluster.gpus_per_node is the number of ranks of a node, and cluster.cpus_per_gpu that of their cores."
+)
+_GPUS = (
+    "is not possible here: cluster.gpus_per_node, slurm.gres_type and slurm.gpu_request request the GPUs, and "
+    "slurm.gres other generic resources. Remove it from extra."
+)
+_NOT_EXTRA = {
+    **dict.fromkeys(
+        SLURM_OWN_OPTIONS, "is set by the launcher or by another key of this section; remove it from extra."
+    ),
+    **dict.fromkeys("ntasks ntasks-per-node ntasks-per-core ntasks-per-socket overcommit".split(), _ONE_TASK),
+    **dict.fromkeys("gpus-per-task ntasks-per-gpu tres-per-task".split(), _ONE_TASK),
+    **dict.fromkeys("gpus gpus-per-node gpus-per-socket gres".split(), _GPUS),
+    "clusters": "is not possible: the other commands would look for the job in this cluster. Set SLURM_CONF to the "
+    "slurm.conf of that cluster, or submit on its login node (--cluster of clusters.yaml).",
+}
 # Options of Pyxis that the launcher sets from other keys.
 CONTAINER_OWN_OPTIONS = frozenset({"container-image", "container-mounts", "container-env"})
 
@@ -170,6 +196,12 @@ class SlurmSpec(BackendSection):
     switches_wait: PositiveSeconds | None = Field(default=None, description="then any nodes will do")
     memory_per_node: Bytes | None = None
     gres_type: SlurmWord | None = Field(default=None, description="type in --gpus-per-node=TYPE:N, e.g. h100")
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = Field(
+        default="gpus-per-node",
+        description="option of sbatch for the GPUs, gres as --gres=gpu:TYPE:N; none: whole nodes (--exclusive), whose "
+        "GPUs Slurm does not manage",
+    )
+    gres: tuple[Gres, ...] = Field(default=(), description="other generic resources per node, as nvme:500")
     modules: list[Module] = []
     activate: AbsolutePath | None = Field(default=None, description="a script to source, as /opt/venv/bin/activate")
     container: ContainerSpec | None = None
@@ -180,14 +212,13 @@ class SlurmSpec(BackendSection):
         """Yield (key, message) for each setting that contradicts another one, or that the launcher sets itself."""
         if self.switches_wait is not None and self.switches is None:
             yield "switches_wait", "has no effect without slurm.switches, the maximum number of leaf switches. Set it."
-        for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
-            yield f"extra.{name}", "is set by the launcher or by another key of this section; remove it from extra."
-        if "clusters" in self.extra:
-            yield (
-                "extra.clusters",
-                "is not possible: the other commands would look for the job in this cluster. Set SLURM_CONF to the "
-                "slurm.conf of that cluster, or submit on its login node (--cluster of clusters.yaml).",
-            )
+        for name in sorted(_NOT_EXTRA.keys() & self.extra.keys()):
+            yield f"extra.{name}", _NOT_EXTRA[name]
+        if self.gpu_request == "none" and self.gres_type is not None:
+            yield "gres_type", "has no effect with slurm.gpu_request: none, which requests no GPUs. Remove one of them."
+        for index, word in enumerate(self.gres):
+            if word.partition(":")[0] == "gpu":
+                yield f"gres.{index}", _GPUS.replace("from extra", "from gres")
         for key, message in self.container.inconsistencies() if self.container is not None else ():
             yield f"container.{key}", message
 

@@ -148,7 +148,17 @@ HELD_BY = {
     **{
         f"cluster.slurm.{key}": "tests/launch/backends/slurm/test_preflight.py::"
         "test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has"
-        for key in ("partition", "account", "qos", "reservation", "exclude", "nodelist", "gres_type", "memory_per_node")
+        for key in (
+            "partition",
+            "account",
+            "qos",
+            "reservation",
+            "exclude",
+            "nodelist",
+            "gres_type",
+            "gres.*",
+            "memory_per_node",
+        )
     },
     **{
         f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::test_all_problems_are_reported_at_once"

@@ -14,6 +14,8 @@ from tests.slurm_cluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 GRES = ("n3=gpu:a100:4", "n4=gpu:h100:2,gpu:a100:2", "n5=gpu:a100_1g.10gb:7")
+BY_GRES = "cluster.slurm={gpu_request: gres, gres_type: h100}"
+WHOLE_NODES = "cluster.slurm={gpu_request: none, nodelist: 'n[2-3]'}"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,10 @@ def test_a_job_gets_only_nodes_with_enough_gpus_of_its_type(site: Site) -> None:
         (("cluster.slurm.gres_type=h100",), 8, 2, "n[1-2]"),
         (("cluster.slurm.gres_type=a100",), 4, 1, "n3"),
         (("cluster.slurm.gres_type=a100",), 2, 2, "n[3-4]"),
-        (("cluster.slurm.gres_type=a100_1g.10gb",), 7, 1, "n5"),
+        (("cluster.slurm.gres_type=a100_1g.10gb", "code.command=[serve]"), 7, 1, "n5"),
         ((), 8, 2, "n[1-2]"),
+        ((BY_GRES,), 8, 2, "n[1-2]"),
+        ((WHOLE_NODES,), 3, 2, "n[2-3]"),
     ):
         spec = ask("cluster.cpus_per_gpu=1", *sets, gpus=gpus, nodes=nodes)
         start = check_job(site, spec, None).start

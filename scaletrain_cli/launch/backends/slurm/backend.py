@@ -177,7 +177,7 @@ class SlurmBackend(Backend):
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
         site = self._known_site(record.spec)
         return job_script(
-            record.spec if site is None else site.with_cores(record.spec),
+            self._with_cores(record.spec),
             record.run_id,
             run.path,
             exclude=exclude_option(record.spec, excluded),
@@ -190,10 +190,13 @@ class SlurmBackend(Backend):
         self, sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], cap: int, exclude: str | None = None
     ) -> ArrayPlan:
         """Return the array, which requests what the scripts of its tasks use."""
-        site = self._known_site(runs[0][1].spec)
-        if site is not None:
-            runs = [(run, dataclasses.replace(record, spec=site.with_cores(record.spec))) for run, record in runs]
+        runs = [(run, dataclasses.replace(record, spec=self._with_cores(record.spec))) for run, record in runs]
         return ArrayPlan(sweep, tuple(runs), cap, exclude)
+
+    def _with_cores(self, spec: RunSpec) -> RunSpec:
+        """Return the spec with the CPU cores that its job requests; unchanged if Slurm does not answer."""
+        site = self._known_site(spec)
+        return spec if site is None else site.with_cores(spec)
 
     def _known_site(self, spec: RunSpec) -> Site | None:
         """Return the site; None if Slurm does not answer, as in a dry run on a laptop."""
@@ -229,7 +232,7 @@ class SlurmBackend(Backend):
         """Run a short job on the nodes and return the facts of each. Raises WrongNodesError for a mismatch."""
         from scaletrain_cli.launch.backends.slurm.probe import probe_nodes
 
-        return probe_nodes(spec, plan)
+        return probe_nodes(self._with_cores(spec), plan)
 
     def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
         """Return ``requested``, at most ``points``: a job of the sweep waits for the one before it (afterany)."""

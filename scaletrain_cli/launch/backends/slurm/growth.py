@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
@@ -22,7 +23,7 @@ from scaletrain_cli.launch.attempts import read_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, has_gpus, query_site
+from scaletrain_cli.launch.backends.slurm.site import Site, exclude_option, exclusion_for, has_gpus, query_site
 from scaletrain_cli.launch.backends.slurm.tables import gpus, node_names
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
@@ -127,7 +128,6 @@ class GrowthWatch:
     environment: Mapping[str, str]
     plans: dict[int, RunPlan] = field(init=False)
     _parent: int = field(default_factory=os.getppid, init=False)
-    _permitted: tuple[int, ...] | None = field(default=None, init=False)  # sizes; None before the site is queried
 
     def __post_init__(self) -> None:
         self.plans = read_size_plans(self.run, self.record)
@@ -208,7 +208,7 @@ class GrowthWatch:
         most = now + len(idle.names)
         if (largest_usable(self.record.sizes, most) or 0) <= now:
             return None
-        target = largest_usable(self._permitted_sizes(partition), most)
+        target = largest_usable(self._permitted_sizes, most)
         if target is None or target <= now:
             return None
         found = growth(self.plans, now, target, left=self._left(), pace=self._pace())
@@ -220,29 +220,42 @@ class GrowthWatch:
                 "%d nodes are idle, and %d jobs wait for nodes: the run does not grow", len(idle.names), waiting
             )
             return None
-        return found if self._would_start(target - now, (*own, *excluded), partition) else None
+        return found if self._would_start(target - now, (*own, *excluded)) else None
 
-    def _permitted_sizes(self, partition: str) -> tuple[int, ...]:
+    @cached_property
+    def _site(self) -> Site:
+        return query_site(self._moved.cluster, self._moved.secret_env)
+
+    @property
+    def _moved(self) -> RunSpec:
+        """Return the spec of a job on any nodes of the partition that Slurm has chosen for this one."""
+        chosen = {"partition": self.environment["SLURM_JOB_PARTITION"], "nodelist": None}
+        slurm = self.record.spec.cluster.slurm.model_copy(update=chosen)
+        cluster = self.record.spec.cluster.model_copy(update={"slurm": slurm})
+        return self.record.spec.model_copy(update={"cluster": cluster})
+
+    def _requested(self, nodes: int) -> RunSpec:
+        """Return the spec of such a job on ``nodes`` nodes, with the CPU cores that it requests."""
+        spec = self._site.with_cores(self._moved)
+        return spec.model_copy(update={"cluster": spec.cluster.at_size(nodes)})
+
+    @cached_property
+    def _permitted_sizes(self) -> tuple[int, ...]:
         """Return the sizes that the limits on a whole job permit in this partition, by the checks before a submission.
 
         Returns all sizes if the checks find a problem with the current size, which runs: they then know too little.
         """
-        if self._permitted is None:
-            spec, now = self.record.spec, self.record.spec.cluster.nodes
-            whole = {size: _on_other_nodes(spec, size, partition) for size in self.record.sizes}
-            site = query_site(whole[now].cluster, spec.secret_env)
-            found = {size: check_site(site, sized).problems for size, sized in whole.items()}
-            self._permitted = tuple(size for size in whole if not found[size] or found[now])
-            for size in sorted(set(whole) - set(self._permitted)):
-                if size > now:
-                    logger.info("the run does not grow to %d nodes: %s", size, found[size][0].message)
-        return self._permitted
+        now = self.record.spec.cluster.nodes
+        found = {size: check_site(self._site, self._requested(size)).problems for size in self.record.sizes}
+        permitted = tuple(size for size in found if not found[size] or found[now])
+        for size in sorted(set(found) - set(permitted)):
+            if size > now:
+                logger.info("the run does not grow to %d nodes: %s", size, found[size][0].message)
+        return permitted
 
-    def _would_start(self, nodes: int, without: Sequence[str], partition: str) -> bool:
+    def _would_start(self, nodes: int, without: Sequence[str]) -> bool:
         """Return whether Slurm, with all its limits, could start the job on ``nodes`` other nodes now."""
-        options = sbatch_options(
-            _on_other_nodes(self.record.spec, nodes, partition), "growth", ",".join(without) or None
-        )
+        options = sbatch_options(self._requested(nodes), "growth", ",".join(without) or None)
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in options), "true", ""])
         answer = call_slurm(["sbatch", "--test-only"], text=script, without=self.record.spec.secret_env)
         now = time.time()
@@ -259,12 +272,6 @@ class GrowthWatch:
         steps = [step for step in newest_steps(self.run) if step.attempt == self.attempt]
         seconds = typical_seconds(without_first_steps(steps))
         return 1.0 if seconds is None else seconds / planned_step_seconds(self.record.plan, steps[-1].step)
-
-
-def _on_other_nodes(spec: RunSpec, nodes: int, partition: str) -> RunSpec:
-    slurm = spec.cluster.slurm.model_copy(update={"partition": partition, "nodelist": None})
-    cluster = spec.cluster.at_size(nodes).model_copy(update={"slurm": slurm})
-    return spec.model_copy(update={"cluster": cluster})
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     Limit,
     Node,
     Partition,
+    amounts_of_gres,
     fit,
     moment,
     node_names,
@@ -117,6 +118,7 @@ _MESSAGES_OF_KEYS: dict[str, tuple[str, ...]] = {
     "qos": ("Invalid qos",),
     "partition": ("Invalid partition",),
     "gres_type": ("Invalid generic resource",),
+    "gres": ("Invalid generic resource",),
     "nodelist": ("Invalid node name",),
     "time": ("Requested time limit is invalid",),
 }
@@ -127,7 +129,7 @@ def with_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
     said = "" if error.reason is None else str(error.reason.params.get("said", ""))
     for name, phrases in _MESSAGES_OF_KEYS.items():
         value = getattr(spec.cluster.slurm, name)
-        if value is not None and any(phrase in said for phrase in phrases):
+        if value and any(phrase in said for phrase in phrases):
             key = f"cluster.slurm.{name}"
             problem = Problem.because(
                 spec.where(key), key, Reason("slurm.refused-value", {"said": said.rstrip(".")}), value
@@ -146,6 +148,9 @@ def too_small(spec: RunSpec, node: Node) -> Iterator[str]:
             yield "cluster.gpus_per_node"
     if node.cpus and (cores_per_node(spec) or 0) > node.cpus:
         yield "cluster.cpus_per_gpu"
+    for index, wanted in enumerate(slurm.gres):
+        if any(amount > amounts_of_gres(node.gres).get(name, 0) for name, amount in amounts_of_gres(wanted).items()):
+            yield f"cluster.slurm.gres.{index}"
     if node.memory_mib and (slurm.memory_per_node or 0) > node.memory_mib * 2**20:
         yield "cluster.slurm.memory_per_node"
 
@@ -180,6 +185,9 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
         enough = most // cluster.gpus_per_node
         params = where | {"most": most, "requested": cores_per_node(spec), "enough": enough}
         given, reason = cluster.cpus_per_gpu, Reason(f"slurm.too-many-cpus{'' if enough else '-for-one'}", params)
+    elif key.startswith("cluster.slurm.gres."):
+        given = slurm.gres[int(key.rpartition(".")[2])]
+        reason = Reason("slurm.too-little-gres", where | {"gres": sorted({node.gres for node in nodes})})
     else:
         most = max(node.memory_mib for node in nodes)
         given, reason = slurm.memory_per_node, Reason("slurm.too-much-memory", where | {"most": most})
@@ -332,7 +340,8 @@ class _SiteCheck:
     def _several_types(self, partitions: Sequence[Partition], notes: list[Reason]) -> Iterator[Problem]:
         """Yield a problem if Slurm may give the job GPUs of several types. A constraint may keep it to one of them."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
-        if cluster.gpu == "cpu" or slurm.gres_type is not None or slurm.constraint is not None:
+        is_known = cluster.gpu != "cpu" and slurm.gpu_request != "none"
+        if not is_known or slurm.gres_type is not None or slurm.constraint is not None:
             return
         names = {partition.name for partition in partitions}
         excluded, pinned = set(node_names(slurm.exclude or "")), set(node_names(slurm.nodelist or ""))
@@ -357,7 +366,7 @@ class _SiteCheck:
         if not self.site.enforces("limits"):
             return
         request: dict[str, float] = {"node": cluster.nodes}
-        if cluster.gpu != "cpu":
+        if cluster.gpu != "cpu" and slurm.gpu_request != "none":
             request[GPU] = cluster.nodes * cluster.gpus_per_node
             if slurm.gres_type is not None:
                 request[f"{GPU}:{slurm.gres_type}"] = request[GPU]

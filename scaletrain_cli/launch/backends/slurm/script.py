@@ -295,9 +295,15 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None, sizes
     else:
         yield f"nodes={cluster.nodes}"
         yield "ntasks-per-node=1"
-    if cluster.gpu != "cpu":
-        kind = f"{slurm.gres_type}:" if slurm.gres_type else ""
-        yield f"gpus-per-node={kind}{cluster.gpus_per_node}"
+    resources, gpus = [*slurm.gres], f"{f'{slurm.gres_type}:' if slurm.gres_type else ''}{cluster.gpus_per_node}"
+    if cluster.gpu != "cpu" and slurm.gpu_request == "gpus-per-node":
+        yield f"gpus-per-node={gpus}"
+    elif cluster.gpu != "cpu" and slurm.gpu_request == "gres":
+        resources.insert(0, f"gpu:{gpus}")
+    elif cluster.gpu != "cpu" and "exclusive" not in slurm.extra:
+        yield "exclusive"  # or another job could use the same GPUs
+    if resources:
+        yield f"gres={','.join(resources)}"
     if (cores := cores_per_node(spec)) is not None:
         yield f"cpus-per-task={cores}"
     for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "licenses"):

@@ -352,8 +352,13 @@ _MIG = re.compile(r"\d+g\.\d+gb")
 
 
 def gpus_for(cluster: ClusterSpec, gpus: Mapping[str, int]) -> int:
-    """Return how many of a node's GPUs the job may use: those of its type, or all if it requests none."""
+    """Return how many of a node's GPUs the job may use: those of its type, or all if it requests none.
+
+    Where Slurm does not manage GPUs (``gpu_request: none``), every node counts as one that has those of the spec.
+    """
     kind = cluster.slurm.gres_type
+    if cluster.slurm.gpu_request == "none":
+        return cluster.gpus_per_node
     return gpus.get(kind, 0) if kind is not None else sum(gpus.values())
 
 

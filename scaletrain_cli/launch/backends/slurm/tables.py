@@ -18,7 +18,9 @@ QOS_COLUMNS = "name,preempt,preemptmode,gracetime,flags,limitfactor"  # of `sacc
 _UNUSABLE = ("down", "drain", "drng", "err", "ext", "fail", "futr", "inval", "maint", "reboot", "unk")
 _PAIR = re.compile(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)")
 _HOSTLIST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")  # a comma separates numbers inside brackets, names outside
-_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d+)(?=\(|,|$)")
+_GRES = re.compile(
+    r"(?:^|,)(?P<name>[^:,()]+)(?::(?P<type>[^,()]+?))??(?::(?P<count>\d+)(?P<unit>[KMGTP]?))?(?=\(|,|$)"
+)
 _AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
 _SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
 _NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}
@@ -61,6 +63,7 @@ class Node:
     partitions: frozenset[str]
     cpus: int
     memory_mib: int
+    gres: str = ""  # all generic resources, as Slurm prints them
 
     @property
     def is_usable(self) -> bool:
@@ -130,7 +133,8 @@ def nodes(text: str) -> tuple[Node, ...]:
         name, state, gres, used, partition, cpus, memory = (field.strip() for field in fields[:7])
         before = found[name].partitions if name in found else frozenset()
         found[name] = Node(
-            name, state, gpus(gres), gpus(used), before | {partition}, _integer(cpus) or 0, _integer(memory) or 0
+            *(name, state, gpus(gres), gpus(used), before | {partition}, _integer(cpus) or 0, _integer(memory) or 0),
+            gres,
         )
     return tuple(found.values())
 
@@ -170,10 +174,24 @@ def _expanded(part: str) -> Iterator[str]:
 def gpus(gres: str) -> dict[str, int]:
     """Return the number of GPUs by type in a GRES text such as ``gpu:h100:8(S:0-1),gpu:a100:2``."""
     counts: dict[str, int] = {}
-    for match in _GRES.finditer(gres):
-        kind = match["type"] or ""
-        counts[kind] = counts.get(kind, 0) + int(match["count"])
+    for name, kind, count in _gres(gres):
+        if name == "gpu":
+            counts[kind] = counts.get(kind, 0) + count
     return counts
+
+
+def amounts_of_gres(gres: str) -> dict[str, int]:
+    """Return the amount of each generic resource, of all its types, in a GRES text such as ``nvme:500,tmpfs:2T``."""
+    found: dict[str, int] = {}
+    for name, _, count in _gres(gres):
+        found[name] = found.get(name, 0) + count
+    return found
+
+
+def _gres(text: str) -> Iterator[tuple[str, str, int]]:
+    for match in _GRES.finditer(text):
+        unit = 1024 ** " KMGTP".index(match["unit"] or " ")
+        yield match["name"], match["type"] or "", int(match["count"] or 1) * unit
 
 
 def is_usable(state: str) -> bool:

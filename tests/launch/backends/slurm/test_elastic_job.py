@@ -16,6 +16,7 @@ from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm import growth, job
 from scaletrain_cli.launch.backends.slurm.growth import GrowthWatch, growths_in_vain, read_idle_nodes, waiting_jobs
 from scaletrain_cli.launch.backends.slurm.job import main
+from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.site import Site
 from scaletrain_cli.launch.backends.slurm.tables import Limit, partitions
 from scaletrain_cli.launch.node.record import NodeRecord, write_node_record
@@ -26,6 +27,7 @@ from scaletrain_cli.rundir.attempt_requests import growth_requests, read_growth_
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.record import read_record, read_size_plans, revisions
 from scaletrain_cli.rundir.times_and_costs import cost_so_far
+from scaletrain_cli.spec import RunSpec
 from tests.launch.conftest import MadeRun, make_spec
 
 SETS = (
@@ -71,10 +73,12 @@ class Slurm:
     def __init__(self, answers: dict[str, str]) -> None:
         self.answers = answers
         self.calls: list[str] = []
+        self.scripts: list[object] = []
 
     def __call__(self, command: Sequence[str], **options: object) -> CompletedProcess[str]:
         line = " ".join(command)
         self.calls.append(line)
+        self.scripts.append(options.get("text"))
         for start, answer in self.answers.items():
             if line.startswith(start):
                 if answer == "fails":
@@ -272,6 +276,22 @@ def test_a_run_does_not_grow_without_free_nodes_or_before_waiting_jobs(
     monkeypatch.setattr(growth, "call_slurm", slurm)
     assert watch._candidate() is None
     assert [call.split()[0] for call in slurm.calls] == asked
+
+
+def test_the_nodes_are_asked_for_with_the_cores_that_the_job_requests(
+    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_cores = dataclasses.replace(site(), cores_per_gpu=6)
+    monkeypatch.setattr(growth, "query_site", lambda cluster, without: with_cores)
+    checked: list[RunSpec] = []
+    monkeypatch.setattr(growth, "check_site", lambda site, spec: checked.append(spec) or check_site(site, spec))
+    slurm = Slurm(answers())
+    monkeypatch.setattr(growth, "call_slurm", slurm)
+    assert watch._candidate() is not None
+    cores = 6 * watch.record.spec.cluster.gpus_per_node
+    assert f"#SBATCH --cpus-per-task={cores}" in str(slurm.scripts[-1]).splitlines()
+    assert {spec.cluster.cpus_per_gpu for spec in checked} == {6}
+    assert {spec.cluster.nodes for spec in checked} == set(watch.record.sizes)
 
 
 def test_a_restart_that_does_not_pay_is_not_asked_for(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 
+from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.backends.slurm import site as site_module
 from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import Site, type_of_accelerator, usable_nodes
-from scaletrain_cli.launch.backends.slurm.tables import gpus, nodes, partitions
+from scaletrain_cli.launch.backends.slurm.site import Site, cores_per_gpu, type_of_accelerator, usable_nodes
+from scaletrain_cli.launch.backends.slurm.tables import Limit, gpus, nodes, partitions
 from tests.launch.backends.slurm.test_preflight import ask
+from tests.launch.conftest import make_spec
 
 # Node, partition and GPUs. mixed has both kinds, also on one node, and MIG instances.
 ROWS = """\
@@ -24,8 +26,12 @@ m1|idle|gpu:a100_1g.10gb:7|gpu:a100_1g.10gb:0(IDX:N/A)|mixed|64|1000000|
 p1|idle|gpu:8|gpu:0(IDX:N/A)|plain|64|1000000|
 p2|idle|gpu:4,shard:16|gpu:0(IDX:N/A),shard:0(0/4,0/4,0/4,0/4)|plain|64|1000000|
 s1|idle|shard:h100:32|shard:h100:0(0/32)|shards|64|1000000|
+w1|idle|(null)|(null)|whole|96|1000000|
+w2|idle|(null)|(null)|whole|96|1000000|
+d1|idle|gpu:v100:4(S:0-1),nvme:3600|gpu:v100:0(IDX:N/A),nvme:0|disks|40|380000|
+d2|idle|gpu:v100:4(S:0-1),nvme:local:2T(S:0,1)|gpu:v100:0(IDX:N/A),nvme:local:0|disks|40|380000|
 """
-NAMES = ("mixed", "small", "plain", "shards")
+NAMES = ("mixed", "small", "plain", "shards", "whole", "disks")
 SITE = Site(
     user="ada",
     now=0.0,
@@ -51,6 +57,78 @@ def test_a_type_is_part_of_the_request() -> None:
     slices = ask("cluster.slurm.gres_type=a100_1g.10gb", "code.command=[serve]", gpus=7)
     assert "gpus-per-node=a100_1g.10gb:7" in list(sbatch_options(slices, "a"))
     assert "gpus-per-node=8" in list(sbatch_options(ask(), "a"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "requested"),
+    [
+        ("gpu_request: gres", ["gres=gpu:8"]),
+        ("gpu_request: gres, gres_type: h100, gres: [nvme:500, tmpfs:1T]", ["gres=gpu:h100:8,nvme:500,tmpfs:1T"]),
+        ("gres_type: h100, gres: [nvme:500]", ["gpus-per-node=h100:8", "gres=nvme:500"]),
+        ("gpu_request: none", ["exclusive"]),
+        ("gpu_request: none, gres: [shard:h100:8], extra: {exclusive: false}", ["gres=shard:h100:8"]),
+        ("gpu_request: none, extra: {exclusive: user}", ["exclusive=user"]),
+    ],
+)
+def test_the_form_of_the_request_and_other_generic_resources(settings: str, requested: list[str]) -> None:
+    options = sbatch_options(ask(f"cluster.slurm={{{settings}}}"), "a")
+    assert [one for one in options if one.startswith(("gpus", "gres", "exclusive"))] == requested
+
+
+def test_a_run_on_cpus_takes_other_generic_resources_and_no_whole_nodes() -> None:
+    spec = make_spec("cluster.scheduler=slurm", "cluster.slurm={gpu_request: none, gres: [nvme:500]}")
+    options = [one for one in sbatch_options(spec, "a") if one.startswith(("gpus", "gres", "exclusive"))]
+    assert options == ["gres=nvme:500"]
+
+
+def test_a_site_whose_gpus_slurm_does_not_manage_is_used_by_whole_nodes() -> None:
+    (refused,) = problems(gpus=4, partition="whole")
+    assert "no node of partition whole has GPUs that Slurm manages" in refused
+    assert "set cluster.slurm.gpu_request: none if jobs get whole nodes" in refused
+    whole = "cluster.slurm.gpu_request=none"
+    assert problems(whole, gpus=4, nodes=2, partition="whole") == []
+    (few,) = problems(whole, gpus=4, nodes=3, partition="whole")
+    assert "partition whole has 2 nodes" in few
+    spec = ask(whole, "cluster.slurm.partition=whole", gpus=4)
+    assert dataclasses.replace(SITE, cores_per_gpu=cores_per_gpu(SITE, spec.cluster)).cores_per_gpu == 24
+    limits = (Limit("QOS normal", "MaxTRESPJ", "gres/gpu", 1.0, None),)
+    config = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "limits"}
+    limited = dataclasses.replace(SITE, limits=limits, config=config)
+    assert problems(whole, gpus=4, partition="whole", site=limited) == [], "the job requests no GPUs"
+
+
+def test_other_generic_resources_are_looked_for_on_the_nodes() -> None:
+    disks = {"gpus": 4, "partition": "disks"}
+    assert problems("cluster.slurm.gres=[nvme:500]", **disks, nodes=2) == []  # type: ignore[arg-type]
+    assert problems("cluster.slurm.gres=[nvme:1T]", **disks) == [], "of the second node"  # type: ignore[arg-type]
+    for much in ("[nvme:500, nvme:3T]", "[nvme, tmpfs:1]"):
+        (refused,) = problems(f"cluster.slurm.gres={much}", **disks)  # type: ignore[arg-type]
+        assert f"cluster.slurm.gres.1 = {much[1:-1].split(', ')[1]}: nodes of partition disks do not have it" in refused
+        assert "nvme:local:2T" in refused
+    (few,) = problems("cluster.slurm.gres=[nvme:1T]", **disks, nodes=2)  # type: ignore[arg-type]
+    assert "partition disks has 1 node with enough resources" in few
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            "extra: {gres: 'nvme:500'}",
+            "cluster.slurm.extra.gres = nvme:500: is not possible here: cluster.gpus_per_node",
+        ),
+        ("extra: {ntasks: 2}", "cluster.slurm.extra.ntasks = 2: is not possible: a job has one task on each node"),
+        ("extra: {gpus-per-task: 1}", "cluster.slurm.extra.gpus-per-task = 1: is not possible: a job has one task"),
+        ("gres: ['nvme:1', 'gpu:h100:8']", "cluster.slurm.gres.1 = gpu:h100:8: is not possible here"),
+        ("gres: ['gres:tmpfs:1']", "cluster.slurm.gres.0 = gres:tmpfs:1: must be a generic resource of Slurm as NAME"),
+        ("gres: ['nvme:1,tmpfs:1']", "must be a generic resource of Slurm as NAME[:TYPE][:COUNT]"),
+        ("gpu_request: none, gres_type: h100", "cluster.slurm.gres_type = h100: has no effect with slurm.gpu_request"),
+        ("gpu_request: gpus", "cluster.slurm.gpu_request = gpus: must be 'gpus-per-node', 'gres' or 'none'"),
+    ],
+)
+def test_other_ways_to_request_gpus_or_tasks_are_refused_with_the_keys_to_use(settings: str, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        ask(f"cluster.slurm={{{settings}}}")
+    assert said in str(refused.value)
 
 
 def test_only_gpus_are_counted_and_no_other_gres() -> None:
