@@ -220,6 +220,23 @@ TEXTS: dict[str, Text] = {
     ),
     "queue-not-active": Text("{queue} is not active: {said}"),
     "queue-never": Text("ClusterQueue {queue} can never admit the job: {why}"),
+    "override-type": Text("must be {type}, as in a pod template of Kubernetes"),
+    "override-field": Text("is no field of {type} in the installed package kubernetes, whose newest version has more"),
+    "override-field-misspelled": Text(
+        "is no field of {type} in the installed package kubernetes", ("Did you mean {near}?",)
+    ),
+    "amount-unstated": Text(
+        "{source} of the namespace refuses pods whose container {container} has no {resource}",
+        ("Set it to requested: the cores that a pod requests are its limit then",),
+    ),
+    "amount-unstated-of-other": Text(
+        "{source} of the namespace refuses pods whose container {container} has no {resource}",
+        ("Give it to the container in spec.initContainers",),
+    ),
+    "default-limit-too-small": Text(
+        "{source} of the namespace limits pods that set no limit to {limit} CPUs, which is below what they request",
+        ("Set it to requested: the cores that a pod requests are its limit then",),
+    ),
     "namespace-quota-too-small": Text(
         "ResourceQuota {quota} of the namespace allows {total} {resource}, and the job needs {needed}"
     ),

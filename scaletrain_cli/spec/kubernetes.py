@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from scaletrain_cli.spec.pod_overrides import hidden_path, items_of, override_problems
 from scaletrain_cli.spec.quantities import (
     AutoBytes,
     AutoWhole,
@@ -75,6 +76,7 @@ def _sub_path(value: Any) -> str:
 
 
 _STRING = {"type": "string"}
+PodOverrides = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "properties": {"metadata": {}, "spec": {}}})]
 # Names of one object: of kinds that become part of a host name, and of other kinds.
 LabelName = Annotated[
     str,
@@ -183,12 +185,16 @@ class KubernetesPreparationSpec(Section):
     )
     memory: PositiveBytes = Field(default=8 * 2**30, description="of each pod: request and limit")
     tasks: Annotated[int, Field(strict=True, ge=1, le=64)] = Field(default=1, description="pods that share the work")
+    ephemeral_storage: PositiveBytes | None = Field(default=None, description="of each pod: request and limit")
     queue: LabelName | None = Field(default=None, description="a Kueue LocalQueue; null: Kueue does not admit the pods")
     node_selector: dict[LabelKey, LabelValue] | None = Field(
         default=None, description="labels of CPU nodes; null: cluster.kubernetes.node_selector"
     )
     tolerations: tuple[TolerationSpec, ...] | None = Field(
         default=None, description="null: cluster.kubernetes.tolerations; none is added for GPU nodes"
+    )
+    pod_overrides: PodOverrides | None = Field(
+        default=None, description="null: cluster.kubernetes.pod_overrides without the resources of the run"
     )
 
 
@@ -253,6 +259,10 @@ class KubernetesSpec(BackendSection):
         default=True, description="add the capability IPC_LOCK; has no effect for a container that is not root"
     )
     cpus_per_node: AutoWhole = "auto"
+    cpu_limit: Literal["auto", "requested", "none"] = Field(
+        default="auto",
+        description="requested: the cores that a pod requests are its limit, too; auto: if the spec sets their number",
+    )
     memory_per_node: AutoBytes = "auto"
     ephemeral_storage: PositiveBytes | None = None
     shm_size: AutoBytes = "auto"
@@ -277,6 +287,9 @@ class KubernetesSpec(BackendSection):
     run_as_user: UserId = 1000
     fs_group: UserId | None = 1000
     host_network: bool = False
+    pod_overrides: PodOverrides = Field(
+        default={}, description="a part of a pod template, merged into the pods of the run and of its preparation"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         if self.priority is not None and self.queue is None and self.backend != "volcano":
@@ -307,6 +320,12 @@ class KubernetesSpec(BackendSection):
             for index, toleration in enumerate(given):
                 for key, message in toleration.inconsistencies():
                     yield f"{section}tolerations.{index}.{key}", message
+
+    @property
+    def all_overrides(self) -> dict[str, dict[str, Any]]:
+        """The overrides of the pods of the run, and of those of its preparation, by their key."""
+        own = self.preparation.pod_overrides or {}
+        return {"pod_overrides": self.pod_overrides, "preparation.pod_overrides": own}
 
     @property
     def used_namespace(self) -> str:
@@ -343,6 +362,11 @@ class KubernetesSpec(BackendSection):
                 "cluster.kubernetes.secrets",
                 f"{', '.join(both)} is also in env, where its value is visible; remove it from env.",
             )
+        for section, overrides in self.all_overrides.items():
+            for name, key in items_of(overrides, "env").items():
+                if name in env or name in self.secrets:
+                    where = "env" if name in env else "cluster.kubernetes.secrets"
+                    yield f"cluster.kubernetes.{section}.{key}", f"is also in {where}; remove one of them."
 
     @property
     def kueue(self) -> bool:
@@ -372,20 +396,14 @@ class KubernetesSpec(BackendSection):
             yield "runs.per_pod", "is not allowed with runs.claim. Remove one of them."
         if self.runs.per_pod and self.runs.sub_path is not None:
             yield "runs.sub_path", "requires runs.claim: a volume of the pod is empty."
-        taken = dict.fromkeys(_OWN_PATHS, "used by the launcher") | {self.runs.path: "runs.path"}
-        if hidden := _hidden(self.runs.path, dict.fromkeys(_OWN_PATHS, "used by the launcher")):
-            yield "runs.path", f"must not contain, be inside or equal {hidden[0]}, which is {hidden[1]}."
-        for index, volume in enumerate(self.volumes):
-            if hidden := _hidden(volume.path, taken):
-                yield (
-                    f"volumes.{index}.path",
-                    f"must not contain, be inside or equal {hidden[0]}, which is {hidden[1]}.",
-                )
-            taken[volume.path] = f"volumes.{index}.path"
-
-
-def _hidden(path: str, taken: dict[str, str]) -> tuple[str, str] | None:
-    for other, what in taken.items():
-        if f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
-            return other, what
-    return None
+        devices = [each for each in (self.gpu_resource, self.rdma_resource) if each is not None]
+        taken = dict.fromkeys(_OWN_PATHS, "used by the launcher")
+        mounts = {"runs.path": self.runs.path}
+        mounts |= {f"volumes.{index}.path": volume.path for index, volume in enumerate(self.volumes)}
+        for key, path in mounts.items():
+            if hides := hidden_path(path, taken):
+                yield key, hides
+            taken[path] = key
+        for section, overrides in self.all_overrides.items():
+            for key, message in override_problems(overrides, devices, taken, volcano=self.backend == "volcano"):
+                yield f"{section}.{key}", message

@@ -148,6 +148,9 @@ def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) ->
 
 def _below(value: Any, key: Key) -> Iterator[ClearSecret]:
     if isinstance(value, Mapping):
+        variable, text = str(value.get("name", "")), str(value.get("value", ""))  # of a container's env
+        if ending := _secret_ending(variable, text):
+            yield ClearSecret((*key, "value"), f"looks like a secret: its name ends in {ending}", text)
         for name, inner in value.items():
             if why := _why_form(str(name), ()):
                 yield ClearSecret((*key, str(name)), why, str(name))

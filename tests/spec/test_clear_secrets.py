@@ -133,6 +133,15 @@ def test_a_value_that_looks_like_a_secret_is_rejected_anywhere_and_not_shown(kin
         assert value not in everything(error)
 
 
+def test_a_variable_of_a_container_is_judged_by_its_name() -> None:
+    env = "env: [{name: ON, value: correct horse}, {name: DB_PASSWORD, value: correct horse}]"
+    pod = f"{{spec: {{initContainers: [{{name: a, image: b:1, {env}}}]}}}}"
+    error = refused(SMALL, (f"cluster.kubernetes.pod_overrides={pod}",))
+    (problem,) = error.problems
+    assert problem.key == "cluster.kubernetes.pod_overrides.spec.initContainers.0.env.1.value"
+    assert "correct horse" not in everything(error)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variable_named_like_a_secret_is_rejected_with_a_remedy(name: str) -> None:
     error = refused(f"{SMALL}\nenv: {{{name}: correct horse}}\n")

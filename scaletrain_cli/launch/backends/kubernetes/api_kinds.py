@@ -65,6 +65,7 @@ PERSISTENT_VOLUME = Kind("PersistentVolume", "", "v1", "persistentvolumes", name
 CSI_DRIVER = Kind("CSIDriver", "storage.k8s.io", "v1", "csidrivers", namespaced=False)
 SECRET = Kind("Secret", "", "v1", "secrets")
 RESOURCE_QUOTA = Kind("ResourceQuota", "", "v1", "resourcequotas")
+LIMIT_RANGE = Kind("LimitRange", "", "v1", "limitranges")
 SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
 JOB = Kind("Job", "batch", "v1", "jobs")
 PRIORITY_CLASS = Kind("PriorityClass", "scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)

@@ -18,6 +18,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CLUSTER_QUEUE,
     COHORT,
     FLAVOR,
+    LIMIT_RANGE,
     LOCAL_QUEUE,
     NAMESPACE,
     NODE,
@@ -27,6 +28,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Object,
 )
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
+from scaletrain_cli.launch.backends.kubernetes.names import NODE as NODE_CONTAINER
 from scaletrain_cli.launch.backends.kubernetes.quota import (
     Cohort,
     TopologyRequest,
@@ -191,21 +193,37 @@ def _start(queue: Object, given: str, *, busy: bool) -> Start:
 
 def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
     """Return the total requests of all pods by resource."""
+    return {name: amount * spec.cluster.nodes for name, amount in amounts(pod).items()}
+
+
+def amounts(pod: Object, part: str = "requests") -> dict[str, Fraction]:
+    """Return the ``requests`` or ``limits`` of a pod with this spec by resource; without a request, the limit is it.
+
+    Those of its containers and side-cars together, but at least those of each container that runs before them.
+    """
     found: dict[str, Fraction] = {}
-    for container in pod.get("containers", ()):
+    first = [each for each in pod.get("initContainers") or () if each.get("restartPolicy") != "Always"]
+    running = [each for each in (*pod.get("initContainers", ()), *pod.get("containers", ())) if each not in first]
+    for container in (*running, *first):
         resources = container.get("resources", {})
-        for name, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
-            found[name] = found.get(name, Fraction(0)) + parse_quantity(amount) * spec.cluster.nodes
+        requested = resources.get("requests", {}) if part == "requests" else {}
+        for name, text in {**resources.get("limits", {}), **requested}.items():
+            before, amount = found.get(name, Fraction(0)), parse_quantity(text)
+            found[name] = max(before, amount) if container in first else before + amount
     return found
 
 
 def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     """Yield the ResourceQuotas of the namespace that are too small: they would refuse single pods of the gang."""
-    needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
-    for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.used_namespace):
+    nodes = spec.cluster.nodes
+    needed = _needed(spec, pod) | {"pods": Fraction(nodes)}
+    needed |= {f"limits.{name}": amount * nodes for name, amount in amounts(pod, "limits").items()}
+    found, namespace = [], spec.cluster.kubernetes.used_namespace
+    for quota in cluster.find(RESOURCE_QUOTA, namespace):
         status = quota.get("status", {})
         if quota.get("spec", {}).get("scopes") or quota.get("spec", {}).get("scopeSelector"):
             continue  # its scope may not include these pods
+        found.append(quota)
         for limited, hard in status.get("hard", {}).items():
             wanted = needed.get(limited.removeprefix("requests."))
             if wanted is None:
@@ -219,6 +237,49 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
             elif wanted > most - used:
                 used_now = str(status["used"][limited])
                 yield reason("namespace-quota-used", quota=name, total=str(hard), resource=limited, used=used_now)
+    yield from _unstated(spec, pod, found, cluster.find(LIMIT_RANGE, namespace))
+
+
+# What every container must state under a quota of it (k8s.io/kubernetes, pkg/quota/v1/evaluator/core/pods.go).
+_STATED = tuple(f"{part}{name}" for part in ("", "requests.", "limits.") for name in ("cpu", "memory"))
+
+
+def _unstated(spec: RunSpec, pod: Object, quotas: Iterable[Object], ranges: Iterable[Object]) -> Iterator[Found]:
+    """Yield the quotas and LimitRanges that refuse each pod for an amount that a container does not state.
+
+    The default of a LimitRange states it, but must not be below the request.
+    """
+    rules = [
+        (f"LimitRange {each['metadata']['name']}", rule)
+        for each in ranges
+        for rule in each.get("spec", {}).get("limits", ())
+        if rule.get("type") == "Container"
+    ]
+    defaults = {name: text for _, rule in rules for name, text in rule.get("default", {}).items()}
+    default_requests = {name for _, rule in rules for name in rule.get("defaultRequest", {})}
+    for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
+        name, resources = container["name"], container.get("resources", {})
+        limits, requests = resources.get("limits", {}), resources.get("requests", {})
+        limited, requested = {*limits, *defaults}, {*requests, *limits, *default_requests, *defaults}
+        for quota in quotas:
+            for resource in (each for each in _STATED if each in quota.get("status", {}).get("hard", {})):
+                if resource.rpartition(".")[2] not in (limited if resource.startswith("limits.") else requested):
+                    yield unstated(spec, f"ResourceQuota {quota['metadata']['name']}", resource, name)
+        for source, rule in rules:
+            if "cpu" in rule.get("maxLimitRequestRatio", {}) and "cpu" not in limited:
+                yield unstated(spec, source, "limits.cpu", name)
+            default = None if "cpu" in limits else rule.get("default", {}).get("cpu")
+            if default is not None and parse_quantity(requests.get("cpu", 0)) > parse_quantity(default):
+                why = reason("default-limit-too-small", source=source, limit=str(default))
+                yield problem(spec, "cpu_limit", why, spec.cluster.kubernetes.cpu_limit)
+
+
+def unstated(spec: RunSpec, source: str, resource: str, container: str) -> Problem:
+    """Return the problem that ``source``, a quota or LimitRange, refuses a container without this request or limit."""
+    params = {"source": source, "resource": resource, "container": container}
+    if container == NODE_CONTAINER and resource == "limits.cpu":
+        return problem(spec, "cpu_limit", reason("amount-unstated", **params), spec.cluster.kubernetes.cpu_limit)
+    return problem(spec, "pod_overrides", reason("amount-unstated-of-other", **params))
 
 
 def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
@@ -306,18 +367,6 @@ def _pods_on(node: Object, per_pod: Mapping[str, Fraction]) -> int:
     return min(
         (int(parse_quantity(has.get(name, 0)) // amount) for name, amount in per_pod.items() if amount), default=1
     )
-
-
-def requested(pod: dict[str, Any], resource: str) -> Fraction:
-    """Return the amount of a resource that a pod with this spec requests; for devices the limit is the request."""
-
-    def held(key: str) -> list[Fraction]:
-        found = [container.get("resources", {}) for container in pod.get(key) or ()]
-        return [
-            parse_quantity({**each.get("limits", {}), **each.get("requests", {})}.get(resource, 0)) for each in found
-        ]
-
-    return max(sum(held("containers"), Fraction(0)), *held("initContainers"), Fraction(0))
 
 
 def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> Exclusion:

@@ -30,7 +30,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Kind,
     Object,
 )
-from scaletrain_cli.launch.backends.kubernetes.capacity import requested
+from scaletrain_cli.launch.backends.kubernetes.capacity import amounts
 from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
 from scaletrain_cli.launch.backends.kubernetes.job_ref import read_job_ref
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
@@ -130,7 +130,7 @@ def count_other_jobs(
     mine = {pod["metadata"].get("uid") for pod in runs.pods}
     placed: dict[str, bool] = {}
     for pod in pods:
-        if pod["metadata"].get("uid") in mine or not requested(pod["spec"], gpu_resource):
+        if pod["metadata"].get("uid") in mine or not amounts(pod["spec"]).get(gpu_resource):
             continue
         owners = pod["metadata"].get("ownerReferences") or [pod["metadata"]]
         uid = str(owners[0].get("uid"))
@@ -164,7 +164,7 @@ def _gpus(seen: Observation, resource: str) -> int | None:
         *(part["template"] for part in (*spec.get("tasks", ()), *queued["spec"].get("podSets", ()))),
         *seen.pods,
     ]
-    return int(size_of(seen.workload) * requested(described[0]["spec"], resource)) if described else None
+    return int(size_of(seen.workload) * amounts(described[0]["spec"]).get(resource, 0)) if described else None
 
 
 def _start(job: Job, seen: Observation) -> float | None:
@@ -305,7 +305,7 @@ def make_view(seen: ClusterObjects, settings: KubernetesSpec, now: float) -> Clu
 def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) -> tuple[GpuRow, ...]:
     used: Counter[str] = Counter()
     for pod in pods:
-        used[pod.get("spec", {}).get("nodeName", "")] += int(requested(pod["spec"], resource))
+        used[pod.get("spec", {}).get("nodeName", "")] += int(amounts(pod["spec"]).get(resource, 0))
     having: dict[str, list[Object]] = {}
     for node in nodes:
         if _count(node, "capacity", resource):

@@ -24,7 +24,8 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     Workload,
     record_mark,
 )
-from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES, pod_template
+from scaletrain_cli.launch.backends.kubernetes.pod import pod_template
+from scaletrain_cli.launch.backends.kubernetes.pod_overrides import unknown_fields
 from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.hub_files import ONLY
@@ -35,6 +36,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, documents_of
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
+from scaletrain_cli.spec.pod_overrides import OWN_VARIABLES, items_of
 
 
 def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
@@ -148,6 +150,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
     """Yield notes on paths that differ or do not exist in a pod."""
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
+    mounted += items_of(kubernetes.pod_overrides, "volumeMounts")
     paths = {
         **{key: None if path in EMBEDDED_SOURCES else path for key, path in spec.data_paths()},
         "data.images.classes": spec.data.images.classes,
@@ -239,6 +242,10 @@ def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
     for name in sorted(OWN_VARIABLES & kubernetes.secrets.keys()):
         key = f"cluster.kubernetes.secrets.{name}"
         yield Problem.because(spec.where(key), key, reason("secret-name-taken"))
+    for section, overrides in kubernetes.all_overrides.items():
+        for inner, why in unknown_fields(overrides) if overrides else ():
+            key = f"cluster.kubernetes.{section}.{inner}"
+            yield Problem.because(spec.where(key), key, why)
 
 
 def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:

@@ -14,6 +14,7 @@ from scaletrain_cli.reasons import Reason
 # The API server.
 _RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
 _REQUEST_TIMED_OUT = "request timed out"  # by etcd, which may have committed the change or not
+_UNSTATED = re.compile(r"failed quota: ([^\s:]+): must specify (.+)", re.DOTALL)
 # JobSet and Trainer retry indefinitely; only these refusals of child objects are final. A used-up quota, an unavailable
 # webhook and a name that is still in use are temporary.
 _FINAL_REFUSAL = re.compile(r"\binvalid\b|denied the request|\bforbidden\b(?!.*exceeded quota)", re.DOTALL)
@@ -98,6 +99,22 @@ def pod_refusal_note(said: str) -> Reason | None:
     if "admission webhook" in said or "ValidatingAdmissionPolicy" in said:
         return reason("pod-policy", said=said)
     return None
+
+
+def unstated_in_quota(said: str, container: str) -> list[tuple[str, str, str]]:
+    """Return the quota, resource and container of each amount that a pod had to state.
+
+    ``container``: of messages that name none (Kubernetes before 1.24).
+    """
+    match = _UNSTATED.search(said)
+    if match is None:
+        return []
+    parts = [part.partition(" for: ") for part in match[2].split(";")]
+    return [
+        (f"ResourceQuota {match[1]}", name.strip(), named.split(",")[0].strip() or container)
+        for names, _, named in parts
+        for name in names.split(",")
+    ]
 
 
 def exit_code_in(said: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from scaletrain_cli.hub.cache import CACHE_VARIABLES
 from scaletrain_cli.launch.backends.kubernetes.names import MASTER_PORT, NODE, Workload
+from scaletrain_cli.launch.backends.kubernetes.pod_overrides import merged, without_containers, without_resources
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.vision.image_feed import reader_bytes
@@ -18,6 +19,7 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import hub_uses
 from scaletrain_cli.spec.kubernetes import TolerationSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank
+from scaletrain_cli.spec.pod_overrides import OWN_VARIABLES
 
 _MIB, _GIB = 2**20, 2**30
 # Host memory of a GPU rank: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the data loader.
@@ -31,18 +33,36 @@ _SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hund
 def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
     """Return ``requests`` and ``limits`` of the container."""
     kubernetes, cluster = spec.cluster.kubernetes, spec.cluster
-    whole = {"memory": quantity(memory_bytes(spec, plan))}
-    if kubernetes.ephemeral_storage is not None:
-        whole["ephemeral-storage"] = quantity(kubernetes.ephemeral_storage)
+    devices = {}
     if cluster.gpu != "cpu":
-        whole[kubernetes.gpu_resource] = str(cluster.gpus_per_node)
+        devices[kubernetes.gpu_resource] = str(cluster.gpus_per_node)
     if kubernetes.rdma_resource is not None:
-        whole[kubernetes.rdma_resource] = str(kubernetes.rdma_count)
-    cores = str(cores_per_node(spec))
-    # Cores that the spec sets are a limit, too: the pod is then Guaranteed, the last that a node evicts. A default
-    # must not throttle the pod.
-    chosen = kubernetes.cpus_per_node != "auto" or cluster.cpus_per_gpu != "auto"
-    return {"requests": {"cpu": cores, **whole}, "limits": {**({"cpu": cores} if chosen else {}), **whole}}
+        devices[kubernetes.rdma_resource] = str(kubernetes.rdma_count)
+    return _resources(spec, str(cores_per_node(spec)), memory_bytes(spec, plan), kubernetes.ephemeral_storage, devices)
+
+
+def _resources(
+    spec: RunSpec, cores: str, memory: int, storage: int | None, devices: Mapping[str, str] | None = None
+) -> dict[str, dict[str, str]]:
+    """Return ``requests`` and ``limits`` of the container of any pod of a run; ``memory``, ``storage``: bytes."""
+    whole = {"memory": quantity(memory)}
+    if storage is not None:
+        whole["ephemeral-storage"] = quantity(storage)
+    whole |= devices or {}
+    limit = {"cpu": cores} if _limits_cores(spec) else {}
+    return {"requests": {"cpu": cores, **whole}, "limits": {**limit, **whole}}
+
+
+def _limits_cores(spec: RunSpec) -> bool:
+    """Return whether the cores that a pod requests are a limit, too: of all pods of a run, which have one namespace.
+
+    Cores that the spec sets are: the pod is then Guaranteed, the last that a node evicts. A default must not throttle
+    the pod.
+    """
+    kubernetes = spec.cluster.kubernetes
+    if kubernetes.cpu_limit == "auto":
+        return kubernetes.cpus_per_node != "auto" or spec.cluster.cpus_per_gpu != "auto"
+    return kubernetes.cpu_limit == "requested"
 
 
 def cores_per_node(spec: RunSpec) -> int:
@@ -132,12 +152,18 @@ def node_selector(spec: RunSpec) -> dict[str, str]:
     return {**product, **kubernetes.node_selector}
 
 
-def affinity(avoid: Sequence[str]) -> dict[str, Any]:
-    """Return the affinity that excludes nodes, by label as well as by name: Kueue's placement reads labels only."""
+def _avoiding(affinity: dict[str, Any], avoid: Sequence[str]) -> dict[str, Any]:
+    """Return the affinity without these nodes, by label as well as by name: Kueue's placement reads labels only.
+
+    A node must match one of the terms, so each of them excludes the nodes.
+    """
     by_label = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoid)}
     by_name = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid]  # one value each
-    term = {"matchExpressions": [by_label], "matchFields": by_name}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    of_nodes = affinity.get("nodeAffinity", {})
+    terms = of_nodes.get(required, {}).get("nodeSelectorTerms") or [{}]
+    excluding = [merged(term, {"matchExpressions": [by_label], "matchFields": by_name}) for term in terms]
+    return {**affinity, "nodeAffinity": {**of_nodes, required: {"nodeSelectorTerms": excluding}}}
 
 
 def topology_annotations(spec: RunSpec) -> dict[str, str]:
@@ -174,11 +200,6 @@ _FIELDS = {
     "trainjob": (_INDEX, _GANG),
     "volcano": ("metadata.labels['volcano.sh/task-index']", "metadata.annotations['volcano.sh/job-version']"),
 }
-# Variables that the template or a controller sets: a second entry of the same name would be refused, or override.
-OWN_VARIABLES = frozenset(
-    "MASTER_ADDR MASTER_PORT NODE_RANK SCALETRAIN_NODE_RANK SCALETRAIN_GANG SCALETRAIN_WORKLOAD SCALETRAIN_NODE_NAME "
-    "SCALETRAIN_POD VC_TASK_INDEX VK_TASK_INDEX".split()
-)
 
 
 def pod_template(
@@ -192,14 +213,16 @@ def pod_template(
         pod["priorityClassName"] = kubernetes.pod_priority
     if selected := node_selector(spec):
         pod["nodeSelector"] = selected
-    if avoid:
-        pod["affinity"] = affinity(avoid)
     if kubernetes.host_network:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if kubernetes.native_gang != "none":
         pod["schedulingGroup"] = {"podGroupName": workload.name}
     annotations = workload.annotations | topology_annotations(spec) | UNMOVABLE
-    return {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
+    template = {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
+    template = merged(template, kubernetes.pod_overrides)
+    if avoid:
+        template["spec"]["affinity"] = _avoiding(template["spec"].get("affinity", {}), avoid)
+    return template
 
 
 def _pod(
@@ -249,13 +272,12 @@ def preparation_template(
     """
     kubernetes, settings = spec.cluster.kubernetes, spec.cluster.kubernetes.preparation
     own = kubernetes.tolerations if settings.tolerations is None else settings.tolerations
-    amounts = {"cpu": str(settings.cpus), "memory": quantity(settings.memory)}
     words = ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path, "--workers", str(settings.cpus))
     container: dict[str, Any] = {
         "command": ["python", *python_words(PREPARATION_MODULE)],
         "args": [escaped(word) for word in words],
         "env": list(_given_environment(spec)),
-        "resources": {"requests": amounts, "limits": {"memory": amounts["memory"]}},
+        "resources": _resources(spec, str(settings.cpus), settings.memory, settings.ephemeral_storage),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": list(_mounts(spec)),
     }
@@ -264,7 +286,10 @@ def preparation_template(
     selector = kubernetes.node_selector if settings.node_selector is None else settings.node_selector
     if selector:
         pod["nodeSelector"] = dict(selector)
-    return {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
+    overrides = settings.pod_overrides
+    if overrides is None:
+        overrides = without_resources(kubernetes.pod_overrides)
+    return merged({"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}, overrides)
 
 
 _VIEW_RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}}
@@ -281,7 +306,7 @@ def view_template(
     kubernetes = spec.cluster.kubernetes
     container: dict[str, Any] = {
         "command": [escaped(word) for word in words],
-        "resources": _VIEW_RESOURCES,
+        "resources": _resources(spec, "1", 2 * _GIB, None) if _limits_cores(spec) else _VIEW_RESOURCES,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [mount | {"readOnly": True} for mount in _volume_mounts(spec)],
     }
@@ -293,7 +318,8 @@ def view_template(
         terms = [{"key": "kubernetes.io/hostname", "operator": "In", "values": list(nodes)}]
         preferred = [{"weight": 100, "preference": {"matchExpressions": terms}}]
         pod["affinity"] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
-    return {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
+    template = {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
+    return merged(template, without_containers(kubernetes.pod_overrides))
 
 
 def grace_seconds(spec: RunSpec) -> int:

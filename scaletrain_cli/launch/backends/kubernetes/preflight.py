@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
@@ -38,17 +39,24 @@ from scaletrain_cli.launch.backends.kubernetes.capacity import (
     problem,
     queue_capacity,
     unknown_start,
+    unstated,
 )
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
-from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, one_line, pod_refusal_note, reason
-from scaletrain_cli.launch.backends.kubernetes.names import QUEUE_LABEL
+from scaletrain_cli.launch.backends.kubernetes.messages import (
+    is_runtime_missing,
+    one_line,
+    pod_refusal_note,
+    reason,
+    unstated_in_quota,
+)
+from scaletrain_cli.launch.backends.kubernetes.names import NODE, QUEUE_LABEL
 from scaletrain_cli.launch.backends.kubernetes.objects import is_unmanaged
+from scaletrain_cli.launch.backends.kubernetes.pod import preparation_template
 from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import FOLDER_MODE
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.text import listed
 
 
@@ -137,34 +145,36 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 _WITHOUT_GROUPS = ("nfs", "hostPath", "glusterfs", "cephfs", "azureFile")
 
 
-def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterator[Found]:
-    """Yield why the pods could not write their run directory; ``run``: one that pods have written to."""
-    kubernetes = spec.cluster.kubernetes
+def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None, security: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield why the pods could not write their run directory; ``run``: one that pods have written to.
+
+    ``security``: of a pod; without a user the cluster chooses one, which may have any rights.
+    """
+    kubernetes, user, fs_group = spec.cluster.kubernetes, security.get("runAsUser"), security.get("fsGroup")
     claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.used_namespace, kubernetes.runs.claim)
-    if not claim:
+    if not claim or user is None:
         return
-    applied, why = _applies_group(cluster, claim) if kubernetes.fs_group is not None else (False, None)
+    applied, why = _applies_group(cluster, claim) if fs_group is not None else (False, None)
     if applied:
         return
     seen = _folder_seen_here(spec, run)
     if seen is not None:
         folder, uid, gid, mode = seen
-        if _may_write(kubernetes, uid, gid, mode):
+        if _may_write(user, fs_group, uid, gid, mode):
             return
         owner = {"folder": str(folder), "owner": uid, "group": gid, "mode": f"{mode:04o}"}
-        user = kubernetes.run_as_user
-        if applied is None and kubernetes.fs_group is not None:  # the kubelet may apply it nevertheless
-            yield reason("folder-maybe-not-writable", uid=user, **owner, fs_group=kubernetes.fs_group, why=why)
+        if applied is None and fs_group is not None:  # the kubelet may apply it nevertheless
+            yield reason("folder-maybe-not-writable", uid=user, **owner, fs_group=fs_group, why=why)
         else:
             yield problem(spec, "run_as_user", reason("folder-not-writable", uid=user, **owner), str(user))
     elif applied is False and why is not None:
         yield reason(
             "fs-group-ignored",
-            fs_group=kubernetes.fs_group,
+            fs_group=fs_group,
             claim=kubernetes.runs.claim,
             why=why,
             folder=kubernetes.runs.sub_path or "/",
-            uid=kubernetes.run_as_user,
+            uid=user,
         )
 
 
@@ -179,11 +189,10 @@ def _folder_seen_here(spec: RunSpec, run: RunDir | None) -> tuple[Path, int, int
     return root, os.geteuid(), os.getegid(), FOLDER_MODE  # this user will create the run directory
 
 
-def _may_write(kubernetes: KubernetesSpec, uid: int, gid: int, mode: int) -> bool:
-    user = kubernetes.run_as_user
+def _may_write(user: int, fs_group: int | None, uid: int, gid: int, mode: int) -> bool:
     if user == uid:
         return mode & (stat.S_IWUSR | stat.S_IXUSR) == stat.S_IWUSR | stat.S_IXUSR
-    if gid in (user, kubernetes.fs_group):  # runAsGroup is the user's number, too
+    if gid in (user, fs_group):  # runAsGroup is the user's number, too
         return mode & (stat.S_IWGRP | stat.S_IXGRP) == stat.S_IWGRP | stat.S_IXGRP
     return mode & (stat.S_IWOTH | stat.S_IXOTH) == stat.S_IWOTH | stat.S_IXOTH
 
@@ -227,13 +236,16 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
         lambda: priority(cluster, spec),
         lambda: pod_priority(cluster, spec),
         lambda: claims(cluster, spec),
-        lambda: volume_rights(cluster, spec, run),
+        lambda: volume_rights(cluster, spec, run, pod.get("securityContext", {})),
         lambda: service_account(cluster, spec),
         lambda: secrets(cluster, spec),
         lambda: namespace_quota(cluster, spec, pod),
         lambda: node_capacity(cluster, spec, pod),
         *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
-        *(lambda child=child: _dry_run_child(cluster, spec, child) for child in children(rendered.objects)),
+        *(
+            lambda child=child: _dry_run_child(cluster, spec, child)
+            for child in (*children(rendered.objects), *_preparation_pods(spec, rendered))
+        ),
     ]
     found = [finding for one in checks for finding in _run_check(one, spec)]
     problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
@@ -257,6 +269,16 @@ def pod_spec(objects: Iterable[Object]) -> Object:
         for task in spec.get("tasks", ()):
             return dict(task["template"]["spec"])
     return {}
+
+
+def _preparation_pods(spec: RunSpec, rendered: Manifest) -> Iterator[Object]:
+    """Yield a pod as the preparation of the data creates them, before the run exists."""
+    if spec.cluster.kubernetes.runs.per_pod:
+        return
+    name, workload = f"{rendered.workload.name}-data-0-xxxxx", rendered.workload
+    template = preparation_template(spec, f"{workload.name}-data-spec", {}, workload.annotations)
+    metadata = {**template["metadata"], "name": name, "namespace": spec.cluster.kubernetes.used_namespace}
+    yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
 def _start_without_quota(spec: RunSpec) -> Start:
@@ -338,6 +360,9 @@ def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[F
             return
         if error.status == 0 or error.status >= 500:
             raise
+        if unset := unstated_in_quota(error.said, NODE):
+            yield from (unstated(spec, *each) for each in unset)
+            return
         if child["kind"] == "Pod" and (note := pod_refusal_note(error.said)) is not None:
             yield note
             return

@@ -42,6 +42,23 @@ EVERY_OPTION = (
     "cluster.kubernetes.run_as_user=4711",
     "cluster.kubernetes.fs_group=null",
     "cluster.kubernetes.host_network=true",
+    "cluster.kubernetes.cpu_limit=none",
+    """cluster.kubernetes.pod_overrides={
+        metadata: {labels: {team: a}, annotations: {k8s.v1.cni.cncf.io/networks: 'rdma-1,rdma-2'}},
+        spec: {
+          runtimeClassName: nvidia, hostIPC: true,
+          securityContext: {runAsUser: null, runAsGroup: null, supplementalGroups: [44]},
+          tolerations: [{key: maintenance, operator: Exists}],
+          affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [
+            {matchExpressions: [{key: zone, operator: In, values: [a]}]},
+            {matchExpressions: [{key: zone, operator: In, values: [b]}]}]}}},
+          volumes: [{name: scratch, emptyDir: {sizeLimit: 100Gi}}, {name: nvme, hostPath: {path: /mnt/nvme}}],
+          initContainers: [{name: telemetry, image: registry.example/dcgm:4.1, restartPolicy: Always}],
+          containers: [{
+            name: node,
+            env: [{name: NODE_IP, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}],
+            resources: {limits: {hugepages-2Mi: 1Gi, vpc.amazonaws.com/efa: 4}},
+            volumeMounts: [{name: scratch, mountPath: /scratch}, {name: nvme, mountPath: /nvme}]}]}}""",
     "cluster.spot=true",
     "secret_env=[HF_TOKEN]",
     'env={NCCL_DEBUG: WARN, NOTE: "it\'s $(HOME) $$5\\n\\tand on", MASTER_ADDR: ignored, "ON": "yes"}',

@@ -14,7 +14,6 @@ from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.base import PreflightResult
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.preflight import _may_write
-from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
 from tests.launch.conftest import MakeRun
@@ -258,6 +257,116 @@ def test_a_resource_quota_of_the_namespace_is_checked(preflight: Notes, api: Fak
     assert any("the job waits for the rest" in note for note in preflight(*GPU))
 
 
+def put_quota(api: FakeApi, *resources: str, **spec: object) -> None:
+    hard = {name: "10k" if name.endswith("cpu") else "100Ti" for name in resources}
+    api.put("resourcequotas", {"metadata": {"name": "team"}, "spec": spec, "status": {"hard": hard, "used": {}}})
+
+
+def put_limits(api: FakeApi, **rule: object) -> None:
+    api.put("limitranges", {"metadata": {"name": "usual"}, "spec": {"limits": [{"type": "Container", **rule}]}})
+
+
+UNSTATED = (
+    "cluster.kubernetes.cpu_limit = auto: ResourceQuota team of the namespace refuses pods whose container node has no "
+    "limits.cpu. Set it to requested"
+)
+
+
+def test_a_quota_of_cpu_limits_without_one_in_the_pods_is_one_problem_with_its_cure(
+    preflight: Notes, api: FakeApi
+) -> None:
+    put_quota(api, "limits.cpu")
+    said = 'pods "a" is forbidden: failed quota: team: must specify limits.cpu for: node'
+    api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
+    text = problems(preflight, *GPU)
+    assert text.count("limits.cpu") == 1, "the check and the dry run of each pod find the same"
+    assert UNSTATED in text
+
+
+@pytest.mark.parametrize("hidden", ["resourcequotas", "limitranges"])
+def test_a_quota_that_may_not_be_read_is_known_from_the_dry_run(preflight: Notes, api: FakeApi, hidden: str) -> None:
+    put_quota(api, "limits.cpu")
+    api.forbid("list", hidden)
+    assert any(f"list {hidden}" in note for note in preflight(*GPU))
+    said = 'pods "a" is forbidden: failed quota: team: must specify limits.cpu'  # as before Kubernetes 1.24
+    api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
+    assert UNSTATED in problems(preflight, *GPU)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["cluster.kubernetes.cpu_limit=requested"],
+        ["cluster.kubernetes.cpus_per_node=96"],
+        ["cluster.cpus_per_gpu=12"],
+    ],
+)
+def test_pods_with_cpu_limits_are_admitted_by_a_quota_of_them(
+    preflight: Notes, api: FakeApi, settings: list[str]
+) -> None:
+    put_quota(api, "limits.cpu", "requests.cpu", "limits.memory", "requests.memory")
+    assert not [note for note in preflight(*GPU, *settings) if "quota" in note.lower()]
+
+
+def test_a_default_of_a_limit_range_states_the_limit_unless_it_is_below_the_request(
+    preflight: Notes, api: FakeApi
+) -> None:
+    put_quota(api, "limits.cpu")
+    put_limits(api, default={"cpu": "64"})
+    preflight(*GPU)
+    put_limits(api, default={"cpu": "500m"})
+    text = problems(preflight, *GPU)
+    assert "LimitRange usual of the namespace limits pods that set no limit to 500m CPUs, which is below" in text
+    preflight(*GPU, "cluster.kubernetes.cpu_limit=requested")
+
+
+def test_a_limit_range_with_a_ratio_needs_limits(preflight: Notes, api: FakeApi) -> None:
+    put_limits(api, maxLimitRequestRatio={"cpu": "2"})
+    text = problems(preflight, *GPU, "cluster.kubernetes.cpu_limit=none", "cluster.kubernetes.cpus_per_node=96")
+    assert "cpu_limit = none: LimitRange usual of the namespace refuses pods whose container node has no limits" in text
+    preflight(*GPU, "cluster.kubernetes.cpu_limit=requested")
+
+
+def test_a_quota_with_a_scope_is_not_taken_for_one_of_these_pods(preflight: Notes, api: FakeApi) -> None:
+    put_quota(api, "limits.cpu", scopes=["BestEffort"])
+    preflight(*GPU)
+
+
+def test_a_quota_of_limits_that_is_too_small_is_a_problem(preflight: Notes, api: FakeApi) -> None:
+    hard = {"limits.memory": "1Gi"}
+    api.put("resourcequotas", {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": hard, "used": {}}})
+    assert "ResourceQuota q of the namespace allows 1Gi limits.memory" in problems(preflight, *GPU)
+
+
+def test_a_side_car_counts_for_quotas_and_must_state_its_amounts(preflight: Notes, api: FakeApi) -> None:
+    side_car = (
+        "cluster.kubernetes.pod_overrides={spec: {initContainers: [{name: s, image: a:1, restartPolicy: Always%s}]}}"
+    )
+    limited = "cluster.kubernetes.cpu_limit=requested"
+    put_quota(api, "limits.cpu")
+    text = problems(preflight, *GPU, limited, side_car % "")
+    assert "refuses pods whose container s has no limits.cpu. Give it to the container" in text
+    preflight(*GPU, limited, side_car % ", resources: {limits: {cpu: 1}}")
+    much = problems(preflight, *GPU, limited, side_car % ", resources: {limits: {cpu: 8k}}")
+    assert "ResourceQuota team of the namespace allows 10k limits.cpu, and the job needs 16064" in much
+
+
+def test_a_refused_pod_of_the_preparation_is_a_problem_before_anything_is_queued(
+    preflight: Notes, api: FakeApi
+) -> None:
+    preflight(*GPU)
+    (asked,) = [line for line in api.asked if "-data-0-" in line]
+    assert "dryRun=All" in asked
+
+
+def test_without_a_user_in_the_pods_nothing_is_said_about_who_may_write(preflight: Notes, api: FakeApi) -> None:
+    api.put("persistentvolumeclaims", {**claim("runs"), "spec": {"accessModes": ["ReadWriteMany"], "volumeName": "v"}})
+    api.put("persistentvolumes", {"metadata": {"name": "v"}, "spec": {"nfs": {"server": "s"}}}, namespace="")
+    assert any("must be writable by uid 1000" in note for note in preflight(*GPU))
+    nobody = "{spec: {securityContext: {runAsUser: null, runAsGroup: null, fsGroup: null}}}"
+    assert not [note for note in preflight(*GPU, f"cluster.kubernetes.pod_overrides={nobody}") if "writable" in note]
+
+
 def test_a_refused_object_is_a_problem_with_the_servers_message(preflight: Notes, api: FakeApi) -> None:
     causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
     api.refusals[("create", "jobsets")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
@@ -463,7 +572,7 @@ def test_a_run_directory_that_the_pods_cannot_write_is_a_problem(
     ],
 )
 def test_owner_group_and_mode_decide_whether_the_pods_can_write(uid: int, gid: int, mode: int, may: bool) -> None:
-    assert _may_write(KubernetesSpec(run_as_user=1000, fs_group=2000), uid, gid, mode) is may
+    assert _may_write(1000, 2000, uid, gid, mode) is may
 
 
 def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make_run: MakeRun) -> None:

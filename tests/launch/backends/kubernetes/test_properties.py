@@ -13,12 +13,12 @@ from ruamel.yaml import YAML
 
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
 from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_LABEL_VALUE, Workload, parse_id, run_label
-from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES
 from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
+from scaletrain_cli.spec.pod_overrides import OWN_VARIABLES
 from tests.launch.backends.kubernetes.rendering import IMAGE, container_of, environment_of, rendered
 from tests.launch.backends.kubernetes.rules.objects import problems
 from tests.launch.backends.kubernetes.schemas import FastLoader, require_valid
