@@ -5,7 +5,7 @@ Values that the API server would reject late, or not at all, are rejected here. 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -15,13 +15,13 @@ from scaletrain_cli.spec.pod_overrides import hidden_path, items_of, override_pr
 from scaletrain_cli.spec.quantities import (
     AutoBytes,
     AutoWhole,
+    EnvName,
     Matching,
     PositiveBytes,
     PositiveSeconds,
     Seconds,
     Text,
     Whole,
-    valid_if,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, Section, used_when, where_not
 
@@ -39,13 +39,6 @@ _LONGEST_TTL_SECONDS = 3650 * 86400.0  # 32 bits hold 24855 days
 _OWN_PATHS = ("/dev/shm", "/etc/scaletrain")
 
 
-def _word(pattern: str, longest: int, message: str) -> Callable[[Any], str]:
-    return valid_if(
-        lambda value: isinstance(value, str) and len(value) <= longest and re.fullmatch(pattern, value) is not None,
-        message,
-    )
-
-
 def _image(value: Any) -> str:
     match = _IMAGE.fullmatch(value) if isinstance(value, str) and len(value) <= 1024 else None
     if match is None:
@@ -53,12 +46,6 @@ def _image(value: Any) -> str:
     if match["digest"] is None and match["tag"] in (None, "latest"):
         raise PydanticCustomError("image", "must have a digest (name@sha256:...), or a tag other than latest")
     return match[0]
-
-
-def _label_value(value: Any) -> str:
-    if value == "":
-        return ""
-    return _word(_QUALIFIED, 63, "must be a label value: at most 63 letters, digits, dots, dashes and _")(value)
 
 
 def _path(value: Any) -> str:
@@ -79,39 +66,25 @@ _STRING = {"type": "string"}
 PodOverrides = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "properties": {"metadata": {}, "spec": {}}})]
 # Names of one object: of kinds that become part of a host name, and of other kinds.
 LabelName = Annotated[
-    str,
-    PlainValidator(_word(_LABEL, 63, "must be a Kubernetes name of at most 63 lower-case letters, digits and dashes")),
-    WithJsonSchema({"type": "string", "pattern": f"^{_LABEL}$", "maxLength": 63}),
+    str, Matching(_LABEL, 63, "must be a Kubernetes name of at most 63 lower-case letters, digits and dashes")
 ]
 ObjectName = Annotated[
-    str,
-    PlainValidator(_word(_SUBDOMAIN, 253, "must be a Kubernetes name of lower-case letters, digits, dots and dashes")),
-    WithJsonSchema({"type": "string", "pattern": f"^{_SUBDOMAIN}$", "maxLength": 253}),
+    str, Matching(_SUBDOMAIN, 253, "must be a Kubernetes name of lower-case letters, digits, dots and dashes")
 ]
 LabelKey = Annotated[
-    str,
-    PlainValidator(_word(rf"({_SUBDOMAIN}/)?{_QUALIFIED}", 317, "must be a label key, such as topology.io/rack")),
-    WithJsonSchema(_STRING),
+    str, Matching(rf"({_SUBDOMAIN}/)?{_QUALIFIED}", 317, "must be a label key, such as topology.io/rack")
 ]
-LabelValue = Annotated[str, PlainValidator(_label_value), WithJsonSchema(_STRING)]
+LabelValue = Annotated[
+    str, Matching(rf"({_QUALIFIED})?", 63, "must be a label value: at most 63 letters, digits, dots, dashes and _")
+]
 ResourceName = Annotated[
     str,
-    PlainValidator(
-        _word(
-            rf"{_SUBDOMAIN}/{_QUALIFIED}", 317, "must be the resource name of a device plugin, such as nvidia.com/gpu"
-        )
+    Matching(
+        rf"{_SUBDOMAIN}/{_QUALIFIED}", 317, "must be the resource name of a device plugin, such as nvidia.com/gpu"
     ),
-    WithJsonSchema(_STRING),
 ]
 SecretKey = Annotated[
-    str,
-    PlainValidator(_word(r"[-._a-zA-Z0-9]+", 253, "must be a key of a Secret: letters, digits, dots, dashes and _")),
-    WithJsonSchema(_STRING),
-]
-EnvironmentName = Annotated[
-    str,
-    PlainValidator(_word(r"[A-Za-z_][A-Za-z0-9_]*", 256, "must be the name of an environment variable")),
-    WithJsonSchema(_STRING),
+    str, Matching(r"[-._a-zA-Z0-9]+", 253, "must be a key of a Secret: letters, digits, dots, dashes and _")
 ]
 Image = Annotated[str, PlainValidator(_image), WithJsonSchema(_STRING)]
 MountPath = Annotated[str, PlainValidator(_path), WithJsonSchema(_STRING)]
@@ -283,7 +256,7 @@ class KubernetesSpec(BackendSection):
     active_deadline: PositiveSeconds | None = Field(
         default=None, description="time limit of one attempt; then the job fails"
     )
-    secrets: dict[EnvironmentName, SecretSpec] = {}
+    secrets: dict[EnvName, SecretSpec] = {}
     run_as_user: UserId = 1000
     fs_group: UserId | None = 1000
     host_network: bool = False

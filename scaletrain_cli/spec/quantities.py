@@ -196,10 +196,10 @@ class Matching:
     def _checked(self, value: Any) -> str:
         if not isinstance(value, str):
             raise PydanticKnownError("string_type")
-        if value == "":
+        if value == "" and not re.fullmatch(self.pattern, ""):
             raise PydanticKnownError("string_too_short", {"min_length": 1})
         if len(value) > self.longest:
-            raise PydanticKnownError("string_too_long", {"max_length": self.longest})
+            raise PydanticCustomError("pattern", f"{self.message}, at most {self.longest} characters long")
         if not re.fullmatch(self.pattern, value):
             raise PydanticCustomError("pattern", self.message)
         return value

@@ -26,7 +26,13 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
 )
 from scaletrain_cli.launch.backends.kubernetes.pod import pod_template
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import unknown_fields
-from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
+from scaletrain_cli.launch.backends.kubernetes.workloads import (
+    jobset,
+    metadata_of,
+    training_runtime,
+    trainjob,
+    volcano_job,
+)
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.hub_files import ONLY
 from scaletrain_cli.project_files import project_file
@@ -116,12 +122,7 @@ def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     return {
         "apiVersion": NATIVE_POD_GROUP.api_version if kubernetes.native_gang == "auto" else _FIRST_POD_GROUP,
         "kind": NATIVE_POD_GROUP.name,
-        "metadata": {
-            "name": workload.name,
-            "namespace": kubernetes.used_namespace,
-            "labels": workload.labels,
-            "annotations": workload.annotations,
-        },
+        "metadata": metadata_of(spec, workload),
         "spec": {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}},
     }
 
@@ -305,10 +306,8 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {
+            **metadata_of(spec, workload, annotations={DOCUMENTS_ANNOTATION: digest}),
             "name": workload.config_map,
-            "namespace": spec.cluster.kubernetes.used_namespace,
-            "labels": workload.labels,
-            "annotations": workload.annotations | {DOCUMENTS_ANNOTATION: digest},
         },
         "immutable": True,
         "data": texts,

@@ -92,12 +92,7 @@ class Workload:
     @property
     def labels(self) -> dict[str, str]:
         """Labels of every object and pod."""
-        return {
-            "app.kubernetes.io/name": MANAGER,
-            "app.kubernetes.io/managed-by": MANAGER,
-            INSTANCE_LABEL: self.name,
-            RUN_LABEL: run_label(self.run_id),
-        }
+        return own_labels(self.name, RUN_LABEL, self.run_id)
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -108,6 +103,12 @@ class Workload:
             SUBMISSION_ANNOTATION: str(self.submission),
             **({RECORD_ANNOTATION: self.mark} if self.mark else {}),
         }
+
+
+def own_labels(name: str, label: str, run_id: str) -> dict[str, str]:
+    """Return the labels of an object of a run, of its preparation or of a view; ``label`` says which."""
+    managed = dict.fromkeys(("app.kubernetes.io/name", "app.kubernetes.io/managed-by"), MANAGER)
+    return {**managed, INSTANCE_LABEL: name, label: run_label(run_id)}
 
 
 def parse_id(job_id: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     SERVICE_ACCOUNT,
     VOLCANO_QUEUE,
     WORKLOAD_PRIORITY,
+    Kind,
     Object,
     kind_of,
 )
@@ -60,22 +61,13 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import listed
 
 
-def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
-    """Yield a problem if the priority class of the queue does not exist."""
-    kubernetes = spec.cluster.kubernetes
-    if kubernetes.priority is None:
-        return
-    kind = WORKLOAD_PRIORITY if kubernetes.kueue else PRIORITY_CLASS
-    if cluster.get(kind, "", kubernetes.priority) is None:
-        what = f"{kind.name}, and the job would wait without a message"
-        yield missing(spec, "priority", kubernetes.priority, what, cluster.find(kind, ""))
-
-
-def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
-    """Yield a problem if the PriorityClass of the pods does not exist."""
-    name = spec.cluster.kubernetes.pod_priority
-    if name is not None and cluster.get(PRIORITY_CLASS, "", name) is None:
-        yield missing(spec, "pod_priority", name, "PriorityClass", cluster.find(PRIORITY_CLASS, ""))
+def named_object(cluster: Cluster, spec: RunSpec, key: str, kind: Kind, effect: str = "") -> Iterator[Found]:
+    """Yield a problem if the object that the key names does not exist. ``effect``: of that, for the message."""
+    name = getattr(spec.cluster.kubernetes, key)
+    namespace = spec.cluster.kubernetes.used_namespace if kind.namespaced else ""
+    if name is not None and cluster.get(kind, namespace, name) is None:
+        what = f"{kind.name}{f' in namespace {namespace}' if namespace else ''}{effect}"
+        yield missing(spec, key, name, what, cluster.find(kind, namespace))
 
 
 def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
@@ -108,15 +100,6 @@ def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Foun
     if not events:
         return problem(spec, key, reason("claim-not-bound"), name)
     return problem(spec, key, reason("claim-not-bound-said", said=one_line(events[-1].get("message"))), name)
-
-
-def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
-    """Yield a problem if the service account does not exist."""
-    kubernetes = spec.cluster.kubernetes
-    name = kubernetes.service_account
-    if name is not None and cluster.get(SERVICE_ACCOUNT, kubernetes.used_namespace, name) is None:
-        there = cluster.find(SERVICE_ACCOUNT, kubernetes.used_namespace)
-        yield missing(spec, "service_account", name, f"ServiceAccount in namespace {kubernetes.used_namespace}", there)
 
 
 def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
@@ -230,20 +213,21 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     namespace = spec.cluster.kubernetes.used_namespace
     _require_namespace(cluster, namespace, spec)
     pod = pod_spec(rendered.objects)
+    of_queue = WORKLOAD_PRIORITY if spec.cluster.kubernetes.kueue else PRIORITY_CLASS
     checks: list[Callable[[], Iterator[Found]]] = [
         lambda: _kinds_served(cluster, spec, rendered.objects),
         lambda: queue_capacity(cluster, spec, pod),
-        lambda: priority(cluster, spec),
-        lambda: pod_priority(cluster, spec),
+        lambda: named_object(cluster, spec, "priority", of_queue, ", and the job would wait without a message"),
+        lambda: named_object(cluster, spec, "pod_priority", PRIORITY_CLASS),
         lambda: claims(cluster, spec),
         lambda: volume_rights(cluster, spec, run, pod.get("securityContext", {})),
-        lambda: service_account(cluster, spec),
+        lambda: named_object(cluster, spec, "service_account", SERVICE_ACCOUNT),
         lambda: secrets(cluster, spec),
         lambda: namespace_quota(cluster, spec, pod),
         lambda: node_capacity(cluster, spec, pod),
         *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
         *(
-            lambda child=child: _dry_run_child(cluster, spec, child)
+            lambda child=child: _dry_run(cluster, spec, child, derived=True)
             for child in (*children(rendered.objects), *_preparation_pods(spec, rendered))
         ),
     ]
@@ -324,51 +308,37 @@ def _kinds_served(cluster: Cluster, spec: RunSpec, objects: Iterable[Object]) ->
             yield problem(spec, "native_gang" if kind is NATIVE_POD_GROUP else "backend", error.reason)
 
 
-def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
-    """Yield the refusals of an object by the server and its admission webhooks, from a dry run."""
+def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = False) -> Iterator[Found]:
+    """Yield the refusals of an object by the server and its admission webhooks, from a dry run.
+
+    ``derived``: a controller would create it, such as a JobSet's pods, which the user may not be allowed to.
+    """
+    kind = body["kind"]
     try:
         answer = cluster.apply(body, dry_run=True)
-        if is_unmanaged(body, answer):
+        if not derived and is_unmanaged(body, answer):
             queue = body["metadata"]["labels"][QUEUE_LABEL]
-            yield problem(spec, "queue", reason("queue-without-kind", kind=body["kind"], queue=queue), queue)
+            yield problem(spec, "queue", reason("queue-without-kind", kind=kind, queue=queue), queue)
     except NotServedError:
         return  # reported by the check of the kind
     except RefusedError as error:
-        if error.status == 0 or error.status >= 500:
-            raise
-        if body["kind"] == "TrainJob" and is_runtime_missing(error.said):
-            return  # a dry run creates none; the objects of the two are checked below
-        kind = body["kind"]
-        if error.is_rights:
+        if error.is_rights and derived:
+            yield reason("child-not-checked", **error.reason.params, kind=kind)
+        elif error.is_rights:
             yield problem(spec, "", reason("object-forbidden", **error.reason.params, kind=kind))
-            return
-        if not error.problems:
-            yield problem(spec, "", reason("object-refused", kind=kind, refusal=error.reason))
-        for cause in error.problems:
-            yield problem(spec, "", reason("object-field-refused", kind=kind, field=cause.key, cause=cause.reason))
-
-
-def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[Found]:
-    """Yield the server's refusals of an object that a controller would create, such as a JobSet's pods."""
-    try:
-        cluster.apply(child, dry_run=True)
-    except NotServedError:
-        return
-    except RefusedError as error:
-        if error.is_rights:
-            yield reason("child-not-checked", **error.reason.params, kind=child["kind"])
-            return
-        if error.status == 0 or error.status >= 500:
+        elif error.status == 0 or error.status >= 500:
             raise
-        if unset := unstated_in_quota(error.said, NODE):
+        elif kind == "TrainJob" and is_runtime_missing(error.said):
+            return  # a dry run creates none; the objects of the two are checked below
+        elif unset := unstated_in_quota(error.said, NODE):
             yield from (unstated(spec, *each) for each in unset)
-            return
-        if child["kind"] == "Pod" and (note := pod_refusal_note(error.said)) is not None:
+        elif kind == "Pod" and (note := pod_refusal_note(error.said)) is not None:
             yield note
-            return
-        kind = child["kind"]
-        if not error.problems:
+        elif error.problems:
+            code = "derived-field-refused" if derived else "object-field-refused"
+            for cause in error.problems:
+                yield problem(spec, "", reason(code, kind=kind, field=cause.key, cause=cause.reason))
+        elif derived:
             yield problem(spec, "", reason("derived-object-refused", kind=kind, said=one_line(error.said)))
-        for cause in error.problems:
-            field, why = cause.key, cause.reason
-            yield problem(spec, "", reason("derived-field-refused", kind=kind, field=field, cause=why))
+        else:
+            yield problem(spec, "", reason("object-refused", kind=kind, refusal=error.reason))

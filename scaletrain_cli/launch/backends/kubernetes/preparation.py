@@ -29,7 +29,6 @@ from scaletrain_cli.launch.backends.kubernetes.manifest import require_submittab
 from scaletrain_cli.launch.backends.kubernetes.messages import one_line, reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     INSTANCE_LABEL,
-    MANAGER,
     NODE,
     PREPARATION_LABEL,
     QUEUE_LABEL,
@@ -38,6 +37,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     RUN_ID_ANNOTATION,
     Workload,
     belongs_to,
+    own_labels,
     record_mark,
     run_label,
     submission_number,
@@ -89,12 +89,7 @@ def preparation_objects(
     """
     require_submittable(spec)
     kubernetes = spec.cluster.kubernetes
-    labels = {
-        "app.kubernetes.io/name": MANAGER,
-        "app.kubernetes.io/managed-by": MANAGER,
-        INSTANCE_LABEL: name,
-        PREPARATION_LABEL: run_label(run_id),
-    }
+    labels = own_labels(name, PREPARATION_LABEL, run_id)
     marks = {RUN_ID_ANNOTATION: run_id, **annotations}
     metadata = {"namespace": kubernetes.used_namespace, "labels": labels, "annotations": marks}
     document = json.dumps({"spec": spec.model_dump(mode="json", by_alias=True), "hub": dict(hub)})

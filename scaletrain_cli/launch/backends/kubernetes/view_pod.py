@@ -26,13 +26,13 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     INSTANCE_LABEL,
-    MANAGER,
     QUEUE_LABEL,
     RECORD_ANNOTATION,
     RUN_ID_ANNOTATION,
     VIEW_LABEL,
     VIEWER_ANNOTATION,
     belongs_to,
+    own_labels,
     record_mark,
     run_label,
 )
@@ -123,12 +123,7 @@ def view_job(ref: JobRef, record: RunRecord, nodes: Sequence[str]) -> Object:
     """Return the Job of a view. ``nodes``: names of those that it is best placed on."""
     spec = record.spec
     name = f"{ref.name}-view-{secrets.token_hex(3)}"
-    labels = {
-        "app.kubernetes.io/name": MANAGER,
-        "app.kubernetes.io/managed-by": MANAGER,
-        INSTANCE_LABEL: name,
-        VIEW_LABEL: run_label(record.run_id),
-    }
+    labels = own_labels(name, VIEW_LABEL, record.run_id)
     marks = {
         RUN_ID_ANNOTATION: record.run_id,
         RECORD_ANNOTATION: record_mark(record),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode
@@ -31,12 +31,7 @@ def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[
     return {
         "apiVersion": workload.api_version,
         "kind": workload.kind,
-        "metadata": {
-            "name": workload.name,
-            "namespace": spec.cluster.kubernetes.used_namespace,
-            "labels": workload.labels | queue_labels(spec),
-            "annotations": workload.annotations | exclusive_annotation(spec),
-        },
+        "metadata": metadata_of(spec, workload, queue_labels(spec), exclusive_annotation(spec)),
         "spec": jobset_spec(spec, workload, template),
     }
 
@@ -149,7 +144,7 @@ def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]
     return {
         "apiVersion": RUNTIME_API_VERSION,
         "kind": RUNTIME_KIND,
-        "metadata": _metadata(spec, workload),
+        "metadata": metadata_of(spec, workload),
         "spec": {
             "mlPolicy": {"numNodes": spec.cluster.nodes},
             "template": {
@@ -162,11 +157,10 @@ def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]
 
 def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     """Return the TrainJob. Kueue reads its labels, not those of the JobSet that Trainer creates."""
-    metadata = _metadata(spec, workload)
     return {
         "apiVersion": workload.api_version,
         "kind": workload.kind,
-        "metadata": metadata | {"labels": metadata["labels"] | queue_labels(spec)},
+        "metadata": metadata_of(spec, workload, queue_labels(spec)),
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": RUNTIME_KIND, "name": workload.name},
             "trainer": {"numNodes": spec.cluster.nodes},
@@ -174,12 +168,15 @@ def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _metadata(spec: RunSpec, workload: Workload) -> dict[str, Any]:
+def metadata_of(
+    spec: RunSpec, workload: Workload, labels: Mapping[str, str] = {}, annotations: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Return the metadata of an object of a run, with more labels and annotations."""
     return {
         "name": workload.name,
         "namespace": spec.cluster.kubernetes.used_namespace,
-        "labels": workload.labels,
-        "annotations": workload.annotations,
+        "labels": {**workload.labels, **labels},
+        "annotations": {**workload.annotations, **annotations},
     }
 
 
@@ -215,12 +212,7 @@ def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
     return {
         "apiVersion": workload.api_version,
         "kind": workload.kind,
-        "metadata": {
-            "name": workload.name,
-            "namespace": kubernetes.used_namespace,
-            "labels": workload.labels,
-            "annotations": workload.annotations,
-        },
+        "metadata": metadata_of(spec, workload),
         "spec": job,
     }
 
