@@ -8,6 +8,7 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     PlainValidator,
     SerializerFunctionWrapHandler,
     Tag,
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plugins import PluginError
@@ -36,7 +37,16 @@ from scaletrain_cli.spec.quantities import (
     not_a_switch,
     or_word,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, OpenSection, Section, plugin_broken, used_when, where
+from scaletrain_cli.spec.section import (
+    LEFT_OUT,
+    BackendSection,
+    OpenSection,
+    Section,
+    nested_error,
+    plugin_broken,
+    used_when,
+    where,
+)
 from scaletrain_cli.spec.slurm import SlurmSpec
 
 MOST_NODES = 100_000
@@ -157,40 +167,20 @@ class NodeRange(Section):
         return range(self.min, self.max + 1)
 
 
-_COUNT_SCHEMA = {"type": "integer", "minimum": 1, "maximum": MOST_NODES}
-_DURATION_SCHEMA = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}
-_RANGE_JSON_SCHEMA = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["min", "max"],
-    "properties": {
-        "min": _COUNT_SCHEMA,
-        "max": _COUNT_SCHEMA,
-        "grow": {"type": "boolean"},
-        "check_every": _DURATION_SCHEMA,
-        "grow_every": _DURATION_SCHEMA,
-        "planned": {"anyOf": [_COUNT_SCHEMA, {"type": "null"}]},
-    },
-}
-_NODES_JSON_SCHEMA = {"anyOf": [_COUNT_SCHEMA, _RANGE_JSON_SCHEMA]}
+class _OrRange:
+    """Metadata of ``cluster.nodes``: its JSON Schema admits a table, too, which the section takes apart."""
 
-
-# pydantic's error types that problems.py has words for.
-_CORE_ERRORS = (
-    *("missing", "int_type", "int_from_float", "bool_type", "bool_parsing", "finite_number"),
-    *("greater_than_equal", "less_than_equal"),
-)
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), NodeRange.model_json_schema()]}
 
 
 def _range_error(detail: Any) -> InitErrorDetails:
     """Return an error of the table as one of ``cluster.nodes``."""
-    kind: Any = detail["type"]
-    if kind == "extra_forbidden":
-        known = ", ".join(name for name in NodeRange.model_fields if name != "planned")
-        kind = PydanticCustomError("node_range_key", "unknown key; known keys: {known}", {"known": known})
-    elif kind not in _CORE_ERRORS:
-        kind = PydanticCustomError(kind, "{message}", {"message": detail["msg"]})
-    return InitErrorDetails(type=kind, loc=("nodes", *detail["loc"]), input=detail["input"], ctx=detail.get("ctx", {}))
+    if detail["type"] != "extra_forbidden":
+        return nested_error("nodes", detail)
+    known = ", ".join(name for name in NodeRange.model_fields if name != "planned")
+    kind = PydanticCustomError("node_range_key", "unknown key; known keys: {known}", {"known": known})
+    return InitErrorDetails(type=kind, loc=("nodes", *detail["loc"]), input=detail["input"])
 
 
 class ClusterSpec(OpenSection):
@@ -201,7 +191,7 @@ class ClusterSpec(OpenSection):
     """
 
     scheduler: BackendName = DEFAULT
-    nodes: Annotated[NodeCount, WithJsonSchema(_NODES_JSON_SCHEMA)] = 1
+    nodes: Annotated[NodeCount, _OrRange()] = 1
     # The range, where ``nodes`` was given as one; ``nodes`` is then the size of the current plan, at first the largest.
     node_range: SkipJsonSchema[NodeRange | None] = Field(default=None, exclude=True)
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1

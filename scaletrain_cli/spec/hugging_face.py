@@ -25,10 +25,8 @@ from scaletrain_cli.text import either
 _READ = ARCHITECTURES | READ_ONLY
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
 _OF_EVERY_MODEL = frozenset(
-    (
-        "hidden_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings tie_word_embeddings "
-        "initializer_range"
-    ).split()
+    "hidden_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings tie_word_embeddings "
+    "initializer_range".split()
 )
 _OF_LLAMA = frozenset({"num_key_value_heads", "head_dim", "intermediate_size", "attention_dropout"})
 _OF_ROUTER = frozenset({"num_experts", "num_experts_per_tok", "router_aux_loss_coef"})
@@ -67,18 +65,14 @@ _LARGEST_CONFIG_BYTES = 1_000_000
 
 # Keys of config.json from which settings of another name or form are derived.
 _DERIVED = frozenset(
-    (
-        "attention_bias mlp_bias sliding_window layer_types use_sliding_window max_window_layers "
-        "sliding_window_pattern hidden_activation partial_rotary_factor original_max_position_embeddings "
-        "n_shared_experts decoder_sparse_step mlp_only_layers resid_pdrop embd_pdrop attn_pdrop rope_scaling "
-        "rope_parameters hidden_act"
-    ).split()
+    "attention_bias mlp_bias sliding_window layer_types use_sliding_window max_window_layers "
+    "sliding_window_pattern hidden_activation partial_rotary_factor original_max_position_embeddings "
+    "n_shared_experts decoder_sparse_step mlp_only_layers resid_pdrop embd_pdrop attn_pdrop rope_scaling "
+    "rope_parameters hidden_act".split()
 )
 # Keys whose null differs from a missing key, which has a default.
 _NULL_IS_A_VALUE = frozenset(
-    (
-        "sliding_window layer_types rope_local_base_freq attn_logit_softcapping final_logit_softcapping q_lora_rank"
-    ).split()
+    "sliding_window layer_types rope_local_base_freq attn_logit_softcapping final_logit_softcapping q_lora_rank".split()
 )
 
 

@@ -11,23 +11,19 @@ from typing import Any
 
 # Settings that an architecture either fixes, or lets its models choose (``varies``), or does not have.
 TRAITS = tuple(
-    (
-        "qkv_bias attention_bias bias qk_norm qk_norm_scope fused_projections query_pre_attn_scalar "
-        "attn_logit_softcapping final_logit_softcapping attention_sinks sliding_window layer_types "
-        "rope_local_base_freq partial_rotary_factor scale_embedding norm_position zero_centered_norm swiglu_limit "
-        "hidden_activation norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor "
-        "router_bias first_k_dense_replace decoder_sparse_step mlp_only_layers shared_expert_intermediate_size "
-        "shared_expert_gate kv_lora_rank rope_interleave"
-    ).split()
+    "qkv_bias attention_bias bias qk_norm qk_norm_scope fused_projections query_pre_attn_scalar "
+    "attn_logit_softcapping final_logit_softcapping attention_sinks sliding_window layer_types "
+    "rope_local_base_freq partial_rotary_factor scale_embedding norm_position zero_centered_norm swiglu_limit "
+    "hidden_activation norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor "
+    "router_bias first_k_dense_replace decoder_sparse_step mlp_only_layers shared_expert_intermediate_size "
+    "shared_expert_gate kv_lora_rank rope_interleave".split()
 )
 # Settings of a mixture of experts, which a model without layers of experts does not have.
 OF_EXPERTS = frozenset(
-    (
-        "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size first_k_dense_replace "
-        "norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor router_bias "
-        "router_aux_loss_coef router_z_loss_coef capacity_factor decoder_sparse_step mlp_only_layers "
-        "shared_expert_gate swiglu_limit"
-    ).split()
+    "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size first_k_dense_replace "
+    "norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor router_bias "
+    "router_aux_loss_coef router_z_loss_coef capacity_factor decoder_sparse_step mlp_only_layers "
+    "shared_expert_gate swiglu_limit".split()
 )
 _SILU = {"silu": "silu", "swish": "silu"}
 _GELU_TANH = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}

@@ -14,18 +14,16 @@ from scaletrain_cli.spec.presets import SourceError
 
 # Keys of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
 _ABOUT_THE_FILE = frozenset(
-    (
-        "architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id "
-        "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
-        "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task "
-        "forced_bos_token_id forced_eos_token_id "
-        "gradient_checkpointing id2label is_decoder label2id length_penalty max_length min_length "
-        "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
-        "output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type "
-        "remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens "
-        "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript "
-        "transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache"
-    ).split()
+    "architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id "
+    "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
+    "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task "
+    "forced_bos_token_id forced_eos_token_id "
+    "gradient_checkpointing id2label is_decoder label2id length_penalty max_length min_length "
+    "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type "
+    "remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens "
+    "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript "
+    "transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
 )
 # Same results in another order or precision; a context length that only custom code reads.
 _SAME_RESULT = frozenset({"pretraining_tp", "reorder_and_upcast_attn", "quantization_config", "n_ctx"})

@@ -16,22 +16,18 @@ from scaletrain_cli.spec.presets import SourceError
 TEXT_PARTS: dict[str, tuple[str, bool]] = {"gemma3": ("gemma3_text", True), "llama4": ("llama4_text", False)}
 # Keys of a multimodal config.json about images, of which the language model has none.
 ABOUT_IMAGES = frozenset(
-    (
-        "vision_config boi_token_index eoi_token_index image_token_index image_token_id boi_token_id eoi_token_id "
-        "mm_tokens_per_image initializer_range"
-    ).split()
+    "vision_config boi_token_index eoi_token_index image_token_index image_token_id boi_token_id eoi_token_id "
+    "mm_tokens_per_image initializer_range".split()
 )
 
 _LLAMA4_LAYERS = frozenset("attention_chunk_size interleave_moe_layer_step moe_layers no_rope_layers".split())
 _LLAMA4_USED = _LLAMA4_LAYERS | {"intermediate_size_mlp", "use_qk_norm", "no_rope_layer_interval", "layer_types"}
 _MAMBA_TRAINING = frozenset(
-    (
-        "use_mamba_kernels use_mambapy use_associative_scan rescale_prenorm_residual time_step_min time_step_max "
-        "time_step_floor time_step_limit time_step_rank mamba_ssm_cache_dtype num_logits_to_keep residual_in_fp32 "
-        "mamba_dt_init_floor mamba_dt_max mamba_dt_min mamba_dt_limit num_nextn_predict_layers "
-        "mtp_layers_block_type mtp_hybrid_override_pattern expand mamba_expand moe_shared_expert_overlap rms_norm_eps "
-        "layer_norm_epsilon sliding_window"
-    ).split()
+    "use_mamba_kernels use_mambapy use_associative_scan rescale_prenorm_residual time_step_min time_step_max "
+    "time_step_floor time_step_limit time_step_rank mamba_ssm_cache_dtype num_logits_to_keep residual_in_fp32 "
+    "mamba_dt_init_floor mamba_dt_max mamba_dt_min mamba_dt_limit num_nextn_predict_layers "
+    "mtp_layers_block_type mtp_hybrid_override_pattern expand mamba_expand moe_shared_expert_overlap rms_norm_eps "
+    "layer_norm_epsilon sliding_window".split()
 )
 _PATTERN = {"M": "mamba", "E": "experts", "*": "attention", "-": "mlp"}
 _BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention", "moe": "experts"}
@@ -242,13 +238,11 @@ READ_ONLY: dict[str, Architecture] = {
             **{"vocab_size": 131_072, "max_position_embeddings": 4096},
         },
         used=frozenset(
-            (
-                "hybrid_override_pattern layers_block_type attention_head_dim mamba_num_heads mamba_head_dim "
-                "ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv use_conv_bias mamba_conv_bias "
-                "chunk_size mamba_chunk_size n_routed_experts moe_shared_expert_intermediate_size n_group topk_group "
-                "routed_scaling_factor use_bias mlp_bias mamba_proj_bias mlp_hidden_act attention_bias "
-                "num_experts_per_tok norm_topk_prob moe_intermediate_size router_aux_loss_coef"
-            ).split()
+            "hybrid_override_pattern layers_block_type attention_head_dim mamba_num_heads mamba_head_dim "
+            "ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv use_conv_bias mamba_conv_bias "
+            "chunk_size mamba_chunk_size n_routed_experts moe_shared_expert_intermediate_size n_group topk_group "
+            "routed_scaling_factor use_bias mlp_bias mamba_proj_bias mlp_hidden_act attention_bias "
+            "num_experts_per_tok norm_topk_prob moe_intermediate_size router_aux_loss_coef".split()
         ),
         aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
         irrelevant=_MAMBA_TRAINING,
@@ -270,11 +264,9 @@ READ_ONLY: dict[str, Architecture] = {
             "norm_eps": 1e-6,
         },
         used=frozenset(
-            (
-                "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset mamba_d_state "
-                "mamba_d_conv mamba_dt_rank mamba_conv_bias mamba_proj_bias mamba_expand num_experts "
-                "num_experts_per_tok router_aux_loss_coef"
-            ).split()
+            "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset mamba_d_state "
+            "mamba_d_conv mamba_dt_rank mamba_conv_bias mamba_proj_bias mamba_expand num_experts "
+            "num_experts_per_tok router_aux_loss_coef".split()
         ),
         aliases={"num_local_experts": "num_experts"},
         irrelevant=frozenset(

@@ -28,10 +28,8 @@ AnyVision = ResNetSpec | ConvNextSpec | VitSpec | ClipSpec | LlavaSpec
 _ZERO = (0, 0.0)
 # Keys of this project only, which a config.json does not have.
 _OWN = frozenset(
-    (
-        "family preset weights vision_weights text_weights new_classifier memory_format max_logit_scale "
-        "logit_bias_init_value norm zero_init_residual"
-    ).split()
+    "family preset weights vision_weights text_weights new_classifier memory_format max_logit_scale "
+    "logit_bias_init_value norm zero_init_residual".split()
 )
 # Names of stages, and of those whose images a detector reads.
 _STAGES = frozenset({"stage_names", "out_features", "out_indices"})

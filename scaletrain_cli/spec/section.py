@@ -135,7 +135,7 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
             try:
                 found[name] = model.model_validate({} if given is None else given)
             except ValidationError as error:
-                errors += [_nested(name, detail) for detail in error.errors(include_url=False)]
+                errors += [nested_error(name, detail) for detail in error.errors(include_url=False)]
     if errors:
         raise ValidationError.from_exception_data(section.__name__, errors)
     return found
@@ -146,7 +146,8 @@ def plugin_broken(error: PluginError) -> PydanticCustomError:
     return PydanticCustomError("plugin_broken", "{why}", {"why": str(error).removesuffix(".")})
 
 
-def _nested(name: str, detail: Any) -> InitErrorDetails:
+def nested_error(name: str, detail: Any) -> InitErrorDetails:
+    """Return an error of a model as one of the section with this model at ``name``."""
     kind: Any = detail["type"]
     if kind in ("value_error", "assertion_error"):
         kind = PydanticCustomError(kind, "{message}", {"message": detail["msg"].partition(", ")[2] or detail["msg"]})
