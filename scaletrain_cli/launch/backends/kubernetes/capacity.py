@@ -29,6 +29,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
 )
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import NODE as NODE_CONTAINER
+from scaletrain_cli.launch.backends.kubernetes.observation import condition
 from scaletrain_cli.launch.backends.kubernetes.quota import (
     Cohort,
     TopologyRequest,
@@ -139,12 +140,10 @@ def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: boo
         yield reason("queue-stopped", queue=what, policy=queue["spec"]["stopPolicy"])
         yield unknown_start(reason("start-queue-stopped", queue=what))
         return
-    for condition in queue.get("status", {}).get("conditions", ()):
-        if condition["type"] == "Active" and condition["status"] == "False":
-            if caused_elsewhere and condition.get("reason") == _OF_CLUSTER_QUEUE:
-                continue
-            said = f"{condition.get('reason', '')}: {condition.get('message', '')}"
-            yield problem(spec, "queue", reason("queue-not-active", queue=what, said=said), given)
+    inactive = condition(queue, "Active", status="False")
+    if inactive is not None and not (caused_elsewhere and inactive.get("reason") == _OF_CLUSTER_QUEUE):
+        said = f"{inactive.get('reason', '')}: {inactive.get('message', '')}"
+        yield problem(spec, "queue", reason("queue-not-active", queue=what, said=said), given)
 
 
 def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:

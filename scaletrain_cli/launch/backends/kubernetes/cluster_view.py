@@ -37,6 +37,7 @@ from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, QUEUE_LABEL, RUN_ID_ANNOTATION
 from scaletrain_cli.launch.backends.kubernetes.observation import (
     Observation,
+    condition,
     index_of,
     is_ready,
     owned_by,
@@ -142,13 +143,13 @@ def count_other_jobs(
 
 
 def _waits(queued: Object) -> bool:
-    is_over = _condition(queued, "Finished") is not None or queued["spec"].get("active") is False
-    return not is_over and _condition(queued, "QuotaReserved") is None
+    is_over = condition(queued, "Finished") is not None or queued["spec"].get("active") is False
+    return not is_over and condition(queued, "QuotaReserved") is None
 
 
 def _order(queued: Object) -> tuple[float, float]:
     """Return the sort key: priority, then age; a workload whose pods did not become ready is last."""
-    evicted = _condition(queued, "Evicted")
+    evicted = condition(queued, "Evicted")
     since = queued["metadata"]["creationTimestamp"]
     if evicted is not None and evicted.get("reason") == "PodsReadyTimeout":
         since = evicted["lastTransitionTime"]
@@ -172,11 +173,6 @@ def _start(job: Job, seen: Observation) -> float | None:
     starts = [pod.get("status", {}).get("startTime") for pod in seen.pods]
     found: Sequence[float] = [unix_time(start) for start in starts if start]
     return min(found) if found and job.state == "running" else None
-
-
-def _condition(item: Object, kind: str) -> Object | None:
-    found = item.get("status", {}).get("conditions", ())
-    return next((each for each in found if each["type"] == kind and each["status"] == "True"), None)
 
 
 def _labels(item: Object) -> Mapping[str, str]:
@@ -366,11 +362,9 @@ def _warnings(seen: ClusterObjects, reachable: Iterable[Object], settings: Kuber
     if down:
         yield reason("view-nodes-not-ready", nodes=down)
     for queue in (*seen.local_queues, *reachable):
-        name = {"kind": queue["kind"], "queue": queue["metadata"]["name"]}
-        for condition in queue.get("status", {}).get("conditions", ()):
-            if condition["type"] == "Active" and condition["status"] == "False":
-                said = condition.get("message") or condition.get("reason", "")
-                yield reason("view-queue-not-active", **name, said=said)
+        if (inactive := condition(queue, "Active", status="False")) is not None:
+            said = inactive.get("message") or inactive.get("reason", "")
+            yield reason("view-queue-not-active", kind=queue["kind"], queue=queue["metadata"]["name"], said=said)
     waiting = sum(int(queue.get("status", {}).get("pendingWorkloads", 0)) for queue in reachable)
     if waiting and seen.runs.queue_known and waiting > seen.runs.waiting:
         yield reason("view-ahead-in-namespace", namespace=settings.used_namespace, waiting=waiting)

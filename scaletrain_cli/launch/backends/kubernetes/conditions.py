@@ -27,6 +27,8 @@ from scaletrain_cli.launch.backends.kubernetes.messages import (
 from scaletrain_cli.launch.backends.kubernetes.names import PRIORITY_LABEL, QUEUE_LABEL
 from scaletrain_cli.launch.backends.kubernetes.observation import (
     Observation,
+    condition,
+    has_ended,
     is_ready,
     own_container,
     reports,
@@ -126,7 +128,7 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
     workload = seen.workload
     nodes = tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in seen.pods if pod.get("spec", {}).get("nodeName")))
     stuck = tuple(stuck_jobs(seen, now))
-    left = [pod for pod in seen.pods if not _has_ended(pod)]
+    left = [pod for pod in seen.pods if not has_ended(pod)]
 
     def ending(cause: Reason) -> Job:
         """Return the job in state ``ending``: it has not ended before its last pod, so two gangs never run at once."""
@@ -174,13 +176,13 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
             ended = reason(code, phase=phase.lower(), said=said)
             return _exit_code(seen.pods, said), _with_pods((ended,), seen.pods)
         return None
-    if _condition(workload, "Completed") or _condition(workload, "Complete"):
+    if condition(workload, "Completed") or condition(workload, "Complete"):
         return 0, Explanation(reason("completed"))
-    failed = _condition(workload, "Failed")
+    failed = condition(workload, "Failed")
     if failed is None:
         return None
     below = [*([seen.jobset] if seen.jobset is not None else []), *seen.jobs]  # nearer to the cause
-    children = [_reason_words(condition) for item in below for condition in _conditions(item, "Failed")]
+    children = [_reason_words(found) for item in below if (found := condition(item, "Failed")) is not None]
     own = _reason_words(failed)
     more = [words for words in dict.fromkeys(children) if words and words not in own]
     reported = (
@@ -282,7 +284,7 @@ def _is_volcano(workload: Object) -> bool:
 
 
 def _is_suspended(workload: Object) -> bool:
-    suspended = workload.get("spec", {}).get("suspend") or _condition(workload, "Suspended") is not None
+    suspended = workload.get("spec", {}).get("suspend") or condition(workload, "Suspended") is not None
     return not _is_volcano(workload) and bool(suspended)
 
 
@@ -298,11 +300,11 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
         priority, kind = labels.get(PRIORITY_LABEL), workload["kind"]
         code = "no-workload-for-priority" if priority else "no-workload"
         return Explanation(reason(code, kind=kind, **({"priority": priority} if priority else {})))
-    evicted = _condition(queued, "Evicted")
+    evicted = condition(queued, "Evicted")
     if queued.get("spec", {}).get("active") is False:
         event, said = (str(evicted.get("reason", "")), _reason_words(evicted)) if evicted is not None else ("", "")
         return Explanation(deactivation(queued["metadata"]["name"], event, said))
-    waits = _condition(queued, "QuotaReserved", "False") or _condition(queued, "Admitted", "False")
+    waits = condition(queued, "QuotaReserved", status="False") or condition(queued, "Admitted", status="False")
     wait = queue_wait(queue, _message(waits) if waits else "")
     if evicted is not None:
         again = queued.get("status", {}).get("requeueState", {}).get("requeueAt")
@@ -310,7 +312,7 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
         lost = _why_pods_were_lost(seen) if evicted.get("reason") == "PodsReadyTimeout" else None
         return Explanation(_eviction(queued, evicted, lost), (*((lost,) if lost else ()), *later, wait))
     checks = [check for check in queued.get("status", {}).get("admissionChecks", ()) if check.get("state") != "Ready"]
-    if _condition(queued, "QuotaReserved") is not None and checks:
+    if condition(queued, "QuotaReserved") is not None and checks:
         check = checks[0]
         said = check.get("message") or "wait"
         return Explanation(reason("admission-check", queue=queue, check=check["name"], said=said))
@@ -319,7 +321,7 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
 
 def _eviction(queued: Object, evicted: Object, lost: Reason | None) -> Reason:
     if evicted.get("reason") == "Preempted":
-        why = _condition(queued, "Preempted") or evicted
+        why = condition(queued, "Preempted") or evicted
         return preemption(_message(why) or str(why.get("reason", "")))
     return eviction(str(evicted.get("reason", "")), _message(evicted), lost)
 
@@ -336,13 +338,13 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     """Return the job of a workload that may run, from the state of its pods."""
     assert seen.workload is not None
     expected, restarts = size_of(seen.workload), _restarts(seen)
-    current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not _has_ended(pod)]
+    current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not has_ended(pod)]
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = (reason("restarted", count=restarts),) if restarts else ()
     if running and len(running) >= expected:
         silent = _silence(_silent_nodes(running, seen))
         return Explanation(reason("running", pods=len(running)), (*again, *silent)).job(job_id, "running", nodes)
-    ended = [pod for pod in seen.pods if _has_ended(pod)]
+    ended = [pod for pod in seen.pods if has_ended(pod)]
     if running and len(running) + len(ended) >= expected:
         cause = reason("running-others-ended", running=len(running), expected=expected)
         return Explanation(cause, again).job(job_id, "running", nodes)
@@ -367,7 +369,7 @@ def why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ..
                 code, name = _STUCK[waiting["reason"]], pod["metadata"]["name"]
                 return (reason(code, pod=name, state=waiting["reason"], said=said),)
     for pod in pods:
-        scheduled = _condition(pod, "PodScheduled", "False")
+        scheduled = condition(pod, "PodScheduled", status="False")
         if scheduled is not None:
             if scheduled.get("reason") == "SchedulingGated":
                 return (reason("scheduling-gate", pod=pod["metadata"]["name"], said=_message(scheduled)),)
@@ -386,7 +388,7 @@ def why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ..
 
 def _group_wait(group: Object | None) -> tuple[Reason, ...]:
     """Return why Volcano does not place the gang."""
-    waits = None if group is None else _condition(group, "Unschedulable")
+    waits = None if group is None else condition(group, "Unschedulable")
     return (reason("gang-unschedulable", said=_message(waits)),) if waits else ()
 
 
@@ -407,22 +409,9 @@ def _restarts(seen: Observation) -> int:
     return int(status.get("restarts", status.get("retryCount", 0)))
 
 
-def _has_ended(pod: Object) -> bool:
-    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+def _message(found: Object) -> str:
+    return one_line(found.get("message"))
 
 
-def _conditions(item: Object, kind: str, status: str = "True") -> list[Object]:
-    found = item.get("status", {}).get("conditions", ())
-    return [condition for condition in found if condition.get("type") == kind and condition.get("status") == status]
-
-
-def _condition(item: Object, kind: str, status: str = "True") -> Object | None:
-    return next(iter(_conditions(item, kind, status)), None)
-
-
-def _message(condition: Object) -> str:
-    return one_line(condition.get("message"))
-
-
-def _reason_words(condition: Object) -> str:
-    return ": ".join(part for part in (str(condition.get("reason", "")), _message(condition)) if part)
+def _reason_words(found: Object) -> str:
+    return ": ".join(part for part in (str(found.get("reason", "")), _message(found)) if part)

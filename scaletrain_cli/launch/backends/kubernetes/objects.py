@@ -32,7 +32,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     parse_id,
     submission_number,
 )
-from scaletrain_cli.launch.backends.kubernetes.observation import Observation, is_ready
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, has_ended, is_ready
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import touch
@@ -222,7 +222,7 @@ def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float
     names = [name for stuck in dead_nodes(seen, now) for name in stuck.pods]
     if seen.workload is None or seen.workload["metadata"].get("deletionTimestamp"):
         dead = {node["metadata"]["name"] for node in seen.nodes if not is_ready(node)}
-        active = [pod for pod in seen.pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
+        active = [pod for pod in seen.pods if not has_ended(pod)]
         names += [pod["metadata"]["name"] for pod in active if pod.get("spec", {}).get("nodeName") in dead]
     found = dict.fromkeys(names)
     return [name for name in found if cluster.delete(POD, namespace, name, uid=by_name[name], at_once=True)]

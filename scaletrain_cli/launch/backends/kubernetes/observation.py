@@ -75,7 +75,7 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
         pods = cluster.find(POD, namespace, labels=label)
         marks = [(pod["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, "") for pod in pods]
         pods = [pod for pod, mark in zip(pods, marks, strict=True) if mark in ("", record_mark(record))]
-        active = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
+        active = tuple(pod for pod in pods if not has_ended(pod))
         nodes, known = _nodes_in_question(cluster, active)
         return Observation(None, active, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
     pods = cluster.find(POD, namespace, labels=instance)
@@ -89,7 +89,7 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
         queues = _allowed(lambda: cluster.find(WORKLOAD, namespace, labels=owner))
         queued, queue_known = owned_by(workload, queues or []), queues is not None
     groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
-    evicted = queued is not None and not pods and _is_evicted(queued)
+    evicted = queued is not None and not pods and condition(queued, "Evicted") is not None
     return Observation(
         workload,
         tuple(sorted(pods, key=index_of)),
@@ -121,11 +121,6 @@ def _is_trainers(item: Object) -> bool:
 def _jobset_of_trainjob(cluster: Cluster, namespace: str, name: str, record: RunRecord) -> Object | None:
     found = _allowed(lambda: [one for one in [cluster.get(JOB_SET, namespace, name)] if one is not None])
     return found[0] if found and belongs_to(found[0], record) else None
-
-
-def _is_evicted(queued: Object) -> bool:
-    conditions = queued.get("status", {}).get("conditions", ())
-    return any(each.get("type") == "Evicted" and each.get("status") == "True" for each in conditions)
 
 
 def index_of(pod: Object) -> int:
@@ -211,8 +206,18 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
 
 def is_ready(node: Object) -> bool:
     """Return whether the node is Ready: its kubelet reports, and reports no problem."""
-    conditions = node.get("status", {}).get("conditions", ())
-    return any(condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions)
+    return condition(node, "Ready") is not None
+
+
+def condition(item: Object, *kinds: str, status: str = "True") -> Object | None:
+    """Return the first condition of an object with one of these types and this status, or None."""
+    found = item.get("status", {}).get("conditions", ())
+    return next((each for each in found if each.get("type") in kinds and each.get("status") == status), None)
+
+
+def has_ended(pod: Object) -> bool:
+    """Return whether all containers of the pod have ended."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def unix_time(stamp: str) -> float:

@@ -122,14 +122,14 @@ EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
     """Return the tolerations of GPU nodes, of spot nodes if the run uses them, and of unhealthy nodes for a time."""
     cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
-    found: list[dict[str, Any]] = []
+    taints: list[str] = []
     if cluster.gpu != "cpu":
         of_nvidia = kubernetes.gpu_resource.startswith("nvidia.com/")  # MIG slices are on the same nodes
-        found.append(_tolerate("nvidia.com/gpu" if of_nvidia else kubernetes.gpu_resource))
+        taints.append("nvidia.com/gpu" if of_nvidia else kubernetes.gpu_resource)
     if cluster.spot and kubernetes.spot_taint != "none":
         chosen = _SPOT_TAINTS if kubernetes.spot_taint == "auto" else [kubernetes.spot_taint]
-        found += [_tolerate(_SPOT_TAINTS[provider]) for provider in chosen]
-        found.append(_tolerate(_OWN_SPOT_TAINT))
+        taints += [*(_SPOT_TAINTS[provider] for provider in chosen), _OWN_SPOT_TAINT]
+    found: list[dict[str, Any]] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
     # Instead of the default of 300 s, during which the gang of a lost node would not restart.
     seconds = math.ceil(kubernetes.not_ready_seconds)
     found += [
@@ -143,13 +143,6 @@ def _own_toleration(own: TolerationSpec) -> dict[str, Any]:
     given = {"key": own.key, "operator": own.operator, "value": own.value, "effect": own.effect}
     toleration: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return toleration | ({} if own.seconds is None else {"tolerationSeconds": math.ceil(own.seconds)})
-
-
-def node_selector(spec: RunSpec) -> dict[str, str]:
-    """Return the labels that a node must have."""
-    kubernetes = spec.cluster.kubernetes
-    product = {} if kubernetes.gpu_product is None else {GPU_PRODUCT_LABEL: kubernetes.gpu_product}
-    return {**product, **kubernetes.node_selector}
 
 
 def _avoiding(affinity: dict[str, Any], avoid: Sequence[str]) -> dict[str, Any]:
@@ -166,24 +159,12 @@ def _avoiding(affinity: dict[str, Any], avoid: Sequence[str]) -> dict[str, Any]:
     return {**affinity, "nodeAffinity": {**of_nodes, required: {"nodeSelectorTerms": excluding}}}
 
 
-def topology_annotations(spec: RunSpec) -> dict[str, str]:
-    """Return the annotation of the pod template by which Kueue places the pods."""
-    topology = spec.cluster.kubernetes.topology
-    if topology is None or not spec.cluster.kubernetes.kueue:
-        return {}
-    return {_KUEUE_TOPOLOGY.format(topology.kind): topology.key or "true"}
-
-
 def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
     """Return the annotation of the JobSet that reserves a topology domain for it."""
     topology = spec.cluster.kubernetes.topology
     if topology is None or topology.kind != "exclusive":
         return {}
     return {EXCLUSIVE_TOPOLOGY: topology.key or ""}
-
-
-def _tolerate(key: str) -> dict[str, Any]:
-    return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
 
 
 DOCUMENTS_PATH = "/etc/scaletrain/run"
@@ -211,13 +192,17 @@ def pod_template(
     pod = _pod(spec, _container(spec, plan, workload), volumes, tolerations(spec), grace_seconds(spec))
     if kubernetes.pod_priority is not None:
         pod["priorityClassName"] = kubernetes.pod_priority
-    if selected := node_selector(spec):
+    product = {} if kubernetes.gpu_product is None else {GPU_PRODUCT_LABEL: kubernetes.gpu_product}
+    if selected := {**product, **kubernetes.node_selector}:
         pod["nodeSelector"] = selected
     if kubernetes.host_network:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if kubernetes.native_gang != "none":
         pod["schedulingGroup"] = {"podGroupName": workload.name}
-    annotations = workload.annotations | topology_annotations(spec) | UNMOVABLE
+    annotations = workload.annotations
+    if kubernetes.topology is not None and kubernetes.kueue:
+        annotations[_KUEUE_TOPOLOGY.format(kubernetes.topology.kind)] = kubernetes.topology.key or "true"
+    annotations |= UNMOVABLE
     template = {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
     template = merged(template, kubernetes.pod_overrides)
     if avoid:

@@ -43,7 +43,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     submission_number,
 )
 from scaletrain_cli.launch.backends.kubernetes.objects import apply_owned, delete_workload
-from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, own_container
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, condition, index_of, own_container
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, preparation_template
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end
 from scaletrain_cli.launch.engine_process import EngineProcessError
@@ -250,11 +250,9 @@ def _own_job(cluster: Cluster, job: PreparationJob, record: RunRecord) -> Object
 
 def _end_of(job: Object) -> str:
     """Return ``prepared``, ``failed``, or '' for a Job that has not ended. Each pod that succeeds has seen all data."""
-    status = job.get("status", {})
-    found = {each.get("type") for each in status.get("conditions", ()) if each.get("status") == "True"}
-    if int(status.get("succeeded") or 0) or found & {"Complete", "SuccessCriteriaMet"}:
+    if int(job.get("status", {}).get("succeeded") or 0) or condition(job, "Complete", "SuccessCriteriaMet"):
         return "prepared"
-    return "failed" if found & {"Failed", "FailureTarget"} else ""
+    return "failed" if condition(job, "Failed", "FailureTarget") else ""
 
 
 @dataclasses.dataclass(frozen=True)
