@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.backends.kubernetes.pod import preparation_template, view_template
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import merged, unknown_fields
 from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.rendering import (
     BACKENDS,
     IMAGE,
@@ -211,12 +213,12 @@ NODE = "{spec: {containers: [{name: node, %s}]}}"
         (NODE % "env: [{name: ON, value: a}]", "spec.containers.0.env.0", "is also in env; remove one of them"),
         (
             NODE % "volumeMounts: [{name: a, mountPath: /runs/a}]",
-            "volumeMounts.0.mountPath",
+            "spec.containers.0.volumeMounts.0.mountPath",
             "equal /runs, which is runs",
         ),
         (
             NODE % "volumeMounts: [{name: a, mountPath: /dev}]",
-            "volumeMounts.0.mountPath",
+            "spec.containers.0.volumeMounts.0.mountPath",
             "equal /dev/shm, which is used",
         ),
         (
@@ -242,18 +244,23 @@ NODE = "{spec: {containers: [{name: node, %s}]}}"
     ],
 )
 def test_what_would_break_a_run_is_refused_at_its_key_with_the_reason(overrides: str, key: str, said: str) -> None:
-    found = refusal(overrides, 'env={"ON": "yes"}')
-    (line,) = [line for line in found.splitlines() if "pod_overrides" in line]
-    assert f"{key} = " in line or f"{key}: " in line
-    assert said in line
-    own = found.replace("pod_overrides", "preparation.pod_overrides")
-    with pytest.raises(SpecError) as refused:
-        preparation_objects_of(f"cluster.kubernetes.preparation.pod_overrides={overrides}")
-    assert str(refused.value) == own
+    section = KubernetesSpec(pod_overrides=YAML(typ="safe").load(overrides))
+    found = {**dict(section.inconsistencies()), **dict(section.run_inconsistencies(env=["ON"], secret_env=[]))}
+    if not found:  # the fields of Kubernetes
+        named = unknown_fields(section.pod_overrides)
+        found = {f"pod_overrides.{where}": ". ".join((str(why), *why.remedies)) for where, why in named}
+    ((where, message),) = found.items()
+    assert where.endswith(f"pod_overrides.{key}")
+    assert said in message
 
 
-def preparation_objects_of(*overrides: str) -> None:
-    rendered(_load(*overrides, 'env={"ON": "yes"}'))
+@pytest.mark.parametrize("section", ["pod_overrides", "preparation.pod_overrides"])
+def test_the_overrides_of_both_kinds_of_pods_are_checked(section: str) -> None:
+    for overrides, said in (("{spec: {hostname: a}}", "by which the pods meet"), ("{spec: {hostnam: a}}", "hostname?")):
+        with pytest.raises(SpecError) as refused:
+            rendered(_load(f"cluster.kubernetes.{section}={overrides}"))
+        (line,) = [line for line in str(refused.value).splitlines() if f"cluster.kubernetes.{section}.spec." in line]
+        assert said in line
 
 
 def test_a_gang_of_volcano_keeps_its_scheduler() -> None:
