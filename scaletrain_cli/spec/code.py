@@ -59,7 +59,6 @@ class CodeSpec(Section):
         return self.engine is not None or self.command is not None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting without effect, or that points outside of the tree."""
         if self.engine is not None and self.command is not None:
             yield "command", "cannot be combined with code.engine. Remove one of them."
         if self.command is not None and (not self.command or not self.command[0]):

@@ -62,7 +62,6 @@ class TokenizerSpec(Section):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if (self.kind == "bpe") != (self.path is None):
             kinds = "file, sentencepiece or tiktoken"
             yield "path", f"is required with kind: {self.kind}." if self.path is None else f"requires kind: {kinds}."
@@ -280,7 +279,6 @@ class DataSpec(Section):
         return value
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if self.validation_source is not None and self.validation_split:
             yield "validation_split", "has no effect with validation_source, which is validated on. Remove it."
         if self.validation_source is not None and self.sources:

@@ -147,7 +147,6 @@ class EvaluationSpec(Section):
     job: Annotated[EvaluationJobSpec, _WITH_TASKS] = LEFT_OUT
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         names = [task.name for task in self.tasks]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "tasks", f"has several tasks with the name {name}. Give each another name."

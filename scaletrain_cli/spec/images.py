@@ -137,7 +137,7 @@ class ImagesSpec(Section):
         """Return ``crop_ratio``, which a LLaVA does not have: its crop is as wide as the shorter side."""
         return 1.0 if family == "llava" else self.crop_ratio
 
-    def inconsistencies(self, channels: int) -> Iterator[tuple[str, str]]:
+    def problems_with(self, channels: int) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one. ``channels``: of the model's images."""
         for key in ("mean", "std"):
             given: Any = getattr(self, key)

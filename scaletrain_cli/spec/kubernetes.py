@@ -138,7 +138,6 @@ class TolerationSpec(Section):
     seconds: Seconds | None = None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if (self.operator == "Equal") != (self.value is not None):
             yield "value", "is required with operator: Equal, and not allowed otherwise."
         if self.key is None and self.operator == "Equal":

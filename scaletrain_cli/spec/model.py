@@ -395,5 +395,4 @@ class ModelSpec(Section):
         return self.swiglu_limit is not None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from model_inconsistencies(self)

@@ -104,7 +104,7 @@ def _rotary_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
     if scaling is not None:
         if model.positions != "rotary":
             yield "rope_scaling", f"has no effect on {model.positions} positions. Remove it."
-        found = scaling.inconsistencies(model.rotary_dim // 2, model.rope_theta, model.max_position_embeddings)
+        found = scaling.problems_with(model.rotary_dim // 2, model.rope_theta, model.max_position_embeddings)
         yield from ((f"rope_scaling.{key}", message) for key, message in found)
     if model.positions == "rotary" and (model.rotary_dim % 2 or not model.rotary_dim):
         key = "qk_rope_head_dim" if model.kv_lora_rank else "head_dim"

@@ -34,10 +34,6 @@ class PreparationStep(Section):
 
     only: _Texts | None = Field(default=None, description="names of sources that the step applies to; null: all")
 
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
-        yield from ()
-
     def _ineffective(self, setting: str, *keys: str) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each of ``keys`` that differs from its default although ``setting`` ignores it."""
         for key in keys:

@@ -58,7 +58,7 @@ class RopeScalingSpec(Section):
     )
     long_factor: Factors | None = Field(default=None, description="longrope; divisors otherwise, for all positions")
 
-    def inconsistencies(self, channels: int, theta: float, context: int) -> Iterator[tuple[str, str]]:
+    def problems_with(self, channels: int, theta: float, context: int) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for keys that the kind requires, does not use, or cannot compute with.
 
         ``channels``: frequencies; ``theta``: their base; ``context``: model.max_position_embeddings.

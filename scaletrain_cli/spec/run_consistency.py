@@ -221,7 +221,7 @@ def _image_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     model, training, images = spec.model, spec.training, spec.data.images
     assert not isinstance(model, ModelSpec)
     channels, size = image_channels(model), training.micro_batch_size
-    yield from ((f"data.images.{key}", message) for key, message in images.inconsistencies(channels))
+    yield from ((f"data.images.{key}", message) for key, message in images.problems_with(channels))
     if isinstance(model, LlavaSpec):
         yield from spec.data.conversation_inconsistencies()
         if spec.data.loss_on == "all" and spec.evaluation.sample_answers:

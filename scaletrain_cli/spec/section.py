@@ -89,6 +89,10 @@ class Section(BaseModel):
         """Treat null as an empty section, as when all lines of a section are commented out."""
         return {} if value is None else value
 
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key of the section, message) for each setting that contradicts another one of the section."""
+        yield from ()
+
     @classmethod
     def model_rebuild(cls, **options: Any) -> bool | None:
         """Build the validator without pydantic's plugins, which would read the metadata of every installed package."""
@@ -196,9 +200,8 @@ class OpenSection(Section):
         return data | plugins
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each contradiction within the section of a plug-in."""
         for name, section in self.plugins.items():
-            if hasattr(section, "inconsistencies"):
+            if isinstance(section, Section):
                 yield from ((f"{name}.{key}", message) for key, message in section.inconsistencies())
 
 
@@ -233,10 +236,6 @@ class BackendSection(Section):
     def cores_per_node(self) -> int | None:
         """Return the CPU cores that the section requests on each node; None to leave them to other settings."""
         return None
-
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key of the section, message) for each setting that contradicts another one of the section."""
-        yield from ()
 
     def cluster_inconsistencies(self, *, grace_seconds: float) -> Iterator[tuple[str, str]]:
         """Yield (key of the section, message) for each setting that contradicts the rest of the cluster section."""

@@ -146,7 +146,6 @@ class ContainerSpec(Section):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each option that is not one of Pyxis, and for a path that Pyxis takes for a name."""
         for name in sorted(self.options):
             if self.runtime != "pyxis":
                 yield f"options.{name}", "is an option of Pyxis, and the runtime is apptainer; remove it."
@@ -209,7 +208,6 @@ class SlurmSpec(BackendSection):
     extra: dict[SlurmOption, SlurmValue] = {}
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one, or that the launcher sets itself."""
         if self.switches_wait is not None and self.switches is None:
             yield "switches_wait", "has no effect without slurm.switches, the maximum number of leaf switches. Set it."
         for name in sorted(_NOT_EXTRA.keys() & self.extra.keys()):

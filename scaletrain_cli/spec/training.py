@@ -354,7 +354,6 @@ class TrainingSpec(Section):
         return data_parallel > 1 and wanted
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
         if [self.steps, self.tokens, self.samples, self.epochs].count(None) != 3:
             yield "steps", "exactly one of steps, tokens, samples and epochs must be set; null unsets one."
         if self.objective in LOSSES_OF:

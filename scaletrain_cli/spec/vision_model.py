@@ -65,7 +65,6 @@ class ResNetSpec(Section):
     new_classifier: NewClassifier = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _stages(self.hidden_sizes, self.depths)
         reduction = 4 if self.layer_type == "bottleneck" else 1
         if any(size % reduction for size in self.hidden_sizes):
@@ -99,7 +98,6 @@ class ConvNextSpec(Section):
     new_classifier: NewClassifier = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _stages(self.hidden_sizes, self.depths)
         smallest = self.patch_size * 2 ** (len(self.depths) - 1)
         if self.image_size < smallest:
@@ -128,7 +126,6 @@ class VitSpec(Section):
     new_classifier: NewClassifier = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
         yield from _patches(self.image_size, self.patch_size)
 
@@ -150,7 +147,6 @@ class ClipVisionSpec(Section):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
         yield from _patches(self.image_size, self.patch_size)
 
@@ -173,7 +169,6 @@ class ClipTextSpec(Section):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
         if self.eos_token_id >= self.vocab_size:
             yield "eos_token_id", f"must be below vocab_size = {self.vocab_size}."
@@ -199,7 +194,6 @@ class ClipSpec(Section):
     weights: InitialWeights = None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _inner(self)
         if self.max_logit_scale is not None and self.logit_scale_init_value > self.max_logit_scale:
             yield "logit_scale_init_value", f"must not exceed max_logit_scale = {self.max_logit_scale:.6g}."
@@ -249,7 +243,6 @@ class LlavaSpec(Section):
         return patches if self.vision_feature_select_strategy == "default" else patches + 1
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _inner(self)
         layers = self.vision_config.num_hidden_layers
         if not 0 <= self.tower_depth <= layers:
