@@ -10,12 +10,13 @@ import typer
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, confirm
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
+from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 from scaletrain_cli.text import counted, listed
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
-    from scaletrain_cli.rundir.sweeps import Sweep
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -48,8 +49,6 @@ def command(
     """
     from scaletrain_cli import api
     from scaletrain_cli.launch.cancel import require_cancel
-    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
-    from scaletrain_cli.ui.console import say
 
     named = find_run_or_sweep(run)
     if isinstance(named, Sweep):
@@ -113,7 +112,6 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.status import OVER
     from scaletrain_cli.launch.sweep import cancel_members, sweep_status
-    from scaletrain_cli.ui.console import say
 
     status = sweep_status(sweep)
     members, states = status.members, status.states_in_words

@@ -13,15 +13,18 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, confirm, describe, show_fetch, verb_group
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.hub.reference import is_reference, parse_reference
+from scaletrain_cli.launch import engine_process
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir, find_run
 from scaletrain_cli.safe_files import create_file, expand_home
 from scaletrain_cli.text import bytes_text, counted, visible, whole_text
+from scaletrain_cli.ui.console import document, say, suggest
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.checkpoints import Checkpoint
     from scaletrain_cli.rundir.inventory import Entry
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
 app = verb_group("List, verify, export, sample, average, mirror and prune checkpoints.")
@@ -31,37 +34,36 @@ _NEEDS = ("torch", "safetensors", "numpy")
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")]
 _Dtype = Literal["bf16", "fp16", "fp32"]
 Dtype = Annotated[_Dtype, typer.Option("--dtype", help="Data type of the exported weights.")]
-MIRRORING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
     """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
+    from scaletrain_cli.rundir.inventory import take_inventory
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
-    from scaletrain_cli.ui.console import say
 
-    if (unseen := _unseen(run)) is not None:
+    found, record, folder, is_seen = _read(run)
+    if not is_seen:
         if as_json:
-            print_json({"folder": unseen, "checkpoints": None, "only_in_mirror": None})
+            print_json({"folder": str(folder), "checkpoints": None, "only_in_mirror": None})
         say(f"checkpoints of {run}: {Reason('launch.view-not-seen')}")
         return
-    folder, entries = _inventory(run)
-    mirrored = _mirrored_steps(run)
+    entries, mirrored = take_inventory(folder), _mirrored_steps(found, record)
+    only_there = sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint})
     if as_json:
-        only_there = sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint})
-        found = {"folder": folder, "checkpoints": [entry_json(entry, mirrored) for entry in entries]}
-        print_json(found | {"only_in_mirror": None if mirrored is None else only_there})
+        answer = {"folder": str(folder), "checkpoints": [entry_json(entry, mirrored) for entry in entries]}
+        print_json(answer | {"only_in_mirror": None if mirrored is None else only_there})
         return
     if entries:
         show_entries(entries, mirrored)
     else:
         say(f"no checkpoints in {folder}")
-    if only_there := sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint}):
+    if only_there:
         say(f"only in the mirror: {', '.join(map(str, only_there))}")
 
 
-@app.command(epilog=describe(MIRRORING))
+@app.command(epilog=describe(VERIFYING))
 def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False) -> None:
     """Copy the newest checkpoint and the history to the mirror of the run now, and wait for it.
 
@@ -69,9 +71,8 @@ def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = Fals
     """
     from scaletrain_cli.launch.mirroring import mirror_now
     from scaletrain_cli.rundir.record import require_changeable
-    from scaletrain_cli.ui.console import say
 
-    found, record = _own_run(run, trust_owner)
+    found, record, _ = _own_run(run, trust_owner)
     require_changeable(found, f"{found.run_id} cannot be mirrored")
     state = mirror_now(found, record)
     if as_json:
@@ -89,14 +90,13 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read a run's checkpoints and compare the hash of every file. Prints one line per problem, with the file name."""
-    from scaletrain_cli.rundir.inventory import verify_files
+    from scaletrain_cli.rundir.inventory import take_inventory, verify_files
     from scaletrain_cli.ui.checkpoints import BytesLine
-    from scaletrain_cli.ui.console import say
 
-    _require_seen(run)
-    folder, entries = _inventory(run)
+    _, record, folder = _seen_run(run)
+    entries = take_inventory(folder)
     # Incomplete checkpoints and those moved aside are never resumed from.
-    chosen = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
+    chosen = [entry for entry in entries if entry.path.name.startswith("step-") and entry.path.parent == folder]
     if step is not None:
         chosen = [entry for entry in chosen if entry.step == step]
         if not chosen:
@@ -109,9 +109,9 @@ def verify(
             line.begin(entry.path.name)
             checkpoint = entry.checkpoint
             problems[entry.path.name] = verify_files(checkpoint, line.advance) if checkpoint else [entry.problem]
-    _add_base_problems(run, chosen, problems)
+    _add_base_problems(record, chosen, problems)
     if as_json:
-        print_json({"folder": folder, "problems": problems, "sound": not any(problems.values())})
+        print_json({"folder": str(folder), "problems": problems, "sound": not any(problems.values())})
     for name, found in problems.items():
         for problem in () if as_json else found:
             typer.echo(visible(f"{name}/{problem}"))
@@ -148,10 +148,8 @@ def export(
     if adapter_format == "peft" and dtype not in (None, "fp32"):
         raise UsageError(f"--dtype {dtype}: an adapter is exported in fp32, as it was trained. Remove --dtype.")
     exported_dtype = dtype or ("fp32" if adapter_format == "peft" else "bf16")
-    from scaletrain_cli.rundir.record import checkpoint_folder
-
-    found, record = _own_run(run, trust_owner)
-    checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, record.spec), step)
+    found, record, folder = _own_run(run, trust_owner)
+    checkpoint = _valid_checkpoint(found.run_id, folder, step)
     options = ["--format", adapter_format, *(["--averaged"] if averaged else [])]
     exported = _export(found, record, [checkpoint], output, exported_dtype, *options)
     exported |= {"step": checkpoint.step, "dtype": exported_dtype}
@@ -178,10 +176,7 @@ def average(
     Each checkpoint is verified first; a damaged one is an error with --step, and is passed over without it. The mean is
     computed in fp32 and rounded once. The run and its checkpoints are not changed. Prints the folder to stdout.
     """
-    from scaletrain_cli.rundir.record import checkpoint_folder
-
-    found, record = _own_run(run, trust_owner)
-    folder = checkpoint_folder(found, record.spec)
+    found, record, folder = _own_run(run, trust_owner)
     if steps is not None and len(set(steps)) < 2:
         raise UsageError("--step: a mean needs at least two different steps. Give --step again.")
     chosen = (
@@ -229,20 +224,17 @@ def sample(
     on the CPU. Prompts are written as in training, with data.chat_template_date and data.chat_template_kwargs. Prints
     the answers to stdout.
     """
-    from scaletrain_cli.launch.engine_process import require_installed, run_engine_command
-    from scaletrain_cli.rundir.record import checkpoint_folder
     from scaletrain_cli.spec import ModelSpec
-    from scaletrain_cli.ui.console import document, say
 
-    found, record = _own_run(run, trust_owner)
+    found, record, checkpoints = _own_run(run, trust_owner)
     spec = record.spec
     if not isinstance(spec.model, ModelSpec):
         raise UsageError(f"{found.run_id} has model.family = {spec.model.family}. Only language models can be sampled.")
     raw = raw or spec.training.objective == "causal_lm"
     if raw and system is not None:
         raise UsageError("--system: a text that is continued has no system message. Put it into the prompt.")
-    require_installed(needs := (*_NEEDS, "transformers"))  # before an export that may take minutes
-    checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, spec), step)
+    engine_process.require_installed(needs := (*_NEEDS, "transformers"))  # before an export that may take minutes
+    checkpoint = _valid_checkpoint(found.run_id, checkpoints, step)
     dtype = "fp32" if spec.training.precision in ("fp32", "tf32") else "bf16"
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         output, request = Path(folder) / "model", Path(folder) / "request.json"
@@ -252,7 +244,7 @@ def sample(
         prompt = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         create_file(request, json.dumps({**prompt, "date": spec.data.chat_template_date, **sampling}))
-        sampled = run_engine_command("sample", str(output), str(request), needs=needs)
+        sampled = engine_process.run_engine_command("sample", str(output), str(request), needs=needs)
     sampled |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:
         print_json(sampled)
@@ -265,14 +257,30 @@ def sample(
             say(f"not ended after {answer['tokens']} tokens: see --max-tokens")
 
 
-def _own_run(run: str, trust_owner: bool) -> tuple[RunDir, RunRecord]:
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import read_record, require_own_run
+def _read(run: str) -> tuple[RunDir, RunRecord, Path, bool]:
+    """Return a run, its record, the folder of its checkpoints, and whether this machine sees that folder."""
+    from scaletrain_cli.rundir.record import checkpoint_folder, is_elsewhere, read_record
 
-    _require_seen(run)
     found = find_run(run)
-    require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to export it")
-    return found, read_record(found)
+    record = read_record(found)
+    folder = checkpoint_folder(found, record.spec)
+    return found, record, folder, folder.is_dir() or not is_elsewhere(found, record)
+
+
+def _seen_run(run: str) -> tuple[RunDir, RunRecord, Path]:
+    """Return a run, its record and the folder of its checkpoints. Raises UsageError if this machine does not see it."""
+    found, record, folder, is_seen = _read(run)
+    if not is_seen:
+        raise UsageError(Reason("runs.checkpoints-unseen", {"run": run, "folder": str(folder)}))
+    return found, record, folder
+
+
+def _own_run(run: str, trust_owner: bool, action: str = "export") -> tuple[RunDir, RunRecord, Path]:
+    from scaletrain_cli.rundir.record import require_own_run
+
+    found, record, folder = _seen_run(run)
+    require_own_run(found, trust_owner=trust_owner, remedy=f"Ask that user to {action} it")
+    return found, record, folder
 
 
 def _export(
@@ -280,32 +288,26 @@ def _export(
 ) -> dict[str, Any]:
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
     from scaletrain_cli.hub.cache import HubSettings
-    from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import environment_here, fetched_spec
     from scaletrain_cli.rundir.base_weights import read_base
     from scaletrain_cli.spec.hub_files import with_local_files
 
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        resolved = Path(folder) / "spec.json"
-        # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
-        settings = HubSettings.from_environment(environment_here(record.spec, os.environ))
-        spec = record.spec
-        # Checkpoints lack the weights that never train.
-        if record.hub and any(read_base(checkpoint) is not None for checkpoint in chosen):
-            spec = fetched_spec(spec, "model.weights", show_fetch(), record.hub)
-        spec = with_local_files(spec, record.hub, settings)
-        create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
+    # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
+    settings = HubSettings.from_environment(environment_here(record.spec, os.environ))
+    spec = record.spec
+    # Checkpoints lack the weights that never train.
+    if record.hub and any(read_base(checkpoint) is not None for checkpoint in chosen):
+        spec = fetched_spec(spec, "model.weights", show_fetch(), record.hub)
+    more = ["--run", str(run.path), "--dtype", dtype, *options, *_base_on_hub(record)]
+    with engine_process.spec_file(with_local_files(spec, record.hub, settings)) as resolved:
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
         # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        more = ["--run", str(run.path), "--dtype", dtype, *options, *_base_on_hub(record)]
-        return run_engine_command("export", *map(str, places), *more, needs=_NEEDS, cwd=start)
+        return engine_process.run_engine_command("export", *map(str, places), *more, needs=_NEEDS, cwd=start)
 
 
 def _base_on_hub(record: RunRecord) -> list[str]:
     """Return the option with the name and the commit of weights of the hub, for the configuration of an adapter."""
-    from scaletrain_cli.hub.reference import is_reference, parse_reference
-
     weights = getattr(record.spec.model, "weights", None)
     if weights is None or not is_reference(weights):
         return []
@@ -314,8 +316,6 @@ def _base_on_hub(record: RunRecord) -> list[str]:
 
 
 def _report_export(exported: dict[str, Any], source: str, output: Path, as_json: bool) -> None:
-    from scaletrain_cli.ui.console import say, suggest
-
     if as_json:
         print_json(exported)
         return
@@ -362,14 +362,10 @@ def prune(
     Never deletes the latest valid checkpoint or the latest one marked clean. Rejected while the run is active.
     """
     from scaletrain_cli.launch.remove import pruning
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import require_changeable, require_own_run
-    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.rundir.record import require_changeable
     from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 
-    _require_seen(run)
-    chosen = find_run(run)
-    require_own_run(chosen, trust_owner=trust_owner, remedy="Ask that user to prune it")
+    chosen, _, _ = _own_run(run, trust_owner, "prune")
     if not dry_run:
         require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
     with pruning(chosen, keep, keep_every, dry_run=dry_run) as found:
@@ -388,56 +384,21 @@ def prune(
     say(f"{counted(len(names), 'checkpoint')} {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
 
 
-def _unseen(run: str) -> str | None:
-    """Return the folder of checkpoints that are on a volume which this machine does not see; None if it sees them."""
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import checkpoint_folder, is_elsewhere, read_record
-
-    found = find_run(run)
-    record = read_record(found)
-    folder = checkpoint_folder(found, record.spec)
-    return str(folder) if is_elsewhere(found, record) and not folder.is_dir() else None
-
-
-def _require_seen(run: str) -> None:
-    """Raise UsageError if the checkpoints are on a volume that this machine does not see."""
-    if (folder := _unseen(run)) is not None:
-        raise UsageError(Reason("runs.checkpoints-unseen", {"run": run, "folder": folder}))
-
-
-def _inventory(run: str) -> tuple[str, list[Entry]]:
-    from scaletrain_cli.rundir.inventory import take_inventory
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import checkpoint_folder, read_record
-
-    found = find_run(run)
-    folder = checkpoint_folder(found, read_record(found).spec)
-    return str(folder), take_inventory(folder)
-
-
-def _mirrored_steps(run: str) -> list[int] | None:
+def _mirrored_steps(run: RunDir, record: RunRecord) -> list[int] | None:
     """Return the steps of the checkpoints in the mirror of a run; None if it has none."""
     from scaletrain_cli.rundir.mirror_state import read_mirror_state
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import read_record
 
-    found = find_run(run)
-    if read_record(found).spec.checkpoint.mirror.to is None:
+    if record.spec.checkpoint.mirror.to is None:
         return None
-    state = read_mirror_state(found)
+    state = read_mirror_state(run)
     return [] if state is None else state.steps
 
 
-def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[str]]) -> None:
+def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[str, list[str]]) -> None:
     """Add a problem to each checkpoint whose frozen weights are missing from ``model.weights``, or are other ones."""
-    from scaletrain_cli.hub.reference import is_reference
     from scaletrain_cli.rundir.base_weights import check_same_base, digests_of, read_base, weight_files
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.spec import ModelSpec
-    from scaletrain_cli.ui.console import say
 
-    record = read_record(find_run(run))
     model = record.spec.model
     weights = model.weights if isinstance(model, ModelSpec) else None
     if weights is None:
@@ -462,7 +423,6 @@ def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[
 def _cached_base(record: RunRecord, weights: str) -> Path | None:
     """Return the folder with the weights of the run's commit; None if the cache lacks some. Sends no request."""
     from scaletrain_cli.hub.cache import HubSettings
-    from scaletrain_cli.hub.reference import is_reference
     from scaletrain_cli.launch.hub_files import environment_here
     from scaletrain_cli.rundir.base_weights import weight_files
     from scaletrain_cli.spec.hub_files import with_local_files

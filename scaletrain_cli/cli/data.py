@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +13,15 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, show_fetch, verb_group
 from scaletrain_cli.errors import ExitCode, SpecError, UsageError
+from scaletrain_cli.launch import engine_process
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import can_be_replaced, create_file, replace_file
+from scaletrain_cli.rundir.paths import RunDir, find_run, runs_root
+from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.text import counted, visible, whole_text
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.spec import DataSpec, RunSpec
 
 app = verb_group("Prepare, show, report on and upload training data.")
@@ -57,7 +58,6 @@ def prepare(
         _queue_preparation(spec, overrides or (), workers, as_json)
         return
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.console import say
 
     prepared = _engine_answer("prepare", load_spec(spec, overrides or ()), str(workers or 0))
     if as_json:
@@ -85,7 +85,6 @@ def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None
     """Queue the preparation and print the id of the job that ends when the data are prepared."""
     from scaletrain_cli.launch.preparation import queue_preparation
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.console import say
 
     found = queue_preparation(load_spec(spec, overrides), workers)
     if as_json:
@@ -182,12 +181,12 @@ def show(
             raise UsageError(Reason("data.nothing-to-show"))
         words = (str(row or 1), str(count), source or "")
         if of_images:
-            words = (*words[:2], _folder(run), "validation" if validation else "train", sheet)
+            words = (*words[:2], _word(run and run.path), "validation" if validation else "train", sheet)
         answer = _in_engine("show", spec, run, *words, needs=_IMAGE_NEEDS if of_images else (*_NEEDS, "jinja2"))
     else:
         if row is not None:
             raise UsageError(Reason("data.row-or-step"))
-        words = (_folder(run), str(step), _number(rank), _number(micro_batch), str(count), sheet)
+        words = (_word(run and run.path), str(step), _word(rank), _word(micro_batch), str(count), sheet)
         answer = _in_engine("step", spec, run, *words, needs=_IMAGE_NEEDS if of_images else (*_NEEDS, "torch"))
     if as_json:
         print_json(answer)
@@ -225,8 +224,6 @@ def stats(
     IP addresses, phone numbers and keys.
     """
     from scaletrain_cli.data.report import IMAGE_REPORT, is_dataset, is_of_images, read_dataset_report
-    from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.data_images import show_image_report
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
@@ -237,7 +234,7 @@ def stats(
         if overrides:
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))
         if is_of_images(Path(target)):
-            report = run_engine_command("stats", os.path.abspath(target), needs=("numpy",))
+            report = engine_process.run_engine_command("stats", os.path.abspath(target), needs=("numpy",))
         else:
             report = read_dataset_report(Path(target))
         name = report["sources"][0]["source"]
@@ -246,7 +243,7 @@ def stats(
         raise UsageError(Reason("engine.not-a-dataset", params))
     else:
         spec, run = _spec_or_run(target, overrides)
-        name, report = spec.name, _in_engine("stats", spec, run, _folder(run), needs=_NEEDS)
+        name, report = spec.name, _in_engine("stats", spec, run, _word(run and run.path), needs=_NEEDS)
     of_images = report["schema"] == IMAGE_REPORT
     if html is not None and of_images:
         raise UsageError(Reason("data.images-without-page"))
@@ -291,19 +288,10 @@ def upload(
 
 
 def _engine_answer(command: str, spec: RunSpec, *words: str) -> dict[str, Any]:
-    """Fetch the data of a spec from the hub, and return the answer of a command of the engine about them.
-
-    A separate process keeps the tokenizer and numpy out of the command line; its stderr is passed on.
-    """
-    from scaletrain_cli.launch.engine_process import run_engine_command
+    """Fetch the data of a spec from the hub, and return the answer of a command of the engine about them."""
     from scaletrain_cli.launch.hub_files import DATA, fetched_spec
-    from scaletrain_cli.rundir.paths import runs_root
 
-    fetched = fetched_spec(spec, DATA, show_fetch())
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        resolved = Path(folder) / "spec.json"
-        create_file(resolved, json.dumps(fetched.model_dump(mode="json", by_alias=True)))
-        return run_engine_command(command, str(resolved), str(runs_root()), *words, needs=_NEEDS)
+    return _in_engine(command, fetched_spec(spec, DATA, show_fetch()), None, *words, needs=_NEEDS)
 
 
 def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]:
@@ -324,7 +312,6 @@ def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, Run
     """Return the spec of a file, or that of a run with the run. Raises SpecError and UsageError."""
     from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.hub_files import DATA, fetched_spec
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.spec import load_spec
 
@@ -346,23 +333,16 @@ def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, Run
 
 def _in_engine(command: str, spec: RunSpec, run: RunDir | None, *words: str, needs: tuple[str, ...]) -> dict[str, Any]:
     """Run a command in a process of its own, which keeps numpy and the tokenizer out of this one."""
-    from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.rundir.record import read_record
 
     root, start = runs_root(), None
     if run is not None:  # relative paths of its spec are those of the folder that it was submitted from
         root, working_folder = run.path.parent, read_record(run).working_folder
         start = working_folder if os.path.isdir(working_folder) else None
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        resolved = Path(folder) / "spec.json"
-        create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
-        return run_engine_command(command, str(resolved), str(root.absolute()), *words, needs=needs, cwd=start)
+    with engine_process.spec_file(spec) as file:
+        words = (str(file), str(root.absolute()), *words)
+        return engine_process.run_engine_command(command, *words, needs=needs, cwd=start)
 
 
-def _folder(run: RunDir | None) -> str:
-    return "" if run is None else str(run.path)
-
-
-def _number(value: int | None) -> str:
+def _word(value: object) -> str:
     return "" if value is None else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import find_run_or_newest
 from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -16,7 +17,6 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     causes and the line of the spec to change. `scaletrain explain` tells why a run waits or has ended.
     """
     from scaletrain_cli.diagnosis.checks import diagnose_run
-    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.rundir.record import read_record
 
     found = find_run_or_newest(run)

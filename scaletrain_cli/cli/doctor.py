@@ -30,6 +30,7 @@ from scaletrain_cli.plugins import (
     plugins,
 )
 from scaletrain_cli.project_files import project_file
+from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec.backend_traits import backend_names
 from scaletrain_cli.text import binary_bytes_text, bytes_text, listed
 from scaletrain_cli.ui.json import print_json
@@ -249,8 +250,6 @@ def command(as_json: AsJson = False) -> None:
     WARN marks a problem; a dash marks something that is missing and may not be needed.
     With --json: {"checks": [{"name", "state", "found", "advice"}]}; state is ok, warn or none.
     """
-    from scaletrain_cli.rundir.paths import runs_root
-
     found = checks(runs_root())
     if as_json:
         print_json({"checks": [vars(check) for check in found]})

@@ -13,6 +13,7 @@ from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, conf
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -95,7 +96,6 @@ def _drill(
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.drill import UNDISTURBED, DrillSetup, compare_runs, drill_spec, make_folder, run_drill
     from scaletrain_cli.launch.submit import plan_for_engine
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.drill import show_verdicts, verdicts_json
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.submission import show_outlook
@@ -149,7 +149,6 @@ def _spec(path: Path | None, overrides: list[str], cluster: str | None) -> RunSp
 def _all_kinds() -> list[DrillKind]:
     """Return every kind; one of another package that cannot be used is left out with a warning."""
     from scaletrain_cli.launch.drill import drill_kind, drill_names
-    from scaletrain_cli.ui.console import warn
 
     kinds = []
     for name in drill_names():

@@ -10,7 +10,9 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.rundir.paths import find_run
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 app = verb_group("Evaluate checkpoints in jobs of their own.")
@@ -43,9 +45,7 @@ def submit(
         submit_evaluation,
     )
     from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record, require_own_run
-    from scaletrain_cli.ui.console import say
 
     if follow and steps:
         raise UsageError("--follow and --step cannot be combined. Give one of them.")
@@ -90,9 +90,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     The validation loss of each step is in metrics.jsonl.
     """
     from scaletrain_cli.rundir.evaluations import read_evaluations
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.validations import read_validations
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.evaluations import show_evaluations, show_validations
 
     found = find_run(run)
@@ -125,7 +123,6 @@ def show(
     """Show the evaluations after one step: metrics, errors, versions, generated texts, and the worst classes."""
     from scaletrain_cli.rundir.documents import reporting_damage
     from scaletrain_cli.rundir.evaluations import read_evaluations
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.validations import read_validations, validation_path
     from scaletrain_cli.ui.evaluations import show_evaluation, show_validation
 

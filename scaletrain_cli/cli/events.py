@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +11,8 @@ import typer
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.view_switch import switch_if_reachable
+from scaletrain_cli.rundir.paths import find_run_or_newest
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json, stream_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -28,19 +30,17 @@ def command(
     With --json the events are those of events.jsonl; with --follow, one JSON object per line.
     """
     from scaletrain_cli.rundir.journal import read_events
-    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.events import show_events
 
     found = find_run_or_newest(run)
     read_record(found)
-    show = _stream if as_json else _show
     if not follow:
         events = read_events(found)
         if as_json:
             print_json({"run_id": found.run_id, "events": events})
         elif events:
-            _show(events)
+            show_events(events)
         else:
             say(f"{found.run_id} has no events yet.")
         return
@@ -56,7 +56,11 @@ def command(
             asked, over = time.monotonic(), is_over(found, status)
         events = read_events(found)  # read after the state, so that the last events of an ended run are included
         new = _not_in(events, shown)
-        show(new)
+        if as_json:
+            for event in new:
+                stream_json(event)
+        else:
+            show_events(new)
         shown += new
         if over:
             break
@@ -76,14 +80,3 @@ def _not_in(events: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]]) -
         else:
             new.append(event)
     return new
-
-
-def _show(events: Iterable[dict[str, Any]]) -> None:
-    from scaletrain_cli.ui.events import show_events
-
-    show_events(events)
-
-
-def _stream(events: Iterable[dict[str, Any]]) -> None:
-    for event in events:
-        stream_json(event)

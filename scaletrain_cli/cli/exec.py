@@ -8,6 +8,7 @@ import typer
 
 from scaletrain_cli.cli.options import OneNode, OneRank, RunName, one_place
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import find_run
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -28,7 +29,6 @@ def command(
     """
     from scaletrain_cli.launch.exec import run_on_node
     from scaletrain_cli.launch.node_session import node_of_run
-    from scaletrain_cli.rundir.paths import find_run
 
     one_place(node, rank)
     found = find_run(run)

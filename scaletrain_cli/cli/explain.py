@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import find_run_or_newest
 from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -16,7 +17,6 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     answer.
     """
     from scaletrain_cli.launch.explain import explain
-    from scaletrain_cli.rundir.paths import find_run_or_newest
 
     explanation = explain(find_run_or_newest(run))
     if as_json:

@@ -13,8 +13,10 @@ import typer
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.project_files import checkout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import create_file
+from scaletrain_cli.ui.console import document, say, suggest
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -69,8 +71,6 @@ def command(
     """
     from scaletrain_cli.launch.image_file import build_command, notes, push_command, render, tools_for
     from scaletrain_cli.launch.image_sources import find_source
-    from scaletrain_cli.project_files import checkout
-    from scaletrain_cli.ui.console import document, say, suggest
 
     if uid == 0:
         raise UsageError(Reason("container.root"))
@@ -109,7 +109,6 @@ def command(
 def _image(source: Source, base: str | None, cuda: str | None, uid: int, tag: str | None) -> Image:
     """Return the image for the options. Raises UsageError."""
     from scaletrain_cli.launch.image_file import CUDA_IMAGES, PYTHON_IMAGE, Image, ScaletrainSource
-    from scaletrain_cli.project_files import checkout
 
     known = list(CUDA_IMAGES)
     if cuda is not None and base is not None:

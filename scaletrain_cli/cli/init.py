@@ -13,8 +13,11 @@ from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complet
 from scaletrain_cli.cli.models import USUAL_GPU, find_model
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
+from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.project_files import FOLDERS, project_file, recipes
 from scaletrain_cli.safe_files import create_file
 from scaletrain_cli.text import did_you_mean, either, visible
+from scaletrain_cli.ui.console import document, say, suggest
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -110,7 +113,6 @@ def command(
     Never overwrites an existing file.
     """
     from scaletrain_cli.spec.backend_traits import DEFAULT, installed_backends
-    from scaletrain_cli.ui.console import say, suggest
 
     model, file = _model_and_file(names or [])
     if model is not None and given_model is not None:
@@ -147,8 +149,6 @@ def command(
         if as_json:
             print_json({"file": None, "text": contents[target]})
         else:
-            from scaletrain_cli.ui.console import document
-
             typer.echo(document(contents[target]), nl=False)
         return
     _write(contents)
@@ -173,8 +173,6 @@ def command(
 
 def _model_and_file(names: list[str]) -> tuple[str | None, Path | None]:
     """Return the model of the hub and the file among the arguments. Raises UsageError."""
-    from scaletrain_cli.hub.reference import is_reference
-
     models, files = [n for n in names if is_reference(n)], [Path(n) for n in names if not is_reference(n)]
     if len(models) > 1 or len(files) > 1:
         raise UsageError(f"{' '.join(names)}: give at most one hf://org/name and one FILE.")
@@ -184,7 +182,6 @@ def _model_and_file(names: list[str]) -> tuple[str | None, Path | None]:
 def _known() -> dict[str, list[str]]:
     """Return the values of --recipe, --preset and --gpu, by title."""
     from scaletrain_cli.plan.catalogue.hardware import accelerator_names
-    from scaletrain_cli.project_files import recipes
     from scaletrain_cli.spec import presets
 
     return {"recipes": [*recipes()], "presets": [*presets()], "accelerators": [*accelerator_names()]}
@@ -192,8 +189,6 @@ def _known() -> dict[str, list[str]]:
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:
     """Return the files of a recipe by the path to write: its spec at ``target``, its programs in the same folder."""
-    from scaletrain_cli.project_files import recipes
-
     known = recipes()
     if name not in known:
         hint = f"{did_you_mean(name, known)}Known: {', '.join(known)}."
@@ -207,8 +202,6 @@ def _recipe(name: str, target: Path) -> dict[Path, str]:
 
 def _copy_folder(name: str, target: Path) -> list[Path]:
     """Copy the project's folder of that name into a new folder, and return what was written. Raises UsageError."""
-    from scaletrain_cli.project_files import FOLDERS, project_file
-
     if name not in FOLDERS:
         problem = Problem("--files", "", "unknown folder.", name, f"Use {either(list(FOLDERS))}.")
         raise UsageError(f"no files named {name}", (problem,))
@@ -244,7 +237,6 @@ class _Tuned(NamedTuple):
 def _rows(path: str | None) -> GivenData | None:
     """Return data with the objective that fits its first row; text for other files. Raises UsageError."""
     from scaletrain_cli.data.sources.rows import Tally, rows_in
-    from scaletrain_cli.hub.reference import is_reference
     from scaletrain_cli.spec.corpus_files import ROW_FORMATS, NoCorpusError, find_files, find_text
     from scaletrain_cli.spec.data import FieldsSpec
     from scaletrain_cli.spec.row_formats import RowError, format_of
@@ -331,7 +323,6 @@ def _planned(
 def _scheduler_here() -> str:
     """Return a multi-node back end that this machine can submit to; Slurm, with a note, if there is none."""
     from scaletrain_cli.launch.backends.registry import all_backends
-    from scaletrain_cli.ui.console import say
 
     clusters = [backend for backend in all_backends() if backend.traits.max_nodes != 1]
     found = next((backend for backend in clusters if backend.is_available()), None)

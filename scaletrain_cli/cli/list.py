@@ -14,12 +14,14 @@ from scaletrain_cli.cli.completion import complete_cluster, completer
 from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root, submitted_at
+from scaletrain_cli.rundir.sweeps import find_sweep
 from scaletrain_cli.text import counted, did_you_mean
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
-    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -84,8 +86,6 @@ def command(
     damaged.
     """
     from scaletrain_cli.launch.status import run_statuses, runs_in_states
-    from scaletrain_cli.rundir.paths import list_runs, runs_root, submitted_at
-    from scaletrain_cli.rundir.sweeps import find_sweep
 
     if cluster is not None:  # one with a login node has been asked there
         raise UsageError(Reason("login_node.list-without-host", {"cluster": cluster}))
@@ -104,8 +104,6 @@ def command(
         rows = [_row(run, status) for run, status in found]
         print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": left})
         return
-    from scaletrain_cli.ui.console import say
-
     if not runs and submitted:
         say(f"none of the {counted(len(submitted), 'run')} under {runs_root()} {_chosen_by(since, mine)}.")
         return

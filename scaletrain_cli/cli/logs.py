@@ -11,12 +11,13 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json, stream_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.logs import EarlyOutput, LogLine
-    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _ASK_EVERY_SECONDS = 3.0
@@ -58,8 +59,6 @@ def command(
         log_files,
         read_logs,
     )
-    from scaletrain_cli.rundir.paths import find_run_or_newest
-    from scaletrain_cli.ui.console import say, warn
 
     def shown(lines: list[LogLine]) -> list[LogLine]:
         return [line for line in lines if everything or as_json or is_for_people(line.text)]

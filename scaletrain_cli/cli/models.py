@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.hub.reference import HubError, is_reference, parse_reference
 from scaletrain_cli.safe_files import expand_home
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None =
     """
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.hub.client import resolve
-    from scaletrain_cli.hub.reference import HubError, is_reference, parse_reference
     from scaletrain_cli.spec.hub_files import TOKENIZER, read_hub_config
     from scaletrain_cli.spec.hugging_face import from_config, read_config
     from scaletrain_cli.spec.loading import hub_environment_of

@@ -10,6 +10,8 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 app = verb_group("List or clear excluded nodes.")
@@ -23,7 +25,6 @@ def list_nodes(as_json: AsJson = False) -> None:
     Slurm jobs under this runs root exclude these nodes as long as enough other nodes are left.
     """
     from scaletrain_cli.rundir.bad_nodes import bad_nodes_file, read_bad_nodes
-    from scaletrain_cli.rundir.paths import runs_root
 
     root, now = runs_root(), time.time()
     nodes = read_bad_nodes(root, now)
@@ -31,8 +32,6 @@ def list_nodes(as_json: AsJson = False) -> None:
         print_json({"file": str(bad_nodes_file(root)), "nodes": [dataclasses.asdict(node) for node in nodes]})
         return
     if not nodes:
-        from scaletrain_cli.ui.console import say
-
         say(f"no nodes are excluded under {root}.")
         return
     from scaletrain_cli.ui.tables import show_nodes
@@ -49,8 +48,6 @@ def clear(
 ) -> None:
     """Clear excluded nodes, for example after a repair. Jobs already in the queue keep their exclusions."""
     from scaletrain_cli.rundir.bad_nodes import forget_bad_nodes
-    from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.ui.console import say
 
     root = runs_root()
     try:

@@ -12,11 +12,12 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.rundir.paths import RunDir, find_run
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
     from scaletrain_cli.spec import RunSpec
 
@@ -72,7 +73,6 @@ def _spec_of(target: str, trust_owner: bool) -> tuple[RunSpec, Mapping[str, str]
 
 def _own_run(name: str, trust_owner: bool) -> tuple[RunDir, RunRecord, Mapping[str, str]]:
     from scaletrain_cli.notify.notifier import receivers_environment
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record, require_own_run
 
     run = find_run(name)
@@ -86,7 +86,6 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     """List the receivers of a run: how many notifications were sent, are waiting, or were given up, and why."""
     from scaletrain_cli.notify.notices import Receiver
     from scaletrain_cli.notify.notifier import read_receivers
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
 
     found = find_run(run)
@@ -106,8 +105,6 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
         print_json({"run_id": found.run_id, "receivers": rows})
         return
     if not rows:
-        from scaletrain_cli.ui.console import say
-
         say(f"{found.run_id} has no receivers")
     for row in rows:
         problem = f"; the last one was not accepted: {row['problem']}" if row["problem"] else ""
@@ -130,8 +127,6 @@ def send(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False)
     if as_json:
         print_json({"run_id": found.run_id, "waiting": {name: len(each.pending) for name, each in left.items()}})
     else:
-        from scaletrain_cli.ui.console import say
-
         for name, each in left.items():
             typer.echo(visible(f"{name}: {len(each.pending)} waiting; {each.problem}"))
         if not left:

@@ -209,10 +209,3 @@ def as_choice(text: str) -> Choice:
     if text not in CHOICES:
         raise UsageError(Reason("preparation.unknown-choice", {"given": text, "choices": list(CHOICES)}))
     return cast("Choice", text)
-
-
-def say_preparation(line: str) -> None:
-    """Show how the data of a run are prepared, and lines of progress."""
-    from scaletrain_cli.ui.console import say
-
-    say(line)

@@ -22,8 +22,10 @@ from scaletrain_cli.launch.data_summary import summarize_data
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator, full_name
 from scaletrain_cli.plan.catalogue.prices import Quote, live_price
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import find_run
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import dollars_text, seconds_text
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -171,8 +173,6 @@ def command(
     run = _priced(run) if live_prices else run
     found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
     if calibrate and not uncalibrated and found.plan.calibration is None:
-        from scaletrain_cli.ui.console import say
-
         say(_DOES_NOT_APPLY)
     data = summarize_data(run)
     if as_json:
@@ -227,7 +227,6 @@ def _load(
     if run.training.epochs is None:
         return run, None
     from scaletrain_cli.launch.epochs import in_steps
-    from scaletrain_cli.ui.console import say
 
     run, epochs = in_steps(run, name)
     say(f"{', '.join(varied)}: {epochs}" if varied else str(epochs))
@@ -237,8 +236,6 @@ def _load(
 def _calibrate(name: str) -> None:
     """Keep the measured step time of a run, and print it to stderr."""
     from scaletrain_cli.launch.calibration import keep_measurement, measure_run
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.console import say
 
     found = measure_run(find_run(name))
     path = keep_measurement(found)
@@ -282,8 +279,6 @@ def _ask(
 
 def _priced(run: RunSpec) -> RunSpec:
     """Return the run with current prices, and print the prices with their source to stderr."""
-    from scaletrain_cli.ui.console import say
-
     priced, prices = with_live_prices(run)
     for market, quote in (("on demand", prices.on_demand), ("spot", prices.spot)):
         if quote is not None:
@@ -319,7 +314,6 @@ def _compare(
 def _draw(found: Answer, path: Path) -> None:
     from scaletrain_cli.plan.search.sizing import scaling_curve
     from scaletrain_cli.plan.speed.pipeline import plan_timeline
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.plan_figure import write_plot
 
     scaling = scaling_curve(found.spec) if found.plan.memory.fits else ()

@@ -9,6 +9,8 @@ import typer
 
 from scaletrain_cli.cli.options import OneNode, RunName
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import find_run
+from scaletrain_cli.ui.console import say, warn
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.port_forward import PortPair
@@ -35,8 +37,6 @@ def command(
     """
     from scaletrain_cli.launch.node_session import node_of_run
     from scaletrain_cli.launch.port_forward import ADDRESS, forward_ports, is_here, port_pair
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.console import say, warn
 
     def opened(pair: PortPair) -> None:
         say(f"http://{ADDRESS}:{pair.local} leads to port {pair.remote} of {place.name}")

@@ -9,6 +9,8 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunName, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.rundir.paths import find_run
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
@@ -42,10 +44,8 @@ def command(
     and the summary are in attempts/NNNN/profile/ of the run directory.
     """
     from scaletrain_cli.launch.profile import await_profile, newest_profile, request_profile
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.profiles import ProfileRequest
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.profile import show_profile
 
     found = find_run(run)

@@ -10,7 +10,9 @@ import typer
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.rundir.sweeps import find_runs
 from scaletrain_cli.text import seconds_text, visible
+from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -54,8 +56,6 @@ def command(
         if as_json:
             print_json(done.to_json())
         else:
-            from scaletrain_cli.ui.console import warn
-
             for name, error in done.errors.items():
                 warn(f"{name}: {error}")
         if seconds is None:
@@ -71,7 +71,6 @@ def _chosen(names: list[str] | None) -> list[RunDir]:
     """Return the runs of this user that are named, or all of them. Raises UsageError."""
     from scaletrain_cli.launch.recover import own_runs
     from scaletrain_cli.rundir.record import require_own_run
-    from scaletrain_cli.rundir.sweeps import find_runs
 
     if not names:
         return own_runs()
@@ -82,8 +81,6 @@ def _chosen(names: list[str] | None) -> list[RunDir]:
 
 
 def _show(found: Recovery) -> None:
-    from scaletrain_cli.ui.console import say, warn
-
     name, number = found.run.run_id, f"{found.number} of {found.allowed}"
     if found.state == "resumed":
         say(f"{name}: resume {number} as job {found.job_id}; {found.why}")

@@ -10,6 +10,7 @@ import typer
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import counted
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ def command(
     from scaletrain_cli.diagnosis.rehearsal import Options
     from scaletrain_cli.launch.rehearse import chosen_items
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.plots import check_plot_file
     from scaletrain_cli.ui.rehearsal import PLOT_KINDS, show_rehearsal, write_plot
 
@@ -88,7 +88,6 @@ def rehearse(
     from scaletrain_cli.launch.epochs import in_steps
     from scaletrain_cli.launch.rehearse import fewest_nodes, rehearsal_spec, run_rehearsal
     from scaletrain_cli.launch.submit import plan_for_engine
-    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.submission import show_outlook
 

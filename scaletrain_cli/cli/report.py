@@ -11,7 +11,9 @@ from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
+from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -43,7 +45,6 @@ def command(
     directories and writes only FILE. --json prints the figures.
     """
     from scaletrain_cli.report.comparison import read_report
-    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
@@ -59,7 +60,6 @@ def command(
     report = read_report(list(dict.fromkeys(members)), sweeps[0] if sweeps else None)
     if output is not None:
         from scaletrain_cli.report.page import page
-        from scaletrain_cli.ui.console import say
 
         replace_file(output, page(report), public=True)
         say(f"wrote {output}")

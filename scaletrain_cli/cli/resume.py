@@ -17,10 +17,10 @@ from scaletrain_cli.cli.options import (
     Yes,
     as_choice,
     confirm,
-    say_preparation,
 )
 from scaletrain_cli.errors import ExitCode, UsageError, sentences
 from scaletrain_cli.text import bytes_text, seconds_text, visible
+from scaletrain_cli.ui.console import document, say, suggest, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ def command(
         return
     from scaletrain_cli.api import find_run, prepare_resume
     from scaletrain_cli.cli.submit import useful_commands
-    from scaletrain_cli.ui.console import document, say, suggest, warn
     from scaletrain_cli.ui.resume import resume_json, show_resize, show_resume
     from scaletrain_cli.ui.submission import show_before_resuming, show_changes
 
@@ -164,7 +163,7 @@ def command(
     if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(summary, changed or None if resize is not None and resize.changes else changed)
     confirm("Resume?", yes)
-    done = prepared.submit(as_choice(prepare), say_preparation)
+    done = prepared.submit(as_choice(prepare), say)
     if as_json:
         print_json(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
         return
@@ -190,7 +189,6 @@ def _branch(
     """Submit a new run that continues a checkpoint of another one, after the confirmation."""
     from scaletrain_cli.api import find_run, prepare_branch
     from scaletrain_cli.cli.submit import checked, print_submitted
-    from scaletrain_cli.ui.console import document, say, warn
     from scaletrain_cli.ui.resume import branch_json, show_resize
 
     found = find_run(run)
@@ -222,7 +220,7 @@ def _branch(
         return
     summary = checked(prepared, run_id, as_json)
     confirm(f"Submit to {prepared.backend.name}?", yes)
-    done = prepared.submit(prepare=as_choice(prepare), on_preparation=say_preparation)
+    done = prepared.submit(prepare=as_choice(prepare), on_preparation=say)
     print_submitted(done, details | summary.to_json(), as_json)
 
 
@@ -240,7 +238,6 @@ def _move(
     """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
     from scaletrain_cli.api import find_mirrored, move_here
     from scaletrain_cli.ui.checkpoints import BytesLine
-    from scaletrain_cli.ui.console import say, warn
 
     found = find_mirrored(run, mirror, take_over=take_over)
     step, owner = found.folders[0].step if found.folders else None, found.owner

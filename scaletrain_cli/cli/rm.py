@@ -10,7 +10,10 @@ import typer
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, Yes, confirm
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
+from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.rundir.sweeps import find_runs
 from scaletrain_cli.text import bytes_text, counted, visible
+from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -44,9 +47,6 @@ def command(
     terminal, --yes is required. Datasets, code shared with other runs and Weights & Biases data are kept.
     """
     from scaletrain_cli.launch.remove import plan_removal, remove, remove_leftovers
-    from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.rundir.sweeps import find_runs
-    from scaletrain_cli.ui.console import say, warn
 
     found = [plan_removal(run, with_checkpoints=checkpoints) for run in find_runs(runs)]
     for one in found:

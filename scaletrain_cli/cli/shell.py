@@ -10,6 +10,8 @@ import typer
 from scaletrain_cli.cli.options import OneNode, OneRank, RunName, one_place
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import find_run
+from scaletrain_cli.ui.console import say
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -34,8 +36,6 @@ def command(
     """
     from scaletrain_cli.launch.exec import open_shell
     from scaletrain_cli.launch.node_session import node_of_run
-    from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.console import say
 
     one_place(node, rank)
     found = find_run(run)

@@ -11,14 +11,14 @@ import typer
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
+from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 from scaletrain_cli.text import either
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.launch.sweep import SweepStatus
-    from scaletrain_cli.rundir.paths import RunDir
-    from scaletrain_cli.rundir.sweeps import Sweep
     from scaletrain_cli.spec import ClusterSpec
 
 EXIT_CODES = (
@@ -82,8 +82,6 @@ def command(
         raise UsageError("--scheduler requires --cluster.")
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.launch.view import read_view
-    from scaletrain_cli.rundir.paths import find_run_or_newest
-    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 
     found = find_run_or_newest(None) if run is None else find_run_or_sweep(run)
     if isinstance(found, Sweep):

@@ -22,14 +22,15 @@ from scaletrain_cli.cli.options import (
     as_choice,
     confirm,
     load_varied,
-    say_preparation,
     seconds_of,
     show_fetch,
 )
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.text import counted, visible
+from scaletrain_cli.ui.console import document, say, suggest, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -148,7 +149,6 @@ def command(
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.api import Run, load_spec, prepare_submission
     from scaletrain_cli.launch.backends.registry import all_backends, backend_for
-    from scaletrain_cli.ui.console import say
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
@@ -165,7 +165,7 @@ def command(
             name=spec,
             dry_run=dry_run,
             prepare=as_choice(prepare),
-            on_preparation=say_preparation,
+            on_preparation=say,
         )
 
     prepared = prepared_submission()
@@ -191,7 +191,7 @@ def command(
     def print_id(run: Run) -> None:
         say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
-    done = prepared.submit(print_id, show_fetch(), as_choice(prepare), say_preparation)
+    done = prepared.submit(print_id, show_fetch(), as_choice(prepare), say)
     print_submitted(done, summary.to_json() | passed, as_json)
 
 
@@ -217,7 +217,6 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
     """Print the rendered job."""
     from scaletrain_cli.launch.rendered_job import in_format
-    from scaletrain_cli.ui.console import document, warn
 
     if output is None:  # a manifest may be for another machine
         require_writable(prepared.root, "no run can be submitted")
@@ -234,7 +233,6 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
 
 def checked(prepared: PreparedSubmission, run_id: str | None, as_json: bool) -> SubmissionSummary:
     """Query the scheduler about a submission and print what is to be confirmed. Raises SchedulerError."""
-    from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.submission import show_before_submission
 
     summary = prepared.check()
@@ -247,8 +245,6 @@ def checked(prepared: PreparedSubmission, run_id: str | None, as_json: bool) -> 
 
 def print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
     """Print the run and its job. ``before``: the scheduler had accepted the job before this command."""
-    from scaletrain_cli.ui.console import say, suggest
-
     run = done.run
     if as_json:
         answer = {"run_id": run.run_id, "run_dir": str(run.path), "created": done.created}
@@ -295,8 +291,6 @@ def submit_points(
     from scaletrain_cli.launch.shared_folder import disk_space_notes
     from scaletrain_cli.launch.submit import make_record
     from scaletrain_cli.launch.sweep import submit_as_array, submit_sweep
-    from scaletrain_cli.rundir.paths import RunDir, runs_root
-    from scaletrain_cli.ui.console import say, warn
 
     sweep, planned = _plan_points(spec, overrides, points, cluster, run_id, None if dry_run else prepare)
     section = planned[0].spec.cluster
@@ -315,8 +309,6 @@ def submit_points(
     if dry_run:
         for warning in not_checked:
             warn(sentences(warning))
-        from scaletrain_cli.ui.console import document
-
         records = [
             make_record(point.spec, point.plan, point.run_id, point.snapshot, size_plans=point.size_plans)
             for point in planned
@@ -359,14 +351,14 @@ def submit_points(
     for point in planned:
         data = _data_of(point.spec)
         if data not in prepared:
-            prepared[data] = prepare_data(point.spec, prepare, say_preparation)
+            prepared[data] = prepare_data(point.spec, prepare, say)
     planned = [
         replace(point, data=replace(prepared[_data_of(point.spec)], epochs=point.data.epochs)) for point in planned
     ]
     if array:
         done = submit_as_array(sweep, planned, scheduler, cap)
     else:
-        done = submit_sweep(sweep, planned, scheduler, cap, say_preparation)
+        done = submit_sweep(sweep, planned, scheduler, cap, say)
     if as_json:
         rows = [
             {"run_id": one.run.run_id, "run_dir": str(one.run.path), "job_id": one.submission.job_id}
@@ -406,7 +398,6 @@ def _plan_points(
     from scaletrain_cli.launch.preparation import PreparedData
     from scaletrain_cli.launch.submit import new_run_id
     from scaletrain_cli.launch.sweep import Point, point_ids
-    from scaletrain_cli.ui.console import say
 
     found: list[PlannedRun] = []
     sizes: dict[str, DataSize] = {}
@@ -417,7 +408,7 @@ def _plan_points(
             if one.training.epochs is not None:
                 data = _data_of(one)
                 if data not in sizes:
-                    sizes[data] = size_to_count(one, spec, prepare, say_preparation)
+                    sizes[data] = size_to_count(one, spec, prepare, say)
                 one, how = counted(one, sizes[data], spec)
                 say(f"{', '.join(varied)}: {how}")
             epochs.append(how)

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, say_preparation
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode, ScaletrainError, sentences
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.text import visible
+from scaletrain_cli.ui.console import drop_output, say, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.ui.live import StatusLine
 
 EXIT_CODES = (
@@ -48,17 +49,15 @@ def command(
     from scaletrain_cli.launch.preparation import prepare_data
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.submit import create_run, plan_for_engine
-    from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.rundir.shared_datasets import shared_root_notes
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.backend_traits import DEFAULT
-    from scaletrain_cli.ui.console import drop_output, say, warn
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.plan import show_plan_summary
     from scaletrain_cli.ui.status import measures_text
 
     given = load_spec(spec, [*(overrides or ()), f"cluster.scheduler={DEFAULT}"])
-    run_spec, epochs = in_steps(given, spec, "auto", say_preparation)
+    run_spec, epochs = in_steps(given, spec, "auto", say)
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
     backend = backend_for(DEFAULT)
     require_external(run_spec, snapshot)  # everything is visible to a local run
@@ -69,7 +68,7 @@ def command(
     for warning in (*notes, *shared_root_notes(runs_root(), prepares=not run_spec.code.own_program)):
         warn(sentences(warning))
     show_plan_summary(run_spec, plan)
-    data = replace(prepare_data(run_spec, say=say_preparation), epochs=epochs)
+    data = replace(prepare_data(run_spec, say=say), epochs=epochs)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     data.record(made.run)
     say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")
@@ -112,7 +111,6 @@ class Watcher:
         """Update the line now and return the status."""
         from scaletrain_cli.launch.status import run_status
         from scaletrain_cli.rundir.journal import read_events, record_event
-        from scaletrain_cli.ui.console import drop_output
 
         events = read_events(self._run)
         new, self._events_shown = events[self._events_shown :], len(events)

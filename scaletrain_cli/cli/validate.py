@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.ui.console import warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         spec_document = given.model_dump(mode="json", by_alias=True)
         print_json({"valid": not found.problems, "problems": [], "spec": spec_document} | details)
     else:
-        from scaletrain_cli.ui.console import warn
         from scaletrain_cli.ui.spec import show_summary
 
         shown = given if uncounted else run

@@ -10,11 +10,11 @@ import typer
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.view_switch import switch_if_reachable
+from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
 from scaletrain_cli.ui.json import print_json, stream_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.view import RunView
-    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _LOOK_SECONDS = 0.5
@@ -32,7 +32,6 @@ def command(
     TERM=dumb, it prints a line when something changes, until the run has ended. With --json it prints the answer of
     `scaletrain status --json` as one line per change; with --once one answer.
     """
-    from scaletrain_cli.rundir.paths import find_run_or_newest
     from scaletrain_cli.ui.watch.terminal import is_capable
 
     found = find_run_or_newest(run)

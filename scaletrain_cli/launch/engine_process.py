@@ -9,15 +9,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, PreemptedError, Problem, ScaletrainError
 from scaletrain_cli.extras import extra_of, install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
+from scaletrain_cli.safe_files import create_file
 from scaletrain_cli.text import visible
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import RunSpec
 
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 _CTRL_C_SECONDS = 0.5  # for the process to end by itself, if the terminal has sent the signal to it as well
@@ -30,7 +35,10 @@ class EngineProcessError(ScaletrainError):
     """The engine process failed; carries the error that it returned, if any."""
 
     def __init__(self, exit_code: int, answer: Mapping[str, Any]) -> None:
-        message = answer.get("message") or f"the engine process {_end(exit_code)}; its output is above."
+        end = f"ended with exit code {exit_code}" if exit_code >= 0 else "was killed"
+        if -exit_code in _SIGNALS:
+            end += f" by {signal.Signals(-exit_code).name}"
+        message = answer.get("message") or f"the engine process {end}; its output is above."
         problems = tuple(
             Problem(
                 Place(each["file"], each["line"], each["where"]) if each["file"] else each["where"],
@@ -43,12 +51,6 @@ class EngineProcessError(ScaletrainError):
         self.code = answer.get("code") or "failed"
 
 
-def _end(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    return f"was killed by {signal.Signals(-exit_code).name}" if -exit_code in _SIGNALS else "was killed"
-
-
 def require_installed(names: Sequence[str]) -> None:
     """Raise MissingPackageError, with the extra to install, if one of these packages is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
@@ -57,6 +59,20 @@ def require_installed(names: Sequence[str]) -> None:
         raise MissingPackageError(
             f"{', '.join(missing)} not installed: this command requires the extra {extra}.", install_command(extra)
         )
+
+
+def spec_document(spec: RunSpec) -> str:
+    """Return the document of a spec that the engine reads."""
+    return json.dumps(spec.model_dump(mode="json", by_alias=True))
+
+
+@contextlib.contextmanager
+def spec_file(spec: RunSpec) -> Iterator[Path]:
+    """Yield a file with the document of the spec, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        path = Path(folder) / "spec.json"
+        create_file(path, spec_document(spec))
+        yield path
 
 
 def run_engine_command(
@@ -87,7 +103,7 @@ def run_engine_command(
         assert process.stderr is not None
         printed: list[str] = []
         readers = [
-            threading.Thread(target=_pass_on, args=(process.stderr, on_line or _to_stderr), daemon=True),
+            threading.Thread(target=_pass_on, args=(process.stderr, on_line), daemon=True),
             threading.Thread(target=printed.extend, args=(process.stdout,), daemon=True),
         ]
         for reader in readers:
@@ -110,7 +126,10 @@ def run_engine_command(
             for reader in readers:  # which hold the pipes that are closed now
                 reader.join(_SIGNAL_SECONDS)
             raise
-    answer = _last_object(printed)
+    answer: dict[str, Any] = {}
+    with contextlib.suppress(IndexError, ValueError):
+        found = json.loads(printed[-1])
+        answer = found if isinstance(found, dict) else {}
     if process.returncode == 130:
         raise KeyboardInterrupt
     if process.returncode != 0 or not answer:
@@ -139,20 +158,11 @@ def _passing_on_termination(process: subprocess.Popen[str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _pass_on(lines: Iterable[str], take: Callable[[str], None]) -> None:
+def _pass_on(lines: Iterable[str], take: Callable[[str], None] | None) -> None:
     with contextlib.suppress(ValueError):  # the pipe was closed: this process was interrupted
         for line in lines:
-            take(visible(line.rstrip("\n")))
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
-def _last_object(lines: Sequence[str]) -> dict[str, Any]:
-    try:
-        found = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+            shown = visible(line.rstrip("\n"))
+            if take is not None:
+                take(shown)
+            else:
+                print(shown, file=sys.stderr, flush=True)

@@ -7,9 +7,7 @@ import math
 import os
 import re
 import secrets
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -20,7 +18,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import require_usable
-from scaletrain_cli.launch.engine_process import run_engine_command
+from scaletrain_cli.launch.engine_process import run_engine_command, spec_document, spec_file
 from scaletrain_cli.launch.hub_files import DATA, MEASURES_ONLY, ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.restart import forget_secrets
@@ -167,7 +165,7 @@ def _checked(
     spec: RunSpec, runs_root: Path, folder: Path | None = None, run: RunDir | None = None, *, offline: bool = False
 ) -> dict[str, Any]:
     """Return whether the data are prepared, their size and the datasets that are there, as the engine's command."""
-    with _spec_file(spec, offline=offline) as file:
+    with spec_file(fetched_spec(spec, DATA, offline=offline)) as file:
         words = ("--check", *_run_words(run))
         return run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder)
 
@@ -295,7 +293,7 @@ def prepare_here(
     ``say`` gets lines of progress; by default they go to stderr. ``failure``: a file in which the reason of the error
     is recorded. ``known``: commits of the hub that a run has recorded.
     """
-    with _spec_file(spec, known) as file:
+    with spec_file(fetched_spec(spec, DATA, known=known)) as file:
         words = ["--workers", str(workers or workers_here(spec)), *_run_words(run)]
         words += [] if failure is None else ["--failure", str(failure)]
         answer = run_engine_command(
@@ -308,22 +306,8 @@ def _run_words(run: RunDir | None) -> tuple[str, ...]:
     return () if run is None else ("--run", str(run.path.absolute()))
 
 
-@contextmanager
-def _spec_file(spec: RunSpec, known: Mapping[str, str] | None = None, *, offline: bool = False) -> Iterator[Path]:
-    """Yield a file with the spec, in which files of the hub are local ones."""
-    resolved = fetched_spec(spec, DATA, known=known, offline=offline)
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        path = Path(folder) / "spec.json"
-        create_file(path, _document(resolved))
-        yield path
-
-
-def _document(spec: RunSpec) -> str:
-    return json.dumps(spec.model_dump(mode="json", by_alias=True))
-
-
 def begin_job_folder(folder: Path, spec: RunSpec) -> None:
     """Write what the tasks read, and remove what an earlier job has recorded."""
     make_folder(folder, parents=True)
     forget_job(folder)
-    replace_file(folder / "spec.json", _document(fetched_spec(spec, DATA)))
+    replace_file(folder / "spec.json", spec_document(fetched_spec(spec, DATA)))

@@ -230,8 +230,8 @@ def test_the_command_shows_the_step_that_was_restored_and_what_was_passed_over(
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "second"))
     mirrored.store.delete(f"{mirrored.mirrored()[-1].name}/rank-00001.safetensors")
     shown: list[str] = []
-    monkeypatch.setattr("scaletrain_cli.ui.console.say", shown.append)
-    monkeypatch.setattr("scaletrain_cli.ui.console.warn", shown.append)
+    monkeypatch.setattr("scaletrain_cli.cli.resume.say", shown.append)
+    monkeypatch.setattr("scaletrain_cli.cli.resume.warn", shown.append)
     moved = resume_command._move("moving", mirrored.to, None, [], True, dry_run=False, yes=True, as_json=False)
     assert moved is not None
     found, passed_over, received = shown
