@@ -107,13 +107,9 @@ def _reason_from(document: object, depth: int) -> Reason:
     inner = {
         name: _reason_from(value, depth - 1) if depth else "..."
         for name, value in params.items()
-        if _is_document(value)
+        if isinstance(value, dict) and value.keys() == {"code", "params"}
     }
     return Reason(str(document["code"]), params | inner)
-
-
-def _is_document(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() == {"code", "params"}
 
 
 def recorded(text: str) -> Reason:

@@ -55,7 +55,8 @@ def checks(runs_root: Path) -> Iterator[Check]:
     """Yield all checks, the cheapest first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _packages()
-    yield _cores()
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    yield Check("cores", "ok", f"{usable}" if usable == present else f"{usable} of {present}")
     yield _memory()
     yield _shared_memory()
     yield from _gpus()
@@ -154,11 +155,6 @@ def _untested(name: str, tested: dict[str, str]) -> str | None:
     parts = _COMPARED_PARTS.get(name, 1)
     expected = tested.get(name, found.version)
     return expected if expected.split(".")[:parts] != found.version.split(".")[:parts] else None
-
-
-def _cores() -> Check:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
-    return Check("cores", "ok", f"{usable}" if usable == present else f"{usable} of {present}")
 
 
 def _memory() -> Check:

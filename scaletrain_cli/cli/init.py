@@ -121,7 +121,10 @@ def command(
     if model is None and (data is not None or lora):
         raise UsageError(f"{'--lora' if data is None else '--data'} needs a model to fine-tune. Give --from.")
     if listed:
-        known = _known()
+        from scaletrain_cli.plan.catalogue.hardware import accelerator_names
+        from scaletrain_cli.spec import presets
+
+        known = {"recipes": [*recipes()], "presets": [*presets()], "accelerators": [*accelerator_names()]}
         if as_json:
             print_json(known)
         for title, names in () if as_json else known.items():
@@ -177,14 +180,6 @@ def _model_and_file(names: list[str]) -> tuple[str | None, Path | None]:
     if len(models) > 1 or len(files) > 1:
         raise UsageError(f"{' '.join(names)}: give at most one hf://org/name and one FILE.")
     return (models[0] if models else None), (files[0] if files else None)
-
-
-def _known() -> dict[str, list[str]]:
-    """Return the values of --recipe, --preset and --gpu, by title."""
-    from scaletrain_cli.plan.catalogue.hardware import accelerator_names
-    from scaletrain_cli.spec import presets
-
-    return {"recipes": [*recipes()], "presets": [*presets()], "accelerators": [*accelerator_names()]}
 
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:

@@ -68,19 +68,14 @@ def why_lost(run: RunDir, record: RunRecord, job: Job, scheduler: Backend) -> Re
     """
     if run.is_cancelled or read_superseded(run) is not None or job.may_be_active or job.begins_no_attempt:
         return None
-    last = _last_of_job(run)
+    attempts, submission = read_attempts(run), read_submission(run)
+    first = 1 if submission is None else submission.first_attempt
+    last = attempts[-1] if attempts and attempts[-1].number >= first else None
     if not _is_lost(run, record, job, last, scheduler):
         return None
     if last is None:
         return Reason("launch.lost-before-attempt", {"detail": job.why})
     return why_ended(run, record, last, job)
-
-
-def _last_of_job(run: RunDir) -> AttemptRecord | None:
-    """Return the last attempt; None if the job of the latest submission has begun none."""
-    attempts, submission = read_attempts(run), read_submission(run)
-    first = 1 if submission is None else submission.first_attempt
-    return attempts[-1] if attempts and attempts[-1].number >= first else None
 
 
 def _is_lost(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None, scheduler: Backend) -> bool:

@@ -86,7 +86,8 @@ class Removal:
 
 def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
     """Return what would be deleted. Raises UsageError or SchedulerError if the run must be kept."""
-    _require_folder(run)
+    if run.path.is_symlink():
+        raise UsageError(Reason("runs.is-link", {"folder": str(run.path)}))
     require_own_run(run, trust_owner=False, remedy="Ask that user to delete it")
     record = read_record(run)
     _require_over(run, record)
@@ -155,11 +156,6 @@ def tree_bytes(folder: Path) -> int:
 def _identity(folder: Path) -> tuple[int, int]:
     found = folder.lstat()
     return found.st_dev, found.st_ino
-
-
-def _require_folder(run: RunDir) -> None:
-    if run.path.is_symlink():
-        raise UsageError(Reason("runs.is-link", {"folder": str(run.path)}))
 
 
 def _require_over(run: RunDir, record: RunRecord) -> None:

@@ -88,10 +88,14 @@ def show_view(
     terminal = outputs is None and all(stream is not None and stream.isatty() for stream in streams)
     known = KnownRun(run, events_to_send(run))
     size = list(terminal_size()) if terminal else None
+    # For the verb there: colors, the type of the terminal, and the local time of this machine.
+    found = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    if terminal and "TERM" in os.environ:
+        found["TERM"] = os.environ["TERM"]
     request = {
         "words": list(words),
         "terminal": size,
-        "environment": _environment(terminal),
+        "environment": found | {"TZ": local_time_rule(os.environ.get("TZ"), _LOCAL_TIME)},
         "identity": vars(Identity.of(record)),
         "run": known.document(run_status(run)),
     }
@@ -247,14 +251,6 @@ class LinesOnce:
         self.written += len(new)
         if new:
             self._write(b"".join(line + b"\n" for line in new))
-
-
-def _environment(terminal: bool) -> dict[str, str]:
-    """Return the variables for the verb: colors, the type of the terminal, and the local time of this machine."""
-    found = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    if terminal and "TERM" in os.environ:
-        found["TERM"] = os.environ["TERM"]
-    return found | {"TZ": local_time_rule(os.environ.get("TZ"), _LOCAL_TIME)}
 
 
 def local_time_rule(given: str | None, file: Path) -> str:

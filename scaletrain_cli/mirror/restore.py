@@ -161,7 +161,11 @@ def _receive(
     read = read_mirrored(found.store, folder)
     problem = f"{folder.name}/{read}"
     if isinstance(read, Checkpoint):
-        _keep_only(draft, folder)
+        # What an earlier process received of another checkpoint goes.
+        note, content = draft.path / _RECEIVED, json.dumps({"folder": folder.name})
+        if draft.checkpoints.exists() and not (note.is_file() and note.read_text(encoding="utf-8") == content):
+            shutil.rmtree(draft.checkpoints)
+        replace_file(note, content)
         received, total = 0, read.size_bytes
 
         def advance(count: int) -> None:
@@ -232,11 +236,3 @@ def draft_folder(root: Path, run_id: str) -> Path:
 
 
 _RECEIVED = "received.json"
-
-
-def _keep_only(draft: RunDir, folder: MirroredFolder) -> None:
-    """Remove what an earlier process received of another checkpoint, and note which one is received now."""
-    note, content = draft.path / _RECEIVED, json.dumps({"folder": folder.name})
-    if draft.checkpoints.exists() and not (note.is_file() and note.read_text(encoding="utf-8") == content):
-        shutil.rmtree(draft.checkpoints)
-    replace_file(note, content)

@@ -41,11 +41,13 @@ def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> l
     entries = []
     for name, key in _settings_keys(spec).items():
         if (folder := folders.get(name)) is not None and (found := _identity(folder)) is not None:
+            datasets = (runs_root / "datasets").absolute()
             entries.append(
                 {
                     "source": name,
                     "settings": key,
-                    "folder": _recorded_folder(folder, runs_root),
+                    # relative to the folder of all datasets, so that both may be moved
+                    "folder": folder.name if folder.absolute().parent == datasets else str(folder.absolute()),
                     **found,
                 }
             )
@@ -127,9 +129,3 @@ def _identity(folder: Path) -> dict[str, Any] | None:
     """Return what dataset.json says about the content of a dataset; None if there is none that can be read."""
     found = undamaged_document(folder / DATASET)
     return None if found is None else {name: found.get(name) for name in ("fingerprint", "seal")}
-
-
-def _recorded_folder(folder: Path, runs_root: Path) -> str:
-    """Return a folder relative to the folder of all datasets, if it is one of them, so that both may be moved."""
-    datasets = (runs_root / "datasets").absolute()
-    return folder.name if folder.absolute().parent == datasets else str(folder.absolute())

@@ -132,7 +132,10 @@ class GuardedTracker:
                     for line in self._files.metrics():
                         self._send(tracker, line, position)
                     first = False
-                self._store_artifacts(tracker, position)
+                for path in self._files.artifacts:
+                    if path.name not in position.artifacts and path.is_file():
+                        tracker.artifact(path)
+                        position.artifacts.append(path.name)
                 self._serve(tracker, position, pending)
                 return
             except Exception as error:
@@ -168,7 +171,10 @@ class GuardedTracker:
                 with contextlib.suppress(queue.Empty):
                     pending.append(self._queue.get(timeout=_IDLE_SECONDS))
             if pending and isinstance(pending[0], _Finish) and pending[0].outcome == "finished":
-                self._wait_for_findings()
+                # The last diagnosis is awaited: no attempt follows that would pass its findings on.
+                until = time.monotonic() + _FINDINGS_SECONDS
+                while not self._files.is_diagnosed() and time.monotonic() < until:
+                    time.sleep(_FINDINGS_POLL_SECONDS)
             if not pending or isinstance(pending[0], _Finish):
                 self._send_events(tracker, position)
                 self._save_position(position)
@@ -186,12 +192,6 @@ class GuardedTracker:
                 self._report_event("tracker-on", Reason("tracking.on", {"tracker": self.name}))
             pending.clear()
 
-    def _wait_for_findings(self) -> None:
-        """Wait for the last diagnosis: no attempt follows that would pass its findings on."""
-        until = time.monotonic() + _FINDINGS_SECONDS
-        while not self._files.is_diagnosed() and time.monotonic() < until:
-            time.sleep(_FINDINGS_POLL_SECONDS)
-
     def _send(self, tracker: Tracker[Any], line: Mapping[str, Any], position: _Position) -> None:
         """Log the values of a line that the tracker does not hold yet."""
         step, seconds = int(line["step"]), float(line.get("time", 0.0))
@@ -208,12 +208,6 @@ class GuardedTracker:
         if new := {name: value for name, value in values.items() if step > position.steps.get(name, 0)}:
             tracker.log(step, new, seconds)
             position.steps |= dict.fromkeys(new, step)
-
-    def _store_artifacts(self, tracker: Tracker[Any], position: _Position) -> None:
-        for path in self._files.artifacts:
-            if path.name not in position.artifacts and path.is_file():
-                tracker.artifact(path)
-                position.artifacts.append(path.name)
 
     def _send_events(self, tracker: Tracker[Any], position: _Position) -> None:
         """Log the events recorded since the last call; an incomplete line is left for the next call."""

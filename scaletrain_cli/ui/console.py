@@ -132,7 +132,10 @@ def show_error(error: ScaletrainError) -> None:
     console.print(headline)
     for problem in error.problems:
         console.print(_place(problem), soft_wrap=True)
-        show(console, Padding(_advice(problem), (0, 0, 0, 6)))
+        text = escaped_text(problem.message)
+        if problem.hint:
+            text.append(f" {plain(problem.hint)}", "green")
+        show(console, Padding(text, (0, 0, 0, 6)))
 
 
 def _place(problem: Problem) -> Text:
@@ -141,11 +144,4 @@ def _place(problem: Problem) -> Text:
         text.append("  ").append(plain(problem.key), "bold")
     if problem.given is not None:
         text.append(f" = {plain(problem.given)}")
-    return text
-
-
-def _advice(problem: Problem) -> Text:
-    text = escaped_text(problem.message)
-    if problem.hint:
-        text.append(f" {plain(problem.hint)}", "green")
     return text

@@ -130,7 +130,11 @@ def place_of(run: RunDir, node_rank: int, rank: int | None, processes: Path = Pa
         environment.pop(name, None)
     if rank is not None and chosen is not None:
         environment[RANK_PID_VARIABLE] = str(chosen.pid)
-    _put_python_first(environment, _interpreter(processes, None if chosen is None else chosen.pid))
+    # `python` is the interpreter of the ranks, which are not started by their PATH.
+    interpreter = _interpreter(processes, None if chosen is None else chosen.pid)
+    folder, path = os.path.dirname(interpreter), environment.get("PATH", os.defpath)
+    if folder and shutil.which("python", path=path) != os.path.join(folder, "python"):
+        environment["PATH"] = os.pathsep.join((folder, path))
     code = Path(environment.get("SCALETRAIN_CODE", ""))
     return Place(environment, code if code.is_absolute() and code.is_dir() else run.path)
 
@@ -169,13 +173,6 @@ def _interpreter(processes: Path, rank_pid: int | None) -> str:
         return sys.executable
     path = os.fsdecode(words[0])
     return path if os.path.isabs(path) and os.path.basename(path).startswith("python") else ""
-
-
-def _put_python_first(environment: dict[str, str], interpreter: str) -> None:
-    """Let `python` be the interpreter of the ranks, which are not started by their PATH."""
-    folder, path = os.path.dirname(interpreter), environment.get("PATH", os.defpath)
-    if folder and shutil.which("python", path=path) != os.path.join(folder, "python"):
-        environment["PATH"] = os.pathsep.join((folder, path))
 
 
 def shell_of(environment: Mapping[str, str]) -> str:

@@ -193,7 +193,8 @@ class IdleWatch:
     def _end_window(self, now: float, beats: Mapping[int, LastBeat], own_pids: Collection[int]) -> None:
         cpu_seconds, size = self.processes.take(own_pids)
         announced = any(math.isfinite(beat.allowed_seconds) and not beat.is_overdue(now) for beat in beats.values())
-        seconds, grown = now - self._window_began, self._metrics_grew()
+        before, self._metrics_bytes = self._metrics_bytes, self._size_of_metrics()
+        seconds, grown = now - self._window_began, self._metrics_bytes != before
         window = Window(seconds, self.gpus.take(), cpu_seconds, size, self._progressed or grown, announced)
         self._window_began, self._progressed = now, False
         needed = 0 if self.cluster.gpu == "cpu" else self.cluster.gpus_per_node
@@ -210,10 +211,6 @@ class IdleWatch:
             self._unmeasured = True
             logger.warning("the use of the GPUs is not known here, so cluster.idle_timeout has no effect")
             self._event("idle-unmeasured", node=self.node)
-
-    def _metrics_grew(self) -> bool:
-        before, self._metrics_bytes = self._metrics_bytes, self._size_of_metrics()
-        return self._metrics_bytes != before
 
     def _size_of_metrics(self) -> int:
         """Return the bytes of metrics.jsonl, to which the first rank or the user's program adds steps."""

@@ -167,7 +167,10 @@ def collect_stacks(local_ranks: LocalRanks, folder: Path) -> list[RankView]:
     for rank in alive:
         stacks, beat = local_ranks.channels[rank.rank].stacks(), beats[rank.rank]
         if stacks:
-            _keep(folder / f"{rank.rank:05d}.txt", stacks)
+            path = folder / f"{rank.rank:05d}.txt"
+            with contextlib.suppress(OSError):  # the file system may be full, or the cause of the hang
+                make_folder(path.parent)
+                replace_file(path, stacks)
         views.append(RankView(rank.rank, beat, now - beat.received, bool(stacks), process_state(rank.pid)))
     return views
 
@@ -191,12 +194,6 @@ def find_suspect(views: Sequence[RankView], several_nodes: bool) -> HangSuspect:
         why = Reason("node.rank-behind", {"rank": behind.rank, **behind.place, **others})
         return HangSuspect(behind.rank, why, sure=False)
     return HangSuspect(None, Reason("node.other-node" if several_nodes else "node.no-suspect", behind.place))
-
-
-def _keep(path: Path, stacks: bytes) -> None:
-    with contextlib.suppress(OSError):  # the file system may be full, or the cause of the hang
-        make_folder(path.parent)
-        replace_file(path, stacks)
 
 
 @contextlib.contextmanager

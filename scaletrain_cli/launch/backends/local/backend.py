@@ -144,7 +144,8 @@ class LocalBackend(Backend):
             return Job.because(job_id, "running", Reason("local.supervisor-running"), nodes)
         if live_agents(run):
             return Job.because(job_id, "running", Reason("local.agent-stopping"), nodes)
-        failure = _failure(run)
+        newest = next(read_lines_backwards(run.events), {})
+        failure = reason_from(newest) if newest.get("code") == SUPERVISOR_FAILED else None
         why = failure or Reason("local.no-process")
         return Job.because(job_id, "ended", why, nodes, begins_no_attempt=failure is not None)
 
@@ -367,12 +368,6 @@ def _wait_for_start(run: RunDir, pid: int, log_bytes: int) -> int | None:
     os.waitpid(pid, 0)
     params = {"pid": pid, "seconds": _START_SECONDS, "folder": str(run.path)}
     raise SchedulerError(Reason("local.supervisor-timed-out", params))
-
-
-def _failure(run: RunDir) -> Reason | None:
-    """Return why the supervisor failed; None if the last event is not a failure of it."""
-    newest = next(read_lines_backwards(run.events), {})
-    return reason_from(newest) if newest.get("code") == SUPERVISOR_FAILED else None
 
 
 def _exit_code(pid: int) -> int | None:

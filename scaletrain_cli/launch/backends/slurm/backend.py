@@ -176,6 +176,7 @@ class SlurmBackend(Backend):
 
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
         site = self._known_site(record.spec)
+        place = read_sweep_place(run)
         return job_script(
             self._with_cores(record.spec),
             record.run_id,
@@ -183,7 +184,8 @@ class SlurmBackend(Backend):
             exclude=exclude_option(record.spec, excluded),
             preemption="" if site is None else preemption_rule(site, record.spec.cluster),
             sizes=record.sizes,
-            in_array=self._is_array_task(run),
+            # Only the first submission of a run is a task of its sweep's array.
+            in_array=place is not None and place.array and read_submission(run) is None,
         )
 
     def _array(
@@ -204,11 +206,6 @@ class SlurmBackend(Backend):
             return self._site(spec)
         except SchedulerError:
             return None
-
-    def _is_array_task(self, run: RunDir) -> bool:
-        """Return whether the next submission of the run is a task of its sweep's array: only its first one is."""
-        place = read_sweep_place(run)
-        return place is not None and place.array and read_submission(run) is None
 
     def _site(self, spec: RunSpec) -> Site:
         key = f"{spec.cluster.model_dump_json()} {sorted(spec.secret_env)}"

@@ -90,6 +90,8 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
         job_id, _, state, reason, _, nodes, per_node, start, partition, name = row
         queued = state == "PENDING"
         ahead = [other for other in waiting if other[8] == partition and _order(other) < _order(row)]
+        # gres:gpu:h100:8; none if the job requested none that way
+        counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
         found.append(
             QueueRow(
                 job_id=job_id,
@@ -97,7 +99,7 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
                 state="queued" if queued else job_state(state),
                 queue=partition,
                 nodes=int(nodes) if nodes.isdigit() else 0,
-                gpus=_gpus(per_node, nodes),
+                gpus=sum(counts.values()) * int(nodes) if counts and nodes.isdigit() else None,
                 ahead=len(ahead) if queued else None,
                 reason="" if reason == "None" else reason,
                 start=moment(start),
@@ -109,9 +111,3 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
 def _order(row: Sequence[str]) -> tuple[int, int]:
     """Return the scheduler's sort key: priority, highest first, then age."""
     return -int(row[4]) if row[4].isdigit() else 0, int(re.sub(r"\D.*", "", row[0]) or 0)
-
-
-def _gpus(per_node: str, nodes: str) -> int | None:
-    """Return the number of GPUs of ``gres:gpu:h100:8`` on ``nodes``; None where the job requested none that way."""
-    counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
-    return sum(counts.values()) * int(nodes) if counts and nodes.isdigit() else None

@@ -23,7 +23,7 @@ from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation,
 from scaletrain_cli.launch.backends.slurm.site import user_name
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.restart import forget_secrets
-from scaletrain_cli.launch.submit import Request, open_request, read_submission
+from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -113,7 +113,10 @@ def job_of_run(run: RunDir) -> Job:
         if rows:
             return (active or rows)[-1].job
         if job_id == "":
-            return _job_of_lost_request(request)
+            params = {"time": time.strftime("%H:%M:%S", time.localtime(request.asked))}
+            if time.time() - request.asked < _SETTLED_SECONDS:
+                return Job.because("", "unknown", Reason("slurm.request-pending", params), unsettled=True)
+            return Job.because("", "ended", Reason("slurm.request-not-accepted", params))
     if job_id == "":
         return Job.because("", "unknown", Reason("slurm.never-submitted"))
     row = _rows_by_id([job_id]).get(job_id)
@@ -185,14 +188,6 @@ def _forgotten_job(job_id: str, accounted: str) -> Job:
         why = Reason("slurm.job-accounted", {"state": accounted})
         return Job.because(job_id, "ended", why, cause=job_cause(accounted))
     return Job.because(job_id, "ended", Reason("slurm.job-not-listed"), forgotten=True)
-
-
-def _job_of_lost_request(request: Request) -> Job:
-    """Return the job of an unanswered sbatch of which Slurm has no job now."""
-    params = {"time": time.strftime("%H:%M:%S", time.localtime(request.asked))}
-    if time.time() - request.asked < _SETTLED_SECONDS:
-        return Job.because("", "unknown", Reason("slurm.request-pending", params), unsettled=True)
-    return Job.because("", "ended", Reason("slurm.request-not-accepted", params))
 
 
 def cancelled_by_another(job_id: str) -> bool:
