@@ -7,14 +7,13 @@ and its small documents. They are in one file (launch/node/view.py), which is re
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from scaletrain_cli.sent_command import sent
 
 
 @dataclass(frozen=True)
@@ -64,3 +63,32 @@ def sent_document(path: Path) -> dict[str, Any] | None:
         if (found := sent_run(folder)) is not None:
             return found.documents.get(str(path.relative_to(folder)))
     return None
+
+
+ON_LOGIN_NODE = "SCALETRAIN_ON_LOGIN_NODE"
+SENT_CLUSTERS = "SCALETRAIN_SENT_CLUSTERS"
+SENT_SPEC = "SCALETRAIN_SENT_SPEC"
+SENT_RUN = "SCALETRAIN_SENT_RUN"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """``here``: another machine has sent the command line, so it runs here.
+
+    ``clusters``: a clusters file with the cluster that was named there, in place of the own file; ``spec``: the path of
+    the spec on that machine, for errors. ``run``: a file with what that machine knows of a run (sent_run.py).
+    """
+
+    here: bool
+    clusters: Path | None
+    spec: str | None
+    run: Path | None = None
+
+
+@functools.cache
+def sent() -> Sent:
+    """Return it, and take the variables out of the environment: a job would follow them to files that are gone."""
+    names = (ON_LOGIN_NODE, SENT_CLUSTERS, SENT_SPEC, SENT_RUN)
+    here, clusters, spec, run = (os.environ.pop(name, None) for name in names)
+    is_here = here is not None or bool(run)
+    return Sent(is_here, Path(clusters) if clusters else None, spec or None, Path(run) if run else None)

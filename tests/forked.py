@@ -34,7 +34,7 @@ import scaletrain_cli
 from scaletrain_cli.launch.node import inspection
 from scaletrain_cli.launch.node.processes import reap
 from scaletrain_cli.rundir import record
-from scaletrain_cli.sent_command import sent
+from scaletrain_cli.sent_run import sent
 from scaletrain_cli.spec import load_spec
 from tests.forked_python import FORKS_PYTHON, end_with, fork_python, open_streams, python_path, run_module
 

@@ -26,7 +26,7 @@ RECIPE = "recipes/llama-10m-cpu.yaml"
 # Beside these, every package may import what is in this layer.
 BASE_LAYER = set(
     "available_memory errors event_texts extras full_disk hub log_setup markup own_processes plugins project_files "
-    "reason_texts reasons safe_files secret_text sent_command sent_run text unexpected __init__".split()
+    "reason_texts reasons safe_files secret_text sent_run text unexpected __init__".split()
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},

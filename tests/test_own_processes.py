@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.submit import create_run, submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.own_processes import START, absolute_paths, leave_current_folder, python_command
 from tests.launch.conftest import LOCAL, MadeRun, make_plan, make_spec
 from tests.source_trees import files_with, nodes_of

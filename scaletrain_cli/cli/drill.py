@@ -96,8 +96,8 @@ def _drill(
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.drill import UNDISTURBED, DrillSetup, compare_runs, drill_spec, make_folder, run_drill
     from scaletrain_cli.launch.submit import plan_for_engine
-    from scaletrain_cli.ui.drill import show_verdicts, verdicts_json
     from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.short_jobs import show_verdicts, verdicts_json
     from scaletrain_cli.ui.submission import show_outlook
 
     if base.code.own_program:

@@ -89,8 +89,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
 
     The validation loss of each step is in metrics.jsonl.
     """
-    from scaletrain_cli.rundir.evaluations import read_evaluations
-    from scaletrain_cli.rundir.validations import read_validations
+    from scaletrain_cli.rundir.evaluations import read_evaluations, read_validations
     from scaletrain_cli.ui.evaluations import show_evaluations, show_validations
 
     found = find_run(run)
@@ -122,8 +121,7 @@ def show(
 ) -> None:
     """Show the evaluations after one step: metrics, errors, versions, generated texts, and the worst classes."""
     from scaletrain_cli.rundir.documents import reporting_damage
-    from scaletrain_cli.rundir.evaluations import read_evaluations
-    from scaletrain_cli.rundir.validations import read_validations, validation_path
+    from scaletrain_cli.rundir.evaluations import read_evaluations, read_validations, validation_path
     from scaletrain_cli.ui.evaluations import show_evaluation, show_validation
 
     found = find_run(run)

@@ -20,8 +20,7 @@ from scaletrain_cli.ui.console import document, say, suggest
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.image_file import Image
-    from scaletrain_cli.launch.image_sources import Source
+    from scaletrain_cli.launch.image_file import Image, Source
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -69,8 +68,7 @@ def command(
     project is not in the image: each run brings a snapshot of it.
     Never overwrites an existing file, and contains no secret.
     """
-    from scaletrain_cli.launch.image_file import build_command, notes, push_command, render, tools_for
-    from scaletrain_cli.launch.image_sources import find_source
+    from scaletrain_cli.launch.image_file import build_command, find_source, notes, push_command, render, tools_for
 
     if uid == 0:
         raise UsageError(Reason("container.root"))

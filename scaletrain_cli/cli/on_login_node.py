@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
-from scaletrain_cli.cli.command_words import CommandLine, parsed
+from scaletrain_cli.cli.app import CommandLine, parsed
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
-from scaletrain_cli.sent_command import sent
+from scaletrain_cli.sent_run import sent
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.code import Snapshot
@@ -115,9 +115,8 @@ def _with_bundle(
     entry: SentRun | None = None,
 ) -> int:
     """Send files to the login node, then run the verb with them. ``entry``: the run, if the verb may submit it."""
-    from scaletrain_cli.launch.login_node.bundle import make_bundle, remove, script_of, send
     from scaletrain_cli.launch.login_node.sent_runs import forget, remember, sent_runs
-    from scaletrain_cli.launch.login_node.ssh import run_interactively
+    from scaletrain_cli.launch.login_node.ssh import make_bundle, remove, run_interactively, script_of, send
     from scaletrain_cli.ui.console import say, warn
 
     for note in () if snapshot is None else snapshot.notes:
@@ -155,8 +154,7 @@ def _with_bundle(
 
 def _is_unknown(node: LoginNode, run: SentRun) -> bool:
     """Return whether the login node answers that it has no such run."""
-    from scaletrain_cli.launch.login_node.bundle import script_of
-    from scaletrain_cli.launch.login_node.ssh import output_of
+    from scaletrain_cli.launch.login_node.ssh import output_of, script_of
 
     asked = script_of(node, ["list", "--limit", "0", "--json"])
     try:
@@ -215,8 +213,7 @@ def _at(run: SentRun, line: CommandLine, added: Sequence[str] = ()) -> int:
 
 
 def _run(node: LoginNode, words: Sequence[str], *, of_command: bool = False) -> int:
-    from scaletrain_cli.launch.login_node.bundle import script_of
-    from scaletrain_cli.launch.login_node.ssh import run_interactively
+    from scaletrain_cli.launch.login_node.ssh import run_interactively, script_of
 
     return run_interactively(node, script_of(node, words), of_command=of_command)
 
@@ -261,8 +258,7 @@ def _resume(run: SentRun, cluster: Cluster, line: CommandLine) -> int:
 
 def _report(node: LoginNode, line: CommandLine) -> int:
     """Write the page on the login node, and copy it to the file that was named here."""
-    from scaletrain_cli.launch.login_node.bundle import script_of
-    from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively
+    from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively, script_of
     from scaletrain_cli.ui.console import say
 
     output: Path = line.params["output"]

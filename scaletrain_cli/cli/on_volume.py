@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.cli.command_words import CommandLine, parsed
+from scaletrain_cli.cli.app import CommandLine, parsed
 from scaletrain_cli.cli.options import seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
 from scaletrain_cli.launch.view_switch import await_files
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
-from scaletrain_cli.sent_command import sent
+from scaletrain_cli.sent_run import sent
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.view_elsewhere import LinesOnce, ViewEnd

@@ -54,7 +54,7 @@ def command(
     if as_json:
         print_json(found.to_json())
     else:
-        from scaletrain_cli.ui.preflight import show_preflight
+        from scaletrain_cli.ui.short_jobs import show_preflight
 
         show_preflight(found)
     raise typer.Exit(found.exit_code)

@@ -59,7 +59,7 @@ def command(
     from scaletrain_cli.launch.rehearse import chosen_items
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.plots import check_plot_file
-    from scaletrain_cli.ui.rehearsal import PLOT_KINDS, show_rehearsal, write_plot
+    from scaletrain_cli.ui.short_jobs import PLOT_KINDS, show_rehearsal, write_plot
 
     options = Options(chosen_items(_names(items), _names(skip)), seconds_of("--budget", budget))
     timeout_seconds = seconds_of("--timeout", timeout)

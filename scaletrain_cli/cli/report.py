@@ -59,7 +59,7 @@ def command(
     members = sweeps[0].runs if sweeps else [each for each in found if not isinstance(each, Sweep)]
     report = read_report(list(dict.fromkeys(members)), sweeps[0] if sweeps else None)
     if output is not None:
-        from scaletrain_cli.report.page import page
+        from scaletrain_cli.report.comparison_sections import page
 
         replace_file(output, page(report), public=True)
         say(f"wrote {output}")

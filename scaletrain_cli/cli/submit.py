@@ -204,7 +204,7 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
     options = Options(chosen_items((), ()), DEFAULT_BUDGET_SECONDS)
     found = rehearse(run_spec, file, options, None, DEFAULT_TIMEOUT_SECONDS, yes=yes)
     if not as_json:
-        from scaletrain_cli.ui.rehearsal import show_rehearsal
+        from scaletrain_cli.ui.short_jobs import show_rehearsal
 
         show_rehearsal(found)
     if found.exit_code != ExitCode.DONE:

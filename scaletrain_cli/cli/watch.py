@@ -40,7 +40,7 @@ def command(
     elif as_json:
         _follow_as_json(found)
     elif is_capable():
-        from scaletrain_cli.launch.watching import Reading
+        from scaletrain_cli.launch.view import Reading
         from scaletrain_cli.ui.watch.screen import DRAW_SECONDS, watch_screen
 
         with Reading(found, DRAW_SECONDS) as reading:
@@ -56,14 +56,14 @@ def _show_once(run: RunDir, as_json: bool) -> None:
     if as_json:
         print_json(_document(view))
     else:
-        from scaletrain_cli.ui.watch.lines import show_overview
+        from scaletrain_cli.ui.watch.overview import show_overview
 
         show_overview(view)
 
 
 def _follow_as_json(run: RunDir) -> None:
     """Write a line for each change of step, state, events or findings, and the envelope at the end of the run."""
-    from scaletrain_cli.launch.watching import ViewReader
+    from scaletrain_cli.launch.view import ViewReader
 
     reader, written = ViewReader(run), None
     while True:
@@ -79,8 +79,8 @@ def _follow_as_json(run: RunDir) -> None:
 
 
 def _follow(run: RunDir) -> None:
-    from scaletrain_cli.launch.watching import ViewReader
-    from scaletrain_cli.ui.watch.lines import show_change
+    from scaletrain_cli.launch.view import ViewReader
+    from scaletrain_cli.ui.watch.overview import show_change
 
     reader, before, printed = ViewReader(run), None, float("-inf")
     while True:

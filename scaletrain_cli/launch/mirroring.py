@@ -1,4 +1,4 @@
-"""The process that mirrors a run: a child of the first node's agent (node/mirroring.py), or of what ends the run.
+"""The process that mirrors a run: a child of the first node's agent (node/observer.py), or of what ends the run.
 
 ``python -m scaletrain_cli.launch.mirroring RUN_DIR --parent-pid PID``. It reads the run directory and the checkpoint
 folder and writes to the mirror, mirror.json and events.jsonl. The end of its standard input asks for the newest
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
-from scaletrain_cli.launch.node.mirroring import MODULE
+from scaletrain_cli.launch.node.observer import MODULE
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.mirror.opening import open_store, store_variables

@@ -14,9 +14,9 @@ from typing import Any
 
 from scaletrain_cli.errors import SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document

@@ -26,11 +26,11 @@ from scaletrain_cli.diagnosis.rehearsal import (
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.calibration import keep_measurement, measure_rehearsal
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.drill import make_folder
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.submit import create_run, submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir

@@ -6,9 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from scaletrain_cli.mirror.folder_store import FolderStore
 from scaletrain_cli.mirror.object_store import ObjectStore
-from scaletrain_cli.mirror.stores import MirrorStore
+from scaletrain_cli.mirror.stores import FolderStore, MirrorStore
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.mirror import is_in_store
 

@@ -1,13 +1,19 @@
-"""The interface of a mirror's place: a store with named files."""
+"""The interface of a mirror's place, a store with named files, and the store that is a folder."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from scaletrain_cli.mirror.transfer import Throttle
-from scaletrain_cli.rundir.checkpoints import FileDigest
+from scaletrain_cli.mirror.transfer import MirrorError, Throttle, download, hashed_blocks, opened
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.checkpoints import FileDigest, file_digest
+from scaletrain_cli.safe_files import create_file, make_folder, open_new, open_to_read, replace_file, sync_folder
 
 
 class Stored(NamedTuple):
@@ -50,3 +56,107 @@ class MirrorStore(Protocol):
 
     def delete(self, name: str) -> None:
         """Delete a file; nothing if it is not there."""
+
+
+class FolderStore:
+    """A folder with the files of a mirror."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.place = folder, str(folder)
+
+    def list(self, folder: str) -> dict[str, Stored]:
+        """Return all files below a folder by name, also drafts of writers that were killed."""
+        found: dict[str, Stored] = {}
+        for path in sorted((self._folder / folder).rglob("*")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    found[path.relative_to(self._folder).as_posix()] = Stored(path.stat().st_size)
+        return found
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if it is not there."""
+        try:
+            with open_to_read(self._folder / name) as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, name: str, content: bytes, *, private: bool = False) -> None:
+        """Replace a small file atomically. ``private``: other users may not read it."""
+        path = self._folder / name
+        make_folder(path.parent)
+        replace_file(path, content, private=private)
+        sync_folder(path.parent)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a small file unless it is there; return whether this call did."""
+        path = self._folder / name
+        make_folder(path.parent)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            create_file(draft, content)
+            os.link(draft, path)  # unlike a rename it fails if the name is taken
+        except FileExistsError:
+            return self.read(name) == content
+        finally:
+            draft.unlink(missing_ok=True)
+        sync_folder(path.parent)
+        return True
+
+    def upload(self, name: str, path: Path, digest: FileDigest, throttle: Throttle) -> None:
+        """Copy a file, and read it again from the disk. Raises LocalFileError, MirrorError and OSError."""
+        target = self._folder / name
+        make_folder(target.parent)
+        draft = target.with_name(f".{target.name}.draft")  # one name, so that the next upload replaces what a kill left
+        try:
+            with opened(path) as source, open_new(draft) as file:
+                for block in hashed_blocks(source, path, digest, throttle):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+            if _digest_on_disk(draft) != digest:
+                raise MirrorError(Reason("mirror.wrong-bytes", {"file": str(target), "writes": 1}))
+            draft.rename(target)
+        finally:
+            draft.unlink(missing_ok=True)
+        sync_folder(target.parent)
+
+    def holds(self, name: str, stored: Stored, path: Path, digest: FileDigest) -> bool:
+        """Return whether a file that an earlier process has stored is the one of the digest."""
+        return stored.size == digest.size and file_digest(self._folder / name) == digest
+
+    def download(
+        self, name: str, target: Path, digest: FileDigest, on_bytes: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """Copy a file of the mirror to ``target`` and verify it; see transfer.download()."""
+
+        def read(start: int, stop: int) -> bytes:
+            with contextlib.suppress(FileNotFoundError), open_to_read(self._folder / name) as file:
+                if os.fstat(file.fileno()).st_size == digest.size:
+                    return os.pread(file.fileno(), stop - start, start)
+            raise MirrorError(Reason("mirror.damaged", {"file": str(self._folder / name), "reads": 1}))
+
+        download(str(self._folder / name), target, digest, read, on_bytes)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, and its folder if that is empty then."""
+        path = self._folder / name
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self._folder or self._folder not in folder.parents:
+                return
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or gone
+                return
+
+
+def _digest_on_disk(path: Path) -> FileDigest:
+    """Return size and hash of a file, as far as possible from the disk and not from the page cache."""
+    with open_to_read(path) as file:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = hashlib.sha256()
+        while block := file.read(1 << 20):
+            found.update(block)
+        return FileDigest(file.tell(), found.hexdigest())

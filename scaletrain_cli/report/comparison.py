@@ -10,8 +10,7 @@ from typing import Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.report.curves import MOST_BINS
-from scaletrain_cli.report.reading import SCHEMA, read_run_report
-from scaletrain_cli.report.spec_history import without_secrets
+from scaletrain_cli.report.reading import SCHEMA, read_run_report, without_secrets
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import Sweep, read_sweep_place
 

@@ -1,18 +1,20 @@
-"""The sections of a page of several runs or of a sweep: figures side by side, curves over each other, parameters."""
+"""The HTML page of a report, and its sections about several runs or a sweep: figures and curves side by side."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
-from scaletrain_cli.markup import axis_place, plain_value, safe, table, tiles, value_text
+from scaletrain_cli.markup import axis_place, document, plain_value, safe, table, tiles, time_text, value_text
 from scaletrain_cli.report.chart import HEIGHT, WIDTH, Chart, Line, draw, span_of
 from scaletrain_cli.report.comparison import ranked
 from scaletrain_cli.report.run_charts import line_of, since_start
-from scaletrain_cli.report.run_sections import SWITCH, figure_of, finding_item, rate_of, step_text
+from scaletrain_cli.report.run_sections import SWITCH, figure_of, finding_item, rate_of, run_sections, step_text
 from scaletrain_cli.text import counted, percent_text, whole_text
 
 _COLORS = 8
@@ -306,3 +308,25 @@ def _axis(values: Sequence[Any]) -> tuple[_Scale, list[tuple[float, str]]]:
         middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
         distinct = [low, middle, high]
     return scale, [(scale(value), f"{value:.4g}") for value in distinct]
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """Return the HTML document of a report (schema ``scaletrain.report/v1``)."""
+    runs: Sequence[Mapping[str, Any]] = report["runs"]
+    is_one = len(runs) == 1 and report["sweep"] is None and not report["damaged"]
+    tables: list[dict[str, Any]] = []
+    body: Iterable[str] = run_sections(runs[0], tables) if is_one else comparison_sections(report, tables)
+    title = runs[0]["run_id"] if is_one else report["sweep"]["name"] if report["sweep"] else f"{len(runs)} runs"
+    parts = [
+        *body,
+        f'<p class="soft">Made {time_text(report["made"])} UTC by <code>scaletrain report</code>.</p>',
+        '<div id="tip" role="status"></div>',
+        f'<script type="application/json" id="data">{_script_json(tables)}</script>',
+    ]
+    return document(f"{title}: report", parts, files(__package__).joinpath("page.js").read_text(encoding="utf-8"))
+
+
+def _script_json(value: Any) -> str:
+    """Return JSON that ends no script element and begins no comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

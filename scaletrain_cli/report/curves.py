@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from scaletrain_cli.diagnosis.history import kept_step, metrics_place
 from scaletrain_cli.rundir.documents import parse_json
-from scaletrain_cli.rundir.validations import measures_in
+from scaletrain_cli.rundir.evaluations import measures_in
 from scaletrain_cli.safe_files import open_to_read
 
 MOST_BINS = 600

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaletrain_cli.launch.status import OVER
 from scaletrain_cli.markup import details, plain_value, prose, safe, table, tiles, value_text
-from scaletrain_cli.report.hardware_sections import hardware_section
+from scaletrain_cli.report.hardware import hardware_section
 from scaletrain_cli.report.reading import verdict
 from scaletrain_cli.report.record_sections import (
     attempts_section,

@@ -1,5 +1,7 @@
 """The evaluations of a run's checkpoints: ``evaluations/step-N.json``, and which checkpoint has the best value.
 
+And the validations of the training job with figures by class: ``evaluations/validation-N.json``.
+
 An evaluation is requested (its job exists), running (the weights were copied, so that the checkpoint may be deleted),
 and done or failed. Its metrics are also in metrics.jsonl, at the step of the checkpoint.
 """
@@ -8,17 +10,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.rundir.documents import read_as, undamaged_in, write_document
+from scaletrain_cli.rundir.documents import json_value, read_as, undamaged_in, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
 from scaletrain_cli.rundir.mirror_state import step_being_mirrored
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.validations import ERRORS
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.run import CheckpointSpec
 
@@ -131,3 +132,59 @@ def is_lower_better(run: RunDir, metric: str) -> bool:
     if metric.rpartition("/")[2].endswith(("loss", "perplexity", *ERRORS)):
         return True
     return any(metric in evaluation.lower_is_better for evaluation in read_evaluations(run))
+
+
+VALIDATION_SCHEMA = "scaletrain.validation/v1"
+PREFIX = "validation_"
+_VALIDATION_FILE = re.compile(r"validation-(\d{8,})\.json")
+_COUNTS = tuple(f"{PREFIX}{samples}" for samples in ("sequences", "images", "pairs"))
+# Names of figures of which the least is the best.
+ERRORS = ("mae", "rmse")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The figures after ``step`` steps. ``metrics``: of the split, by name. ``details``: such as a list of classes."""
+
+    step: int
+    time: float
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def measures_in(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures beside the loss in a line of metrics.jsonl, by their names without ``validation_``."""
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in line.items()
+        if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}loss") and name not in _COUNTS
+    }
+
+
+def validation_path(run: RunDir, step: int) -> Path:
+    """Return the file of the validation after ``step`` steps."""
+    return run.path / "evaluations" / f"validation-{step:08d}.json"
+
+
+def write_validation(run: RunDir, step: int, metrics: Mapping[str, float], details: Mapping[str, Any]) -> None:
+    """Write the file of a validation; figures that are not finite are null. Raises OSError."""
+    found = Validation(step, round(time.time(), 3), json_value(dict(metrics)), json_value(dict(details)))
+    make_folder(validation_path(run, step).parent)
+    write_document(validation_path(run, step), {"schema": VALIDATION_SCHEMA, **asdict(found)})
+
+
+def read_validation(run: RunDir, step: int) -> Validation | None:
+    """Return the validation after ``step`` steps; None if it has no file. Raises UsageError for a damaged file."""
+    return read_as(Validation, validation_path(run, step))
+
+
+def read_validations(run: RunDir) -> list[Validation]:
+    """Return all validations with a file, by step, without files that are damaged."""
+    return undamaged_in(Validation, run.path / "evaluations", _VALIDATION_FILE)
+
+
+def forget_newer_validations(run: RunDir, step: int) -> None:
+    """Remove the files of later steps than ``step``, which were rolled back."""
+    for validation in read_validations(run):
+        if validation.step > step:
+            validation_path(run, validation.step).unlink(missing_ok=True)

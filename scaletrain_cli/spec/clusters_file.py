@@ -24,7 +24,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.sent_command import sent
+from scaletrain_cli.sent_run import sent
 from scaletrain_cli.spec.source import Key, Source, parse_yaml, shown
 from scaletrain_cli.text import did_you_mean
 

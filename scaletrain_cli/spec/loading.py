@@ -22,7 +22,7 @@ from scaletrain_cli.errors import Problem, ScaletrainError, SpecError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.sent_command import sent
+from scaletrain_cli.sent_run import sent
 from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster

@@ -11,8 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from scaletrain_cli.rundir.inventory import Entry
 from scaletrain_cli.text import bytes_text, seconds_text
-from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console
-from scaletrain_cli.ui.grids import titled_table
+from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console, titled_table
 
 _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
 _MIRRORED = "mirrored"

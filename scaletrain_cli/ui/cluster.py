@@ -10,8 +10,7 @@ from rich.text import Text
 
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, QuotaRow
 from scaletrain_cli.text import seconds_text
-from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.grids import titled_table
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, titled_table
 
 _STATES = {"running": "bold cyan", "queued": "cyan"}
 

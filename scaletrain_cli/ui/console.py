@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.errors import Problem, ScaletrainError
@@ -145,3 +146,30 @@ def _place(problem: Problem) -> Text:
     if problem.given is not None:
         text.append(f" = {plain(problem.given)}")
     return text
+
+
+def titled_table(titles: Sequence[str], kinds: str, gap: int = 2) -> Table:
+    """Return a table with its row of titles. ``kinds``, by column: l left, r right, w left and wrapped.
+
+    ``gap``: blanks between columns.
+    """
+    table = Table.grid(padding=(0, gap, 0, 0))
+    for _, kind in zip(titles, kinds, strict=True):
+        table.add_column(justify="right" if kind == "r" else "left", no_wrap=kind != "w", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in titles))
+    return table
+
+
+def marked(rows: Iterable[tuple[str | Text, Text]]) -> Table:
+    """Return a row for each mark, such as a number, with its text wrapped beside it."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for mark, text in rows:
+        table.add_row(mark, text)
+    return table
+
+
+def bullets(sentences: Iterable[tuple[str, str]]) -> Table:
+    """Return a bullet for each (text, style)."""
+    return marked((Text("•", style), escaped_text(text, style)) for text, style in sentences)

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.text import bytes_text, count_text, counted, listed, lost_text, percent_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.grids import titled_table
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, titled_table
 
 _MOST_RULES = 12
 _MOST_PLACES = 3

@@ -13,8 +13,7 @@ from rich.text import Text
 from scaletrain_cli.diagnosis.checks import Diagnosis
 from scaletrain_cli.diagnosis.findings import Cause, Change, Finding
 from scaletrain_cli.text import counted, either
-from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.grids import marked
+from scaletrain_cli.ui.console import escaped_text, line, marked, plain, show, stdout_console
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "cyan"}
 _IN_STATUS = 3

@@ -7,11 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from scaletrain_cli.rundir.evaluations import Evaluation
-from scaletrain_cli.rundir.validations import Validation
+from scaletrain_cli.rundir.evaluations import Evaluation, Validation
 from scaletrain_cli.text import whole_text
-from scaletrain_cli.ui.console import escaped_text, show, stdout_console
-from scaletrain_cli.ui.grids import titled_table
+from scaletrain_cli.ui.console import escaped_text, show, stdout_console, titled_table
 
 _MOST_COLUMNS = 8
 _WORST_CLASSES = 10

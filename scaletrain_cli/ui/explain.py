@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.finding import Explanation, Finding
-from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.grids import marked
+from scaletrain_cli.ui.console import escaped_text, line, marked, plain, show, stdout_console
 from scaletrain_cli.ui.status import STYLES
 
 

@@ -36,8 +36,17 @@ from scaletrain_cli.text import (
     two_figures,
     whole_text,
 )
-from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console, stdout_console, supports_unicode, warn
-from scaletrain_cli.ui.grids import bullets, titled_table
+from scaletrain_cli.ui.console import (
+    bullets,
+    escaped_text,
+    plain,
+    show,
+    stderr_console,
+    stdout_console,
+    supports_unicode,
+    titled_table,
+    warn,
+)
 from scaletrain_cli.ui.plan_breakdown import (
     AMOUNT,
     PART,

@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from scaletrain_cli.launch.branch import Branch
-from scaletrain_cli.launch.replan import Resize
-from scaletrain_cli.launch.reschedule import NewSchedule
+from scaletrain_cli.launch.replan import NewSchedule, Resize
 from scaletrain_cli.launch.resume import ResumeReport
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord

@@ -14,8 +14,7 @@ from scaletrain_cli.launch.sweep import Point
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console, warn
-from scaletrain_cli.ui.grids import titled_table
+from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console, titled_table, warn
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
 
@@ -49,7 +48,7 @@ def show_before_submission(prospect: SubmissionSummary, run_id: str | None) -> N
     rows = [*summary_rows(spec, plan), *job_rows(prospect, run_id), *warning_rows(plan)]
     show(stderr_console(), Group(headline(spec, plan), labelled(rows)))
     if prospect.sizes:
-        from scaletrain_cli.ui.node_sizes import show_sizes
+        from scaletrain_cli.ui.plan_answer import show_sizes
 
         show_sizes(prospect.sizes, console=stderr_console())
 

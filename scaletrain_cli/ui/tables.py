@@ -15,8 +15,7 @@ from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.rundir.bad_nodes import BadNode
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.text import seconds_text
-from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.grids import titled_table
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, titled_table
 from scaletrain_cli.ui.status import STYLES, steps_text
 
 LABEL_WIDTH = 11

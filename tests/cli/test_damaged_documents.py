@@ -20,7 +20,7 @@ from scaletrain_cli.reasons import recorded
 from scaletrain_cli.report.reading import read_run_report
 from scaletrain_cli.rundir.attempt_requests import request_growth, request_idle_end
 from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.evaluations import Evaluation, write_evaluation
+from scaletrain_cli.rundir.evaluations import Evaluation, write_evaluation, write_validation
 from scaletrain_cli.rundir.goodput import Ledger, write_ledger
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
@@ -31,7 +31,6 @@ from scaletrain_cli.rundir.profiles import Profile, profile_folder, rank_file, w
 from scaletrain_cli.rundir.raised_findings import mark_diagnosis
 from scaletrain_cli.rundir.record import REVISION_SCHEMA
 from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
-from scaletrain_cli.rundir.validations import write_validation
 from scaletrain_cli.worker.failures import Failure, write_failure
 from tests.cli.command_line import scaletrain
 from tests.cli.every_command import OF_A_RUN, command_line, start_nothing

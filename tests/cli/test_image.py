@@ -15,8 +15,7 @@ import pytest
 
 from scaletrain_cli.cli import image as verb
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.image_file import CUDA_IMAGES, Image, ScaletrainSource, render
-from scaletrain_cli.launch.image_sources import Source
+from scaletrain_cli.launch.image_file import CUDA_IMAGES, Image, ScaletrainSource, Source, render
 from tests.cli.command_line import scaletrain
 
 PROJECT = Path(__file__).parent.parent.parent

@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.launch.preflight import Preflight
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.ui.preflight import show_preflight
+from scaletrain_cli.ui.short_jobs import show_preflight
 from tests.cli.command_line import SMALL, scaletrain
 
 

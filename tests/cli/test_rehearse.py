@@ -28,7 +28,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import write_spec_lines
 from scaletrain_cli.spec import load_spec
-from scaletrain_cli.ui.rehearsal import curve_text, draw, show_rehearsal
+from scaletrain_cli.ui.short_jobs import curve_text, draw, show_rehearsal
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
 
 RATES = [1e-5 * 10 ** (place / 8) for place in range(33)]

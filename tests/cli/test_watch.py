@@ -21,14 +21,13 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from scaletrain_cli.launch.view import read_view
-from scaletrain_cli.launch.watching import Log, Reading, Shown, ViewReader, read_log
+from scaletrain_cli.launch.view import Log, Reading, Shown, ViewReader, read_log, read_view
 from scaletrain_cli.rundir.journal import append_line, append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.ui.watch.layout import PAGES, Choices, Page
-from scaletrain_cli.ui.watch.lines import show_overview
+from scaletrain_cli.ui.watch.overview import show_overview
 from scaletrain_cli.ui.watch.screen import press, screen_lines
 from tests.cli.command_line import PROJECT, scaletrain
 from tests.cli.prepared_runs import prepare

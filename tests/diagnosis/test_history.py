@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.diagnosis.history import History, read_history
-from scaletrain_cli.launch.view import RunView, read_view
-from scaletrain_cli.launch.watching import Shown, ViewReader
+from scaletrain_cli.launch.view import RunView, Shown, ViewReader, read_view
 from scaletrain_cli.rundir.journal import append_line, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record

@@ -19,11 +19,11 @@ from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, read_supervisor
 from scaletrain_cli.launch.backends.slurm import queue
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records, write_node_record
 from scaletrain_cli.launch.recover import delay_seconds, recover, recover_runs, why_lost
 from scaletrain_cli.launch.restart import automatic_submissions, first_attempt_of_job
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.attempt_requests import request_idle_end
 from scaletrain_cli.rundir.documents import write_document

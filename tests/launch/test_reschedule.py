@@ -8,8 +8,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.event_texts import event_sentence
-from scaletrain_cli.launch.replan import Resize, replan
-from scaletrain_cli.launch.reschedule import WasNow, new_schedule
+from scaletrain_cli.launch.replan import Resize, WasNow, new_schedule, replan
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import pytest
 
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 from scaletrain_cli.worker import trackers
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.cli.command_words import parsed
+from scaletrain_cli.cli.app import parsed
 from scaletrain_cli.cli.events import _not_in
 from scaletrain_cli.launch import view_elsewhere
 from scaletrain_cli.launch.exec import Streams

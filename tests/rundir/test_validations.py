@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.evaluations import Evaluation, best_step, read_evaluations, write_evaluation
-from scaletrain_cli.rundir.journal import append_line
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.validations import (
+from scaletrain_cli.rundir.evaluations import (
+    Evaluation,
+    best_step,
     forget_newer_validations,
     measures_in,
+    read_evaluations,
     read_validation,
     read_validations,
     validation_path,
+    write_evaluation,
     write_validation,
 )
+from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.text import measures_text
 from tests.cli.command_line import scaletrain
 

@@ -13,9 +13,9 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
+from scaletrain_cli.rundir.evaluations import PREFIX
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.validations import PREFIX
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
 

@@ -20,11 +20,10 @@ from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import json_number
-from scaletrain_cli.rundir.evaluations import forget_newer
+from scaletrain_cli.rundir.evaluations import forget_newer, forget_newer_validations
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.validations import forget_newer_validations
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 

@@ -13,11 +13,10 @@ import torch
 from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.plan.vision.llava import language_share
-from scaletrain_cli.rundir.evaluations import read_evaluations
+from scaletrain_cli.rundir.evaluations import measures_in, read_evaluations, write_validation
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.validations import measures_in, write_validation
 from scaletrain_cli.spec import LlavaSpec
 from scaletrain_cli.text import measures_text
 from scaletrain_cli.tracking.guard import Trackers

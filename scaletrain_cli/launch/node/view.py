@@ -33,7 +33,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import closing_descriptor, open_to_append, replace_file
-from scaletrain_cli.sent_command import SENT_RUN
+from scaletrain_cli.sent_run import SENT_RUN
 
 PAGE = 3  # the channel of the file that the verb writes, beside those of its streams
 PAGE_WORD = "\0page"  # among the words of the verb, for the path of that file

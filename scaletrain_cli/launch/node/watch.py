@@ -18,8 +18,7 @@ from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, furthest_behind, hung_rank
 from scaletrain_cli.launch.node.idle import IdleWatch
-from scaletrain_cli.launch.node.mirroring import MirrorProcess
-from scaletrain_cli.launch.node.observer import Observer
+from scaletrain_cli.launch.node.observer import MirrorProcess, Observer
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import (
     STOPPED_SECONDS,

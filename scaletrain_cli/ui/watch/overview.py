@@ -1,4 +1,4 @@
-"""The first page of `watch`: state, progress, loss, and a line for each figure of the run."""
+"""The first page of `watch`: state, progress, loss, and a line for each figure; and the output without a terminal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from rich.text import Text
 
 from scaletrain_cli.launch.view import RunView
 from scaletrain_cli.text import bytes_text, counted, listed, percent_text, seconds_text
-from scaletrain_cli.ui.console import escaped_text, plain
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, supports_unicode
 from scaletrain_cli.ui.diagnosis import finding_headline
 from scaletrain_cli.ui.events import event_line
-from scaletrain_cli.ui.hardware import gpu_text, planned_parts_text, rank_memory_text, step_parts_text
 from scaletrain_cli.ui.status import (
     NOT_SEEN,
+    STYLES,
     cost_text,
     goodput_text,
+    gpu_text,
     left_text,
     lost_text,
     measures_text,
     memory_text,
+    planned_parts_text,
     progress_text,
+    rank_memory_text,
     sources_text,
+    step_parts_text,
     step_text,
 )
 from scaletrain_cli.ui.watch.curves import loss_curve
@@ -152,3 +156,40 @@ def _job_text(view: RunView) -> str:
     attempt = f"attempt {status.attempt}, " if status.attempt > 1 else ""
     detail = f": {status.job.detail}" if status.state == "running" and status.job.detail else ""
     return attempt + where + nodes + detail
+
+
+_ROWS = 34
+
+
+def show_overview(view: RunView) -> None:
+    """Print the first page of `watch` to stdout."""
+    console = stdout_console()
+    line(console, headline(view))
+    choices = Choices(unicode=supports_unicode(console))
+    for text in overview(view, choices, console.width, _ROWS, more=f"scaletrain diagnose {view.run.run_id}").body:
+        show(console, text)
+
+
+def show_change(view: RunView, before: RunView | None) -> None:
+    """Print new events and findings, and then the state with the figures of the last step, each on a line."""
+    console = stdout_console()
+    for event in view.events[len(before.events) if before is not None else max(0, len(view.events) - 3) :]:
+        line(console, event_line(event))
+    known = {finding.code for finding in before.diagnosis.findings} if before is not None else set()
+    for finding in view.diagnosis.findings:
+        if finding.code not in known:
+            line(console, finding_headline(finding))
+    status, figures = view.status, view.figures
+    why = status.why if status.state not in ("running", "finished") else ""
+    words = [progress_text(status), measures_text(status), left_text(figures), cost_text(figures), why]
+    when = time.strftime("%H:%M:%S", time.localtime(view.now))
+    line(console, f"{when}  {status.state}  {'; '.join(word for word in words if word)}")
+
+
+def headline(view: RunView) -> Text:
+    """Return run id, state and attempt."""
+    status = view.status
+    text = Text.assemble((plain(status.run_id), "bold"), "  ", (status.state, STYLES.get(status.state, "")))
+    if status.attempt > 1:
+        text.append(f"  attempt {status.attempt}")
+    return text

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from scaletrain_cli.diagnosis.hardware import Recent
 from scaletrain_cli.launch.node.record import NodeRecord
-from scaletrain_cli.launch.watching import Shown
+from scaletrain_cli.launch.view import Shown
 from scaletrain_cli.text import bytes_text, counted, percent_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, plain
 from scaletrain_cli.ui.watch.layout import Choices, Content, cut, elsewhere_text, wrapped

@@ -10,8 +10,8 @@ import torch
 
 from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.rundir.evaluations import read_validation
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.rundir.validations import read_validation
 from scaletrain_cli.worker.progress import read_progress
 from tests.launch.conftest import make_plan, make_spec
 

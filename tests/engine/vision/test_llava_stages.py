@@ -18,8 +18,8 @@ from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.plan.trained_parameters import trained_at
 from scaletrain_cli.plan.vision.states import vision_states
+from scaletrain_cli.rundir.evaluations import read_validation
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.validations import read_validation
 from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import scaletrain
 from tests.engine.parity.layouts import train_in_layout

@@ -13,7 +13,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.kubernetes.manifest import documents_for
-from scaletrain_cli.launch.node.code import code_environment, unpacked_folder
+from scaletrain_cli.launch.node.attempt import code_environment, unpacked_folder
 from scaletrain_cli.launch.node.heartbeats import hung_rank
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.replan import replan

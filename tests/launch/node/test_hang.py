@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.node import processes
 from scaletrain_cli.launch.node.heartbeats import Channel, LastBeat, hung_rank
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.node.watch import RankView, Watch, find_suspect
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.worker.failures import read_failures
 from scaletrain_cli.worker.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
 from tests.launch.conftest import LOCAL, MakeRun, StartAgent, is_running, signalled_at_its_start

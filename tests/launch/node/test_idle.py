@@ -21,6 +21,7 @@ from scaletrain_cli.launch.backends.kubernetes.termination_message import (
     read_termination_message,
     termination_text,
 )
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.node.heartbeats import LastBeat
 from scaletrain_cli.launch.node.idle import GpuUse, IdleWatch, ProcessUse, Window, idle_seconds_of_others
@@ -29,7 +30,6 @@ from scaletrain_cli.launch.restart import conclude_attempt, conclude_run
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import idle_notice, run_status
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.notify.notices import Receiver, notice_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.attempt_requests import read_idle_request, request_idle_end

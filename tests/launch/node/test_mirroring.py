@@ -18,7 +18,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.live_diagnosis import LiveDiagnosis
 from scaletrain_cli.launch.mirroring import mirror_now, release_mirror
-from scaletrain_cli.launch.node.mirroring import MirrorProcess
+from scaletrain_cli.launch.node.observer import MirrorProcess
 from scaletrain_cli.launch.restart import conclude_run, why_not_begin
 from scaletrain_cli.launch.resume_elsewhere import find_to_move
 from scaletrain_cli.mirror.claims import read_activity, read_claims

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from scaletrain_cli.launch.backends.local.backend import read_supervisor
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.node import processes
 from scaletrain_cli.launch.node.processes import descendants, kill_descendants, next_signal, process_state
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.wait import wait_for_end
 from tests.launch.conftest import LOCAL, MakeRun
 from tests.waiting import wait_until
 

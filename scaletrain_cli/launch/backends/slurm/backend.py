@@ -6,7 +6,10 @@ script.py renders the batch script; job.py is what the script calls to begin and
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +17,23 @@ from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, signaled_nodes
-from scaletrain_cli.launch.backends.base import Backend, Check, Job, JobNode, NodeCommand, PreflightResult
+from scaletrain_cli.launch.backends.base import (
+    Backend,
+    Check,
+    Job,
+    JobNode,
+    NodeCommand,
+    PreflightResult,
+    session_words,
+)
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
-from scaletrain_cli.launch.backends.slurm.array import ArrayPlan, array_script, require_one_array, submit_array
+from scaletrain_cli.launch.backends.slurm.array import (
+    ArrayPlan,
+    array_script,
+    number_of_step,
+    require_one_array,
+    submit_array,
+)
 from scaletrain_cli.launch.backends.slurm.commands import commands_check, passed_on
 from scaletrain_cli.launch.backends.slurm.preflight import check_job
 from scaletrain_cli.launch.backends.slurm.preparation import (
@@ -34,8 +51,7 @@ from scaletrain_cli.launch.backends.slurm.queue import (
     submit_job,
     submitted_job,
 )
-from scaletrain_cli.launch.backends.slurm.script import job_script
-from scaletrain_cli.launch.backends.slurm.session import session_command
+from scaletrain_cli.launch.backends.slurm.script import job_script, session_script, session_srun_words
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
     exclude_option,
@@ -313,3 +329,56 @@ class SlurmBackend(Backend):
 def _check_path(path: Path) -> None:
     if "%" in str(path) or "\\" in str(path):
         raise SchedulerError(Reason("slurm.path-with-patterns", {"path": str(path)}))
+
+
+_VERSION = re.compile(r"\b(\d+)\.(\d+)")
+_SHARES_ALL = (22, 5)
+_START_SECONDS = 60  # for the controller to create the step; without it srun would wait without end
+_VERSION_SECONDS = 10.0
+
+
+def session_command(spec: RunSpec, run_folder: Path, node: JobNode) -> tuple[str, ...]:
+    """Return the words of srun. ``run_folder``: as the node sees it. Raises SchedulerError without the node's name."""
+    if not node.named:
+        raise SchedulerError(Reason("slurm.session-node-unknown", {"job": node.job_id, "number": node.number}))
+    script = session_script(spec, run_folder, session_words(run_folder, node))
+    options = overlap_options(srun_version())
+    container = [word for text in session_srun_words(spec.cluster, run_folder) for word in shlex.split(text)]
+    return (
+        "srun",
+        f"--jobid={number_of_step(node.job_id)}",
+        *options,
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node.name}",
+        f"--immediate={_START_SECONDS}",
+        "--export=ALL",
+        "--mpi=none",
+        "--quiet",
+        *container,
+        "/bin/bash",
+        "-c",
+        script,
+    )
+
+
+def overlap_options(version: tuple[int, int] | None) -> Iterator[str]:
+    """Yield the options by which the step waits for nothing; ``version`` of srun, None if it is unknown."""
+    yield "--overlap"
+    if version is not None and version < _SHARES_ALL:
+        yield "--gres=none"
+        yield "--mem=0"
+
+
+def srun_version() -> tuple[int, int] | None:
+    """Return the major and minor version of srun; None if it is not known."""
+    if shutil.which("srun") is None:
+        return None
+    try:
+        said = subprocess.run(
+            ["srun", "--version"], capture_output=True, text=True, errors="replace", timeout=_VERSION_SECONDS
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = _VERSION.search(said)
+    return (int(found[1]), int(found[2])) if found else None

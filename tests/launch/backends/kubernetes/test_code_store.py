@@ -126,7 +126,7 @@ def test_an_archive_that_was_changed_in_the_store_does_not_run(
     tmp_path: Path,
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
-    from scaletrain_cli.launch.node.code import place_code
+    from scaletrain_cli.launch.node.attempt import place_code
 
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
     assert made.record.code is not None

@@ -1,4 +1,4 @@
-"""The screen of `rehearse`: a row per item, the curve of the range test as text or picture, and what to change."""
+"""The screens of short jobs: `rehearse` with the curve of the range test, `drill` and `preflight`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
+from scaletrain_cli.launch.drill import Course, DrillResult
+from scaletrain_cli.launch.preflight import Preflight
 from scaletrain_cli.launch.rehearse import RehearsalResult
 from scaletrain_cli.safe_files import replace_file
-from scaletrain_cli.text import counted, seconds_text
-from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console, supports_unicode
+from scaletrain_cli.text import bytes_text, counted, seconds_text
+from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console, supports_unicode, titled_table
 from scaletrain_cli.ui.diagnosis import cause_rows
 from scaletrain_cli.ui.plots import image
 from scaletrain_cli.ui.watch.plot import Line, Mark, plot
@@ -123,3 +125,99 @@ def draw(item: Item) -> Any:
     axes.set_title("Learning-rate range test", loc="left")
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+_TITLES = ("drill", "survived", "attempts", "steps lost", "time lost", "matches undisturbed run")
+
+
+def show_verdicts(verdicts: Sequence[DrillResult]) -> None:
+    """Print a row per drill to stdout, and below the table the failures."""
+    table = titled_table(_TITLES, "llrrrw")
+    for verdict in verdicts:
+        table.add_row(
+            escaped_text(verdict.kind),
+            escaped_text("survived", "green") if verdict.survived else escaped_text("NO", "bold red"),
+            str(verdict.attempts),
+            str(verdict.steps_lost),
+            seconds_text(max(0.0, verdict.seconds_lost)),
+            escaped_text(verdict.sameness),
+        )
+    show(stdout_console(), table)
+    for verdict in verdicts:
+        for complaint in verdict.complaints:
+            line(stdout_console(), f"{verdict.kind}: {complaint}; see {verdict.run_dir}")
+
+
+def verdicts_json(folder: Path, undisturbed: Course, verdicts: Sequence[DrillResult]) -> dict[str, Any]:
+    """Return the JSON answer (scaletrain.drill/v1)."""
+    return {
+        "schema": "scaletrain.drill/v1",
+        "folder": str(folder),
+        "undisturbed_seconds": undisturbed.seconds,
+        "survived": all(verdict.survived for verdict in verdicts),
+        "drills": [
+            {
+                "kind": verdict.kind,
+                "survived": verdict.survived,
+                "attempts": verdict.attempts,
+                "steps_lost": verdict.steps_lost,
+                "seconds_lost": verdict.seconds_lost,
+                "sameness": verdict.sameness,
+                "match": verdict.match.to_document(),
+                "complaints": list(verdict.complaints),
+                "failures": [failure.to_document() for failure in verdict.failures],
+                "run_dir": verdict.run_dir,
+            }
+            for verdict in verdicts
+        ],
+    }
+
+
+_MOST_ROWS = 64
+
+
+def show_preflight(found: Preflight) -> None:
+    """Print the result to stdout."""
+    console = stdout_console()
+    if found.ranks:
+        show(console, _ranks(found.ranks[:_MOST_ROWS]))
+        if len(found.ranks) > _MOST_ROWS:
+            line(console, f"{counted(len(found.ranks) - _MOST_ROWS, 'more rank')}; --json lists all", "dim")
+    if found.all_reduce_seconds is not None:
+        planned = found.all_reduce_planned_seconds
+        beside = f", planned {seconds_text(planned)}" if planned else ""
+        line(console, f"all-reduce over all ranks: {seconds_text(found.all_reduce_seconds)}{beside}")
+    for node in found.nodes:
+        for problem in node["problems"]:
+            line(console, Text.assemble(("bad   ", "bold red"), escaped_text(f"{node['node']}: {problem}")))
+        for note in node["notes"]:
+            line(console, Text.assemble(("note  ", "yellow"), escaped_text(f"{node['node']}: {note}")))
+    for finding in found.findings:
+        mark = ("bad   ", "bold red") if finding["keeps_off"] else ("note  ", "yellow")
+        who = f"rank {finding['rank']} on {finding['node']}: " if finding["rank"] >= 0 else ""
+        line(console, Text.assemble(mark, escaped_text(f"{who}{finding['message']}")))
+    if found.exit_code == 0 and not found.ranks:
+        line(
+            console,
+            "the nodes match the plan; the measurements are on the pods' volume, which is not visible here",
+            "green",
+        )
+    elif found.exit_code == 0:
+        line(
+            console,
+            f"{counted(len(found.nodes), 'node')}, {counted(len(found.ranks), 'rank')}: the nodes match the plan",
+            "green",
+        )
+    else:
+        line(console, found.why, "bold red")
+        line(console, f"the run directory is kept in {found.folder}", "dim")
+
+
+def _ranks(ranks: tuple[dict[str, Any], ...]) -> Table:
+    table = titled_table(("rank", "node", "device", "free", "TFLOP/s", "links"), "rwwrrw")
+    for rank in ranks:
+        links = ", ".join(f"{bytes_text(link)}/s" for link in rank["links"])
+        free = bytes_text(rank["free_bytes"]) if rank["total_bytes"] else "-"
+        row = (str(rank["rank"]), rank["node"], rank["device"], free, f"{rank['flops'] / 1e12:.3g}", links or "-")
+        table.add_row(*(escaped_text(cell) for cell in row))
+    return table
