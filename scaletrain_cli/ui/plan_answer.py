@@ -1,4 +1,4 @@
-"""The screens of `scaletrain plan`, in order: the chosen cluster, the plan, the sizes of a range, the spot trace, the explanation."""
+"""The screens of `scaletrain plan`, in order: the chosen cluster, the plan, sizes of a range, the spot trace, why."""
 
 from __future__ import annotations
 
