@@ -12,8 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scaletrain_cli.launch.node.host_usage import HostSampler
-from scaletrain_cli.launch.node.telemetry import FLUSH_SECONDS
+from scaletrain_cli.launch.node.telemetry import FLUSH_SECONDS, HostSampler
 from scaletrain_cli.telemetry.series import SeriesWriter, read_series
 
 SAMPLES = 200

@@ -288,8 +288,8 @@ def _export(
 ) -> dict[str, Any]:
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
     from scaletrain_cli.hub.cache import HubSettings
-    from scaletrain_cli.launch.hub_files import environment_here, fetched_spec
-    from scaletrain_cli.rundir.base_weights import read_base
+    from scaletrain_cli.launch.hub_fetch import environment_here, fetched_spec
+    from scaletrain_cli.rundir.checkpoints import read_base
     from scaletrain_cli.spec.hub_files import with_local_files
 
     # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
@@ -396,7 +396,7 @@ def _mirrored_steps(run: RunDir, record: RunRecord) -> list[int] | None:
 
 def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[str, list[str]]) -> None:
     """Add a problem to each checkpoint whose frozen weights are missing from ``model.weights``, or are other ones."""
-    from scaletrain_cli.rundir.base_weights import check_same_base, digests_of, read_base, weight_files
+    from scaletrain_cli.rundir.checkpoints import check_same_base, digests_of, read_base, weight_files
     from scaletrain_cli.spec import ModelSpec
 
     model = record.spec.model
@@ -423,8 +423,8 @@ def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[s
 def _cached_base(record: RunRecord, weights: str) -> Path | None:
     """Return the folder with the weights of the run's commit; None if the cache lacks some. Sends no request."""
     from scaletrain_cli.hub.cache import HubSettings
-    from scaletrain_cli.launch.hub_files import environment_here
-    from scaletrain_cli.rundir.base_weights import weight_files
+    from scaletrain_cli.launch.hub_fetch import environment_here
+    from scaletrain_cli.rundir.checkpoints import weight_files
     from scaletrain_cli.spec.hub_files import with_local_files
 
     settings = HubSettings.from_environment(environment_here(record.spec, os.environ))

@@ -156,8 +156,7 @@ def show(
     evaluation and as in the first four passes of training, or with --step as the ranks get it, erased and mixed.
     """
     from scaletrain_cli.spec.losses import LOSSES_OF
-    from scaletrain_cli.ui.data_images import show_images
-    from scaletrain_cli.ui.data_rows import show_rows, show_samples
+    from scaletrain_cli.ui.data_images import show_images, show_rows, show_samples
 
     spec, run = _spec_or_run(target, overrides)
     of_images = spec.training.objective in LOSSES_OF
@@ -289,7 +288,7 @@ def upload(
 
 def _engine_answer(command: str, spec: RunSpec, *words: str) -> dict[str, Any]:
     """Fetch the data of a spec from the hub, and return the answer of a command of the engine about them."""
-    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
+    from scaletrain_cli.launch.hub_fetch import DATA, fetched_spec
 
     return _in_engine(command, fetched_spec(spec, DATA, show_fetch()), None, *words, needs=_NEEDS)
 
@@ -311,7 +310,7 @@ def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]
 def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, RunDir | None]:
     """Return the spec of a file, or that of a run with the run. Raises SpecError and UsageError."""
     from scaletrain_cli.launch.epochs import in_steps
-    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
+    from scaletrain_cli.launch.hub_fetch import DATA, fetched_spec
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.spec import load_spec
 

@@ -90,7 +90,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     The validation loss of each step is in metrics.jsonl.
     """
     from scaletrain_cli.rundir.evaluations import read_evaluations, read_validations
-    from scaletrain_cli.ui.evaluations import show_evaluations, show_validations
+    from scaletrain_cli.ui.checkpoints import show_evaluations, show_validations
 
     found = find_run(run)
     evaluations, validations = read_evaluations(found), read_validations(found)
@@ -122,7 +122,7 @@ def show(
     """Show the evaluations after one step: metrics, errors, versions, generated texts, and the worst classes."""
     from scaletrain_cli.rundir.documents import reporting_damage
     from scaletrain_cli.rundir.evaluations import read_evaluations, read_validations, validation_path
-    from scaletrain_cli.ui.evaluations import show_evaluation, show_validation
+    from scaletrain_cli.ui.checkpoints import show_evaluation, show_validation
 
     found = find_run(run)
     known, validated = read_evaluations(found), read_validations(found)

@@ -27,8 +27,7 @@ def command(
     It has the environment of the ranks: their Python, variables, devices and code. Standard input, output and signals
     such as Ctrl-C are passed on. The exit code is that of the command; before it starts 2 or 4, as below.
     """
-    from scaletrain_cli.launch.exec import run_on_node
-    from scaletrain_cli.launch.node_session import node_of_run
+    from scaletrain_cli.launch.node_session import node_of_run, run_on_node
 
     one_place(node, rank)
     found = find_run(run)

@@ -22,6 +22,6 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(explanation.to_json())
         return
-    from scaletrain_cli.ui.explain import show_explanation
+    from scaletrain_cli.ui.status import show_explanation
 
     show_explanation(explanation)

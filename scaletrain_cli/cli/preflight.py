@@ -32,7 +32,7 @@ def command(
     """
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.epochs import provisional
-    from scaletrain_cli.launch.preflight import run_preflight
+    from scaletrain_cli.launch.short_jobs import run_preflight
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.live import StatusLine

@@ -15,7 +15,7 @@ from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.diagnosis.rehearsal import Options
-    from scaletrain_cli.launch.rehearse import RehearsalResult
+    from scaletrain_cli.launch.short_jobs import RehearsalResult
     from scaletrain_cli.spec import RunSpec
 
 DEFAULT_BUDGET_SECONDS, DEFAULT_TIMEOUT_SECONDS = 100.0, 1800.0
@@ -56,7 +56,7 @@ def command(
     3 if an item fails.
     """
     from scaletrain_cli.diagnosis.rehearsal import Options
-    from scaletrain_cli.launch.rehearse import chosen_items
+    from scaletrain_cli.launch.short_jobs import chosen_items
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.plots import check_plot_file
     from scaletrain_cli.ui.short_jobs import PLOT_KINDS, show_rehearsal, write_plot
@@ -86,7 +86,7 @@ def rehearse(
     """
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.epochs import in_steps
-    from scaletrain_cli.launch.rehearse import fewest_nodes, rehearsal_spec, run_rehearsal
+    from scaletrain_cli.launch.short_jobs import fewest_nodes, rehearsal_spec, run_rehearsal
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.submission import show_outlook

@@ -44,7 +44,7 @@ def command(
     several runs, their figures and curves beside each other; of a sweep, parameters and best points. Reads the run
     directories and writes only FILE. --json prints the figures.
     """
-    from scaletrain_cli.report.comparison import read_report
+    from scaletrain_cli.report.comparison_sections import read_report
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))

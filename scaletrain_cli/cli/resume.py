@@ -118,8 +118,7 @@ def command(
         return
     from scaletrain_cli.api import find_run, prepare_resume
     from scaletrain_cli.cli.submit import useful_commands
-    from scaletrain_cli.ui.resume import resume_json, show_resize, show_resume
-    from scaletrain_cli.ui.submission import show_before_resuming, show_changes
+    from scaletrain_cli.ui.submission import resume_json, show_before_resuming, show_changes, show_resize, show_resume
 
     if from_mirror is not None:
         moved = _move(run, from_mirror, cluster, given, take_over, dry_run=dry_run, yes=yes, as_json=as_json)
@@ -189,7 +188,7 @@ def _branch(
     """Submit a new run that continues a checkpoint of another one, after the confirmation."""
     from scaletrain_cli.api import find_run, prepare_branch
     from scaletrain_cli.cli.submit import checked, print_submitted
-    from scaletrain_cli.ui.resume import branch_json, show_resize
+    from scaletrain_cli.ui.submission import branch_json, show_resize
 
     found = find_run(run)
     if cluster is not None:

@@ -34,8 +34,7 @@ def command(
     It is $SHELL of the ranks' environment, else bash or sh. The run goes on; when it ends, so does the shell. The exit
     code is that of the shell; before it starts 2 or 4, as below.
     """
-    from scaletrain_cli.launch.exec import open_shell
-    from scaletrain_cli.launch.node_session import node_of_run
+    from scaletrain_cli.launch.node_session import node_of_run, open_shell
 
     one_place(node, rank)
     found = find_run(run)

@@ -118,7 +118,7 @@ def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> Non
     if as_json:
         print_json(view.to_json())
     else:
-        from scaletrain_cli.ui.cluster import show_cluster
+        from scaletrain_cli.ui.tables import show_cluster
 
         show_cluster(view)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.base import SubmissionSummary
     from scaletrain_cli.launch.node_sizes import PlannedRun
     from scaletrain_cli.launch.preparation import Choice
-    from scaletrain_cli.launch.rehearse import RehearsalResult
+    from scaletrain_cli.launch.short_jobs import RehearsalResult
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan.data_size import DataSize
     from scaletrain_cli.spec import RunSpec
@@ -199,7 +199,7 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
     """Rehearse all items of a run with the defaults of `scaletrain rehearse`. Exits with 3 if one fails."""
     from scaletrain_cli.cli.rehearse import DEFAULT_BUDGET_SECONDS, DEFAULT_TIMEOUT_SECONDS, rehearse
     from scaletrain_cli.diagnosis.rehearsal import Options
-    from scaletrain_cli.launch.rehearse import chosen_items
+    from scaletrain_cli.launch.short_jobs import chosen_items
 
     options = Options(chosen_items((), ()), DEFAULT_BUDGET_SECONDS)
     found = rehearse(run_spec, file, options, None, DEFAULT_TIMEOUT_SECONDS, yes=yes)

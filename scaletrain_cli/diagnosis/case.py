@@ -16,7 +16,6 @@ from scaletrain_cli.diagnosis.curves import median, noise, smoothed
 from scaletrain_cli.diagnosis.findings import Change
 from scaletrain_cli.diagnosis.history import History, read_history
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.documents import undamaged_document
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events
@@ -24,6 +23,7 @@ from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_spec_lines
+from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.losses import LOSSES_OF

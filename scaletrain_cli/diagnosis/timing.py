@@ -7,10 +7,10 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.plan.result import Range
-from scaletrain_cli.rundir import times_and_costs
+from scaletrain_cli.rundir import goodput
+from scaletrain_cli.rundir.goodput import RECENT_STEPS, MeasuredStep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.times_and_costs import RECENT_STEPS, MeasuredStep
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ def run_figures(run: RunDir, record: RunRecord, case: Case, *, step: int, is_ove
     """Return the figures of a run after ``step`` steps. ``is_over``: it trains no more; ``now``: Unix seconds."""
     left = record.spec.total_steps - step
     measured = recent_steps_seconds(case)
-    eta = None if is_over and left > 0 else times_and_costs.remaining_seconds(run, left, measured)
+    eta = None if is_over and left > 0 else goodput.remaining_seconds(run, left, measured)
     return RunFigures(
         eta_seconds=eta,
-        cost_so_far_usd=times_and_costs.cost_so_far(run, record, is_over=is_over, now=now),
-        cost_to_come_usd=times_and_costs.cost_to_come(record.plan, eta),
+        cost_so_far_usd=goodput.cost_so_far(run, record, is_over=is_over, now=now),
+        cost_to_come_usd=goodput.cost_to_come(record.plan, eta),
         planned_step_seconds=planned_step_seconds(case),
         measured_step_seconds=measured,
-        planned_step_range=times_and_costs.planned_step_range(case.plan, case.history.last_step),
+        planned_step_range=goodput.planned_step_range(case.plan, case.history.last_step),
     )
 
 
@@ -66,14 +66,14 @@ def recent_steps(case: Case) -> list[MeasuredStep]:
     history = case.history
     columns = (history.column(name)[-RECENT_STEPS - 1 :] for name in ("step_seconds", "data_wait", "attempt"))
     rows = zip(history.steps[-RECENT_STEPS - 1 :], *columns, strict=True)
-    return times_and_costs.without_first_steps([MeasuredStep(*row) for row in rows])
+    return goodput.without_first_steps([MeasuredStep(*row) for row in rows])
 
 
 def recent_steps_seconds(case: Case) -> float | None:
     """Return the median seconds of the recent steps; None for fewer than five."""
-    return times_and_costs.typical_seconds(recent_steps(case))
+    return goodput.typical_seconds(recent_steps(case))
 
 
 def planned_step_seconds(case: Case) -> float:
     """Return the planned seconds of a step: those of the present training stage, if there are several."""
-    return times_and_costs.planned_step_seconds(case.plan, case.history.last_step)
+    return goodput.planned_step_seconds(case.plan, case.history.last_step)

@@ -24,7 +24,6 @@ from scaletrain_cli.rundir.checkpoints import (
     verify,
 )
 from scaletrain_cli.rundir.code import code_file
-from scaletrain_cli.rundir.datasets import datasets_file
 from scaletrain_cli.rundir.journal import (
     BRANCH_EVENT,
     ROLLBACK_EVENT,
@@ -35,6 +34,7 @@ from scaletrain_cli.rundir.journal import (
 )
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import BranchPoint, RunRecord, checkpoint_folder, is_elsewhere
+from scaletrain_cli.rundir.shared_datasets import datasets_file
 from scaletrain_cli.safe_files import copy_file, link_or_copy, make_folder
 
 _STAGING = "attempt-0000.tmp"  # is removed by the first attempt if this process is killed

@@ -18,9 +18,8 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
-from scaletrain_cli.rundir.datasets import Entry
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import DATASET
+from scaletrain_cli.rundir.shared_datasets import DATASET, Entry
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT

@@ -16,10 +16,9 @@ from scaletrain_cli.launch.preparation import Choice, find_prepared_data, plan_p
 from scaletrain_cli.launch.resource_checks.checks import require_external
 from scaletrain_cli.plan.data_size import DataSize, data_size, is_seen, prepared_size, validation_from_training
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.datasets import Entry
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.rundir.shared_datasets import DATASET
+from scaletrain_cli.rundir.shared_datasets import DATASET, Entry
 from scaletrain_cli.spec import RunSpec, set_steps
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.loading import count_in_steps

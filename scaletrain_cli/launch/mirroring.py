@@ -23,7 +23,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.node.observer import MODULE
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
-from scaletrain_cli.mirror.opening import open_store, store_variables
+from scaletrain_cli.mirror.object_store import open_store, store_variables
 from scaletrain_cli.mirror.sync import Mirror
 from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.own_processes import python_command

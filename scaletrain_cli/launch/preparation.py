@@ -19,15 +19,14 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.engine_process import run_engine_command, spec_document, spec_file
-from scaletrain_cli.launch.hub_files import DATA, MEASURES_ONLY, ONLY, fetched_spec
+from scaletrain_cli.launch.hub_fetch import DATA, MEASURES_ONLY, ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.datasets import Entry, datasets_file, record_datasets
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
-from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
+from scaletrain_cli.rundir.shared_datasets import Entry, datasets_file, make_datasets_folder, record_datasets
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES

@@ -17,7 +17,7 @@ from scaletrain_cli.launch.attempts import close_unended
 from scaletrain_cli.launch.mirroring import is_known_over
 from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.mirror.claims import own_claim
-from scaletrain_cli.mirror.opening import store_variables
+from scaletrain_cli.mirror.object_store import store_variables
 from scaletrain_cli.mirror.restore import (
     FoundRun,
     Restored,

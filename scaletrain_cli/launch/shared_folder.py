@@ -1,6 +1,6 @@
 """Check whether a folder is on a shared file system, and whether the checkpoints of a run fit on it.
 
-Uses only this machine's mounts and free space; launch/node/probe.py checks the nodes themselves.
+Uses only this machine's mounts and free space; launch/node/inspection.py checks the nodes themselves.
 """
 
 from __future__ import annotations

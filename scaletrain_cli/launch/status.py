@@ -26,7 +26,15 @@ from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import reporting_damage
 from scaletrain_cli.rundir.evaluations import measures_in
-from scaletrain_cli.rundir.goodput import Goodput, run_goodput, steps_lost
+from scaletrain_cli.rundir.goodput import (
+    Goodput,
+    newest_steps,
+    remaining_seconds,
+    run_goodput,
+    steps_lost,
+    typical_seconds,
+    without_first_steps,
+)
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
@@ -34,7 +42,6 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import why_not_prepared
 from scaletrain_cli.rundir.record import BranchPoint, RunRecord, is_elsewhere, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
-from scaletrain_cli.rundir.times_and_costs import newest_steps, remaining_seconds, typical_seconds, without_first_steps
 from scaletrain_cli.sent_run import sent_run
 from scaletrain_cli.spec.backend_traits import display_name
 

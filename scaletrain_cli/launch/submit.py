@@ -28,8 +28,7 @@ from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
-from scaletrain_cli.launch.hub_fetch import FetchProgress
-from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits
+from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch_to_shared_cache, resolve_commits
 from scaletrain_cli.launch.rendered_job import store_rendered_job
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason

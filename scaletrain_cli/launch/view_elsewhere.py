@@ -23,11 +23,18 @@ from typing import IO, Any
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend, ViewWaitsError
 from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
-from scaletrain_cli.launch.exec import Signals, Streams, raw_terminal, resizing, terminal_size
 from scaletrain_cli.launch.node.command import STDERR, STDOUT
 from scaletrain_cli.launch.node.streams import Frame, Kind, write_to
 from scaletrain_cli.launch.node.view import PAGE, Identity
-from scaletrain_cli.launch.node_session import NodeSession, open_session
+from scaletrain_cli.launch.node_session import (
+    NodeSession,
+    Signals,
+    Streams,
+    open_session,
+    raw_terminal,
+    resizing,
+    terminal_size,
+)
 from scaletrain_cli.launch.status import RunStatus, run_status
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document

@@ -1,4 +1,4 @@
-"""A mirror in an object store, by obstore: s3://, gs:// and az://.
+"""A mirror in an object store, by obstore: s3://, gs:// and az://; and the opening of a mirror of any kind.
 
 An upload is verified by what the store states. The ETag of S3 is the MD5 of an object, or of the MD5s of its parts,
 unless its encryption hides it; where it is another one, and in other stores, the object is read again and its SHA-256
@@ -7,9 +7,11 @@ compared. Parts that the network lost are sent again; an object appears whole or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, retried
 from scaletrain_cli.data.sources.stores import Place, PlaceError, parse_place, store_of
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.mirror.stores import Stored
+from scaletrain_cli.mirror.stores import FolderStore, MirrorStore, Stored
 from scaletrain_cli.mirror.transfer import MirrorError, Throttle, download, hashed_blocks, opened
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.mirror import is_in_store
 
 _PART_BYTES, _MOST_PARTS = 8 << 20, 9_000  # S3 takes 10,000 parts
 _PARTS_AT_ONCE = 4
@@ -197,3 +201,37 @@ def _etag(md5s: list[bytes], in_parts: bool) -> str:
     if not in_parts:
         return md5s[0].hex()
     return f"{hashlib.md5(b''.join(md5s), usedforsecurity=False).hexdigest()}-{len(md5s)}"
+
+
+# Variables of a run that a store reads, such as its endpoint.
+_OF_STORES = ("AWS_", "GOOGLE_", "AZURE_", "SCALETRAIN_ALLOW_HTTP")
+
+
+def open_store(place: str, run_id: str, seconds: float | None = None) -> MirrorStore:
+    """Return the store of a run's mirror. Sends no request.
+
+    ``seconds``: after which a request to an object store is not repeated.
+    """
+    if is_in_store(place):
+        return ObjectStore(f"{place.rstrip('/')}/{run_id}", seconds)
+    return FolderStore(expand_home(place) / run_id)
+
+
+@contextlib.contextmanager
+def store_variables(env: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables of stores in the ``env`` of a run in this process; at the end, forget them and the stores."""
+    from scaletrain_cli.data.sources.stores import forget_stores
+
+    given = {name: value for name, value in env.items() if name.startswith(_OF_STORES)}
+    before = {name: os.environ.get(name) for name in given}
+    forget_stores()
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        forget_stores()

@@ -1,16 +1,18 @@
-"""The screens of `checkpoint`: the table of checkpoints, and the progress of verification."""
+"""The screens of `checkpoint` and `evaluation`: tables by step, one evaluation, and the progress of verification."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
+from scaletrain_cli.rundir.evaluations import Evaluation, Validation
 from scaletrain_cli.rundir.inventory import Entry
-from scaletrain_cli.text import bytes_text, seconds_text
+from scaletrain_cli.text import bytes_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console, titled_table
 
 _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
@@ -99,3 +101,91 @@ class BytesLine:
         self.total_bytes = total
         amount = f"{bytes_text(done)} of {bytes_text(total)}"
         self._progress.update(self._task, completed=done, total=total, amount=amount)
+
+
+_MOST_COLUMNS = 8
+_WORST_CLASSES = 10
+
+
+def show_evaluations(evaluations: Sequence[Evaluation]) -> None:
+    """Print a table with a row per evaluation and a column per metric, without standard errors."""
+    names = list(dict.fromkeys(name for one in evaluations for name in one.metrics if not name.endswith("_stderr")))
+    shown = names[:_MOST_COLUMNS]
+    table = titled_table(("step", "state", *shown), "w" * (2 + len(shown)))
+    for one in evaluations:
+        values = [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for name in shown]
+        state = escaped_text(_state(one), "red" if one.errors else "")
+        table.add_row(str(one.step), state, *values)
+    show(stdout_console(), table)
+
+
+def show_evaluation(evaluation: Evaluation) -> None:
+    """Print the metrics, errors and generated texts of one evaluation."""
+    console = stdout_console()
+    show(console, escaped_text(f"step {evaluation.step}, {_state(evaluation)}, run {evaluation.run_id}"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in evaluation.metrics.items():
+        table.add_row(escaped_text(name), f"{value:.4f}")
+    show(console, table)
+    for task, error in evaluation.errors.items():
+        show(console, escaped_text(f"{task}: {error}", "red"))
+    for one in evaluation.generations:
+        show(console, escaped_text(f"{one['task']}: {one['prompt']}", "bold"))
+        show(console, escaped_text(one["text"]))
+
+
+def show_validations(validations: Sequence[Validation]) -> None:
+    """Print a table with a row per validation of the training job and a column per metric."""
+    names = list(dict.fromkeys(name for one in validations for name in one.metrics))[:_MOST_COLUMNS]
+    table = titled_table(("step", *map(_short, names)), "w" * (1 + len(names)))
+    for one in validations:
+        table.add_row(str(one.step), *(_value(one.metrics.get(name)) for name in names))
+    show(stdout_console(), table)
+
+
+def show_validation(validation: Validation) -> None:
+    """Print the metrics of one validation of the training job, its worst classes and its sample answers."""
+    console = stdout_console()
+    show(console, escaped_text(f"validation after step {validation.step}"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in validation.metrics.items():
+        table.add_row(escaped_text(name), _value(value))
+    show(console, table)
+    for key, title in (("classes", "classes"), ("zero_shot_classes", "zero-shot classes")):
+        if classes := validation.details.get(key):
+            _show_classes(classes, title)
+    for answer in validation.details.get("answers", ()):
+        show(console, escaped_text(f"{answer['sample']}: {answer['prompt']}", "bold"))
+        show(console, escaped_text(answer["answer"]))
+        show(console, escaped_text(f"expected: {answer['expected']}", "dim"))
+
+
+def _show_classes(classes: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print the classes with the lowest accuracy or average precision; of equal ones those with more samples first."""
+    measures = [name for name in classes[0] if name not in ("class", "samples")]
+    seen = [one for one in classes if one[measures[0]] is not None]
+    worst = sorted(seen, key=lambda one: (one[measures[0]], -one["samples"]))[:_WORST_CLASSES]
+    others = len(classes) - len(seen)
+    without = f"; {whole_text(others)} without a sample" if others else ""
+    which = f"the {len(worst)} lowest of {whole_text(len(seen))} {title}" if len(worst) < len(seen) else title
+    show(stdout_console(), escaped_text(f"{which}{without}", "dim"))
+    table = titled_table(("class", "samples", *measures), "w" * (2 + len(measures)))
+    for one in worst:
+        row = (str(one["class"]), whole_text(one["samples"]), *(_value(one[name]) for name in measures))
+        table.add_row(*map(escaped_text, row))
+    show(stdout_console(), table)
+
+
+def _short(name: str) -> str:
+    """Return the name of a measure for a column, on two lines if it is long."""
+    for long, short in (("recall_at_", "recall@"), ("/image_to_text", "\nto text"), ("/text_to_image", "\nto image")):
+        name = name.replace(long, short)
+    return name.replace("zero_shot_", "zero-shot\n")
+
+
+def _value(value: Any) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _state(evaluation: Evaluation) -> str:
+    return f"failed: {', '.join(evaluation.errors)}" if evaluation.errors else evaluation.state

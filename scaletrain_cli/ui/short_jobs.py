@@ -15,8 +15,7 @@ from rich.text import Text
 
 from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
 from scaletrain_cli.launch.drill import Course, DrillResult
-from scaletrain_cli.launch.preflight import Preflight
-from scaletrain_cli.launch.rehearse import RehearsalResult
+from scaletrain_cli.launch.short_jobs import Preflight, RehearsalResult
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.text import bytes_text, counted, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console, supports_unicode, titled_table

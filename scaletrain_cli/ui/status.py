@@ -1,4 +1,4 @@
-"""The screens of `status`: one run with its attempts and what it measures, or the runs of a sweep."""
+"""The screens of `status` and `explain`: a run with its attempts and what it measures, a sweep, and why a run ended."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from scaletrain_cli.diagnosis.hardware import Hardware, Spread
 from scaletrain_cli.diagnosis.timing import RunFigures
 from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord
+from scaletrain_cli.launch.finding import Explanation
+from scaletrain_cli.launch.finding import Finding as Explained
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.plan.result import RunPlan
@@ -35,7 +37,7 @@ from scaletrain_cli.text import (
     span_text,
 )
 from scaletrain_cli.text import measures_text as validation_text
-from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, titled_table
+from scaletrain_cli.ui.console import escaped_text, line, marked, plain, show, stdout_console, titled_table
 from scaletrain_cli.ui.diagnosis import finding_lines
 
 _MOST_NODES = 8
@@ -406,3 +408,42 @@ def planned_parts_text(plan: RunPlan) -> str:
 
 def _named(name: str, text: str, spread: Spread) -> str:
     return f" ({name} {text})" if spread.count >= _MANY and spread.lowest < 0.95 * spread.median else ""
+
+
+def show_explanation(explanation: Explanation) -> None:
+    """Print the explanation to stdout."""
+    console = stdout_console()
+    line(
+        console,
+        Text.assemble(
+            (plain(explanation.run_id), "bold"), "  ", (explanation.state, STYLES.get(explanation.state, ""))
+        ),
+    )
+    for finding in explanation.findings:
+        show(console, Group("", _finding(finding)))
+
+
+def _finding(finding: Explained) -> Group:
+    style = "bold yellow" if finding.needs_action else "bold"
+    note = " Waiting will not help; action is needed." if finding.needs_action else ""
+    return Group(escaped_text(f"{finding.headline}.{note}", style), *_evidence(finding), *_actions(finding))
+
+
+def _evidence(finding: Explained) -> list[Padding]:
+    if not finding.evidence:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", overflow="fold", max_width=32)
+    table.add_column(overflow="fold")
+    for evidence in finding.evidence:
+        first, *rest = evidence.text.splitlines() or [""]
+        table.add_row(escaped_text(evidence.source), escaped_text(first))
+        for more in rest:
+            table.add_row("", escaped_text(more))
+    return [Padding(table, (0, 0, 0, 2))]
+
+
+def _actions(finding: Explained) -> list[Padding]:
+    if not finding.actions:
+        return []
+    return [Padding(marked(("→", escaped_text(action)) for action in finding.actions), (0, 0, 0, 2))]

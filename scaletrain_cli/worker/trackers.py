@@ -13,20 +13,20 @@ from statistics import median
 from typing import Any
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.goodput import run_goodput
-from scaletrain_cli.rundir.journal import read_events, read_metrics, record_event
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.raised_findings import is_diagnosed, raised_findings
-from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.times_and_costs import (
+from scaletrain_cli.rundir.goodput import (
     cost_so_far,
     cost_to_come,
     newest_steps,
     planned_step_seconds,
     remaining_seconds,
+    run_goodput,
     typical_seconds,
     without_first_steps,
 )
+from scaletrain_cli.rundir.journal import read_events, read_metrics, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.raised_findings import is_diagnosed, raised_findings
+from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.secret_text import hide_values, secret_values
 from scaletrain_cli.telemetry.run import Telemetry, read_telemetry
 from scaletrain_cli.telemetry.series import Series
@@ -71,7 +71,7 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
 
 def _new_tracker(name: str, options: Any) -> Tracker[Any]:
     """Return a new tracker. Raises LookupError if the package that brings it is not installed on this node."""
-    from scaletrain_cli.tracking.registry import tracker_class
+    from scaletrain_cli.tracking.base import tracker_class
 
     return tracker_class(name)(options)
 

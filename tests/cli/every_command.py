@@ -70,9 +70,9 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SchedulerError("nothing is started here.")
 
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
-    monkeypatch.setattr("scaletrain_cli.launch.preflight.run_preflight", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.short_jobs.run_preflight", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.drill.run_drill", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.profile.await_profile", refuse)
-    monkeypatch.setattr("scaletrain_cli.launch.rehearse.run_rehearsal", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.short_jobs.run_rehearsal", refuse)

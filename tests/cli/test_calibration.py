@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
 from scaletrain_cli.launch.calibration import calibration_folder, keep_measurement, measure_rehearsal
-from scaletrain_cli.launch.rehearse import RehearsalResult
+from scaletrain_cli.launch.short_jobs import RehearsalResult
 from scaletrain_cli.launch.submit import CreatedRun, create_run, plan_for_engine
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.reasons import recorded

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.ui.data_rows import show_rows
+from scaletrain_cli.ui.data_images import show_rows
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.cli.forked_command_line import forked_scaletrain
 

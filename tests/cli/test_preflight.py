@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.preflight import Preflight
+from scaletrain_cli.launch.short_jobs import Preflight
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.ui.short_jobs import show_preflight
 from tests.cli.command_line import SMALL, scaletrain

@@ -22,7 +22,7 @@ from scaletrain_cli.diagnosis.rehearsal import (
     write_rehearsal,
 )
 from scaletrain_cli.errors import ExitCode, UsageError
-from scaletrain_cli.launch.rehearse import RehearsalResult, chosen_items, fewest_nodes, rehearsal_spec, result_of
+from scaletrain_cli.launch.short_jobs import RehearsalResult, chosen_items, fewest_nodes, rehearsal_spec, result_of
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir

@@ -17,9 +17,15 @@ from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.checks import check_on_node, require_external_to_resume
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.datasets import datasets_file, entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.shared_datasets import (
+    datasets_file,
+    entries_of,
+    read_entries,
+    record_datasets,
+    recorded_folders,
+)
 from scaletrain_cli.spec import RunSpec
 from tests.launch.conftest import make_plan, make_spec
 

@@ -12,7 +12,7 @@ import pytest
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, live_agents, read_supervisor
 from scaletrain_cli.mirror.checkpoints import in_line, list_folders
 from scaletrain_cli.mirror.claims import read_claims
-from scaletrain_cli.mirror.opening import open_store
+from scaletrain_cli.mirror.object_store import open_store
 from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record

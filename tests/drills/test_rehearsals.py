@@ -14,7 +14,7 @@ from PIL import Image
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.diagnosis.rehearsal import ITEMS, VARIABLE, Options, Rehearsal, read_rehearsal
 from scaletrain_cli.engine.data.prepared import prepare_rows
-from scaletrain_cli.launch.rehearse import rehearsal_spec
+from scaletrain_cli.launch.short_jobs import rehearsal_spec
 from scaletrain_cli.spec.loading import parse_spec
 from tests.cli.command_line import PROJECT, scaletrain
 from tests.diagnosis.injected_bugs.specs import IMAGES, TEXT, write_data

@@ -11,7 +11,7 @@ import pytest
 
 from scaletrain_cli.hub import client
 from scaletrain_cli.hub.cache import HubSettings
-from scaletrain_cli.launch import hub_files
+from scaletrain_cli.launch import hub_fetch
 from scaletrain_cli.launch.hub_fetch import Fetch, FetchProgress
 from scaletrain_cli.launch.node import hub as node_files
 from scaletrain_cli.spec.hub_files import HubUse
@@ -42,7 +42,7 @@ def fetched_here(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> FetchProgress:
         return Fetch(HubSettings.from_environment(environment)).run(uses, commits)
 
-    for module in (hub_files, node_files):
+    for module in (hub_fetch, node_files):
         monkeypatch.setattr(module, "fetch", fetch)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.launch.hub_fetch import fetched_spec
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.base_weights import digests_of, to_document, weight_files
+from scaletrain_cli.rundir.checkpoints import digests_of, to_document, weight_files
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.worker import checkpoint_commit

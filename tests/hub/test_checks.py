@@ -17,9 +17,9 @@ from scaletrain_cli.errors import SpecError
 from scaletrain_cli.hub import client
 from scaletrain_cli.hub.cache import HubSettings, Listing
 from scaletrain_cli.hub.reference import HubError, HubReference
-from scaletrain_cli.launch import hub_files
+from scaletrain_cli.launch import hub_fetch
 from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
-from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits, shared_cache
+from scaletrain_cli.launch.hub_fetch import fetch_to_shared_cache, resolve_commits, shared_cache
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.launch.submit import create_run, make_record
 from scaletrain_cli.reasons import Reason
@@ -235,7 +235,7 @@ def test_the_shared_cache_is_filled_before_the_job_is_submitted(
     assert shared_cache(spec, os.environ) is None  # below /tmp, which each host has for itself
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "hub").mkdir()
-    monkeypatch.setattr(hub_files, "is_shared", lambda path: True)
+    monkeypatch.setattr(hub_fetch, "is_shared", lambda path: True)
     measured = spec.model_copy(update={"env": {**spec.env, "SCALETRAIN_ONLY": "preflight"}})
     fetch_to_shared_cache(measured, commits, os.environ)  # reads no files
     assert not list((tmp_path / "shared").rglob("*.safetensors"))
@@ -269,7 +269,7 @@ def test_every_verb_works_offline_with_a_complete_cache(
     tiny.publish(hub)
     spec = load_spec(tiny.write_spec(tmp_path))
     for section in ("model", "data"):
-        hub_files.fetched_spec(spec, section)
+        hub_fetch.fetched_spec(spec, section)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for verb in ("validate", "plan", "submit"):
         forget()
@@ -310,7 +310,7 @@ def test_offline_mode_in_env_lets_no_verb_send_a_request(
     assert f"the cache {tmp_path}/shared/hub does not know {tiny.MODEL}@main" in " ".join(refused.err.split())
     spec = load_spec(tiny.write_spec(tmp_path), [one.replace("OFFLINE: '1'", "OFFLINE: '0'") for one in offline])
     for section in ("model", "data"):
-        hub_files.fetched_spec(spec, section)
+        hub_fetch.fetched_spec(spec, section)
     assert list((tmp_path / "shared").rglob("*.safetensors"))
     forget()
     hub.log.clear()

@@ -9,10 +9,10 @@ import pytest
 
 from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
-from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.launch.hub_fetch import fetched_spec
 from scaletrain_cli.launch.node.hub import _uses_of_node
-from scaletrain_cli.rundir.datasets import entries_of, recorded_folders
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.shared_datasets import entries_of, recorded_folders
 from tests.data.images.pictures import files_below, ignore, image_bytes, write_folder, write_shards, write_table
 from tests.data.images.test_prepared import spec
 from tests.hub.server import Hub

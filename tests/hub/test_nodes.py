@@ -16,7 +16,7 @@ import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome
 from scaletrain_cli.launch.evaluate import evaluation_spec
-from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.launch.hub_fetch import fetched_spec
 from scaletrain_cli.launch.node.hub import fetch_hub_files
 from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.submit import create_run

@@ -10,7 +10,7 @@ from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.epochs import in_steps
-from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.launch.hub_fetch import fetched_spec
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.corpus_files import ROW_FORMATS, find_files

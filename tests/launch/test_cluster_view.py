@@ -12,7 +12,7 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend, local_vie
 from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
 from scaletrain_cli.launch.backends.slurm.tables import limits_of
 from scaletrain_cli.spec import ClusterSpec
-from scaletrain_cli.ui.cluster import show_cluster
+from scaletrain_cli.ui.tables import show_cluster
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.slurm.test_preflight import SITE
 from tests.launch.backends.slurm.test_tables import answer

@@ -12,7 +12,7 @@ import pytest
 
 from scaletrain_cli.cli.evaluation import _asked_for_last as asked_for_last
 from scaletrain_cli.errors import SchedulerError, UsageError
-from scaletrain_cli.launch import drill, evaluate, preflight
+from scaletrain_cli.launch import drill, evaluate, short_jobs
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.evaluate import due_steps, evaluation_run_id, submit_due_evaluations, submit_evaluation
 from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL
@@ -69,7 +69,7 @@ def test_a_short_run_of_a_spec_with_tasks_has_no_evaluations(
     followed: list[RunDir] = []
     monkeypatch.setattr(LocalBackend, "start_following_evaluations", lambda self, run: followed.append(run))
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
-    for module in (preflight, drill):
+    for module in (short_jobs, drill):
         monkeypatch.setattr(module, "wait_for_end", refuse)
     if is_drill:
         small = drill.drill_spec(spec, 12)
@@ -78,7 +78,7 @@ def test_a_short_run_of_a_spec_with_tasks_has_no_evaluations(
             drill.run_drill(setup, drill.UNDISTURBED, lambda status: None)
     else:
         with pytest.raises(SchedulerError):
-            preflight.run_preflight(spec, make_plan(spec), LocalBackend(), 0.0, lambda status: None)
+            short_jobs.run_preflight(spec, make_plan(spec), LocalBackend(), 0.0, lambda status: None)
     assert not followed
 
 

@@ -13,7 +13,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch import preparation
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.preparation import Choice, plan_preparation, queue_preparation
-from scaletrain_cli.rundir.datasets import datasets_file, read_entries
+from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries
 from tests.launch.conftest import ENGINE, make_spec
 
 SLURM = ("cluster.scheduler=slurm",)

@@ -23,7 +23,7 @@ from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec.source import variants
-from scaletrain_cli.ui.cluster import show_cluster
+from scaletrain_cli.ui.tables import show_cluster
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.backends.slurm.test_script import Recorded
 from tests.launch.conftest import ENGINE, MakeRun, make_plan, make_spec

@@ -17,10 +17,10 @@ import pytest
 from scaletrain_cli.cli.app import parsed
 from scaletrain_cli.cli.events import _not_in
 from scaletrain_cli.launch import view_elsewhere
-from scaletrain_cli.launch.exec import Streams
 from scaletrain_cli.launch.node.streams import Frame, Kind, Link
 from scaletrain_cli.launch.node.view import KnownRun as FarRun
 from scaletrain_cli.launch.node.view import View
+from scaletrain_cli.launch.node_session import Streams
 from scaletrain_cli.launch.status import OVER
 from scaletrain_cli.launch.view_elsewhere import KnownRun, LinesOnce
 from scaletrain_cli.launch.view_switch import NowReachableError, await_files, switch_if_reachable

@@ -13,7 +13,7 @@ import pytest
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.mirror.checkpoints import MirroredFolder, in_line, list_folders
 from scaletrain_cli.mirror.claims import Claim, own_claim, read_claims
-from scaletrain_cli.mirror.opening import open_store
+from scaletrain_cli.mirror.object_store import open_store
 from scaletrain_cli.mirror.stores import MirrorStore
 from scaletrain_cli.mirror.sync import Mirror
 from scaletrain_cli.rundir.checkpoints import (

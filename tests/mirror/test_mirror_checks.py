@@ -11,13 +11,13 @@ import pytest
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.diagnosis.rehearsal import Options
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch import preflight
+from scaletrain_cli.launch import short_jobs
 from scaletrain_cli.launch.drill import drill_spec
-from scaletrain_cli.launch.rehearse import rehearsal_spec
 from scaletrain_cli.launch.resource_checks import mirror as mirror_checks
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.launch.resource_checks.mirror import MirrorResults, check_mirror
 from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.short_jobs import rehearsal_spec
 from scaletrain_cli.mirror.object_store import ObjectStore
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import SMALL, scaletrain
@@ -136,7 +136,7 @@ def test_jobs_that_only_try_a_run_have_no_mirror(tmp_path: Path, monkeypatch: py
         tried.append(spec)
         raise UsageError("refused")
 
-    monkeypatch.setattr(preflight, "create_run", refuse)
+    monkeypatch.setattr(short_jobs, "create_run", refuse)
     with pytest.raises(UsageError, match="refused"):
-        preflight.run_preflight(spec, make_plan(spec), LOCAL, 0.0, lambda status: None)
+        short_jobs.run_preflight(spec, make_plan(spec), LOCAL, 0.0, lambda status: None)
     assert [each.checkpoint.mirror.to for each in tried] == [None]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.report.comparison import ranked, read_report
-from scaletrain_cli.report.comparison_sections import page, short_names
+from scaletrain_cli.report.comparison_sections import page, ranked, read_report, short_names
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
 from tests.cli.command_line import scaletrain

@@ -18,8 +18,7 @@ import pytest
 from scaletrain_cli.launch.node.processes import identify
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.report.chart import Chart, Line, Span, draw
-from scaletrain_cli.report.comparison import read_report
-from scaletrain_cli.report.comparison_sections import page
+from scaletrain_cli.report.comparison_sections import page, read_report
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.journal import append_lines, record_event

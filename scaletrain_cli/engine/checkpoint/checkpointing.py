@@ -31,8 +31,17 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir import checkpoints
-from scaletrain_cli.rundir.base_weights import Digests, check_same_base, digests_of, to_document, weight_files
-from scaletrain_cli.rundir.checkpoints import STATE_FILE, Checkpoint, FileDigest, checkpoints_to_prune
+from scaletrain_cli.rundir.checkpoints import (
+    STATE_FILE,
+    Checkpoint,
+    Digests,
+    FileDigest,
+    check_same_base,
+    checkpoints_to_prune,
+    digests_of,
+    to_document,
+    weight_files,
+)
 from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder

@@ -45,8 +45,7 @@ from scaletrain_cli.engine.model.materialization import named_weights, stored_bu
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.base_weights import check_base_of, read_base
-from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
+from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec, to_hugging_face

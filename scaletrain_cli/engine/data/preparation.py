@@ -23,7 +23,9 @@ from scaletrain_cli.data.prepared import is_dataset
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.rundir.datasets import (
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.shared_datasets import (
     NAME,
     Entry,
     datasets_file,
@@ -32,8 +34,6 @@ from scaletrain_cli.rundir.datasets import (
     record_datasets,
     recorded_folders,
 )
-from scaletrain_cli.rundir.documents import read_document, write_document
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, ROW_FORMATS, find_files
 from scaletrain_cli.unexpected import known_error

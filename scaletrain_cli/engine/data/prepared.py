@@ -27,9 +27,8 @@ from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.shared_datasets import built, owner_of_dataset
+from scaletrain_cli.rundir.shared_datasets import built, datasets_file, owner_of_dataset, read_entries, recorded_folders
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 

@@ -26,11 +26,17 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plan.data_size import ENOUGH_TO_VALIDATE, validation_from_training
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.datasets import datasets_file, entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
+from scaletrain_cli.rundir.shared_datasets import (
+    datasets_file,
+    entries_of,
+    owner_of_dataset,
+    read_entries,
+    record_datasets,
+    recorded_folders,
+)
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 

@@ -15,10 +15,10 @@ from scaletrain_cli.engine.data.row_dataset import find_datasets
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.data_size import prepared_size
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.spec import ClipSpec, RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 

@@ -24,8 +24,7 @@ from scaletrain_cli.errors import DoNotRequeueError, PreemptedError, ScaletrainE
 from scaletrain_cli.hub.cache import CACHE_VARIABLES, HubSettings
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.exit_classification import OF_THE_CACHE
-from scaletrain_cli.launch.hub_fetch import FetchProgress, FetchStopped, fetch
-from scaletrain_cli.launch.hub_files import MEASURES_ONLY, ONLY, environment_here
+from scaletrain_cli.launch.hub_fetch import MEASURES_ONLY, ONLY, FetchProgress, FetchStopped, environment_here, fetch
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import next_signal
 from scaletrain_cli.launch.node.record import has_failed

@@ -1,7 +1,8 @@
-"""The telemetry of one node: what its ranks send, and the use of its GPUs and of the node, written to one file.
+"""The use of a node over time: the node columns of the telemetry, from psutil, control groups and /sys.
 
-A thread measures and writes, so that neither a driver nor a file system that hangs can delay the agent: it only adds
-rows to a queue. Errors lose telemetry, and nothing else.
+CPU and memory are those of the tightest control group that limits the job, else of the machine. Disk, network and
+InfiniBand are those of the machine, so that jobs of others on it count as well. ``infiniband_errors`` counts from the
+first call on.
 """
 
 from __future__ import annotations
@@ -16,15 +17,174 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from scaletrain_cli.launch.node.host_usage import HostSampler
+from scaletrain_cli.available_memory import available_bytes, used_bytes
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.worker.telemetry import RankRow
+
+_INFINIBAND = "sys/class/infiniband"
+_WORD_BYTES = 4  # port_rcv_data and port_xmit_data count words of 4 bytes
+_INFINIBAND_ERRORS = (
+    "link_downed",
+    "link_error_recovery",
+    "local_link_integrity_errors",
+    "port_rcv_errors",
+    "port_xmit_discards",
+    "symbol_error",
+)
+
+
+class _CpuGroup(NamedTuple):
+    """A control group with a limit of ``cores``: its CPU seconds, and the scheduler's periods in which it was stopped.
+
+    Counted from the start of the group.
+    """
+
+    cores: float
+    seconds: float | None
+    periods: float
+    throttled_periods: float
+
+
+class HostSampler:
+    """Reads the use of this node. ``root``: the folder with ``proc`` and ``sys``, for tests.
+
+    A value that is not known here, such as a rate at the first call, is absent.
+    """
+
+    def __init__(self, root: Path = Path("/"), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._clock = root, clock
+        self._before: dict[str, tuple[float, float]] = {}
+        self._has_infiniband = False
+        self._errors_before: float | None = None
+
+    def sample(self) -> dict[str, float]:
+        """Return the values since the last call."""
+        now = self._clock()
+        found: dict[str, float | None] = self._cpu(now) | self._traffic(now) | self._infiniband(now)
+        found["memory_used_bytes"] = used_bytes(self._root)
+        found["memory_available_bytes"] = available_bytes(self._root)
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def _cpu(self, now: float) -> dict[str, float | None]:
+        group = next(self._limited_groups(), None)
+        if group is None:
+            return {"cpu_utilization": self._machine_cpu()}
+        used = None if group.seconds is None else self._rate("cpu", group.seconds, now)
+        passed = self._increase("periods", group.periods)
+        stopped = self._increase("throttled", group.throttled_periods)
+        return {
+            "cpu_utilization": None if used is None else min(1.0, used / group.cores),
+            "cpu_throttled": None if not passed or stopped is None else min(1.0, stopped / passed),
+        }
+
+    def _machine_cpu(self) -> float | None:
+        """Return the share of time for which the cores that this process may use were busy."""
+        import psutil
+
+        cores = os.sched_getaffinity(0)
+        times = [each for core, each in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
+        idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in times)
+        # Time of guests is part of that of users.
+        total = sum(sum(each) - getattr(each, "guest", 0.0) - getattr(each, "guest_nice", 0.0) for each in times)
+        passed, idled = self._increase("cpu_total", total), self._increase("cpu_idle", idle)
+        return None if not passed or idled is None else 1.0 - min(1.0, idled / passed)
+
+    def _limited_groups(self) -> Iterator[_CpuGroup]:
+        """Yield the control groups of this process whose CPU time is limited, the lowest first (version 2 or 1)."""
+        for line in _text(self._root / "proc/self/cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = self._root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            group = top / path.strip("/")
+            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
+                limit = _text(folder / "cpu.max").split()
+                if controllers:
+                    limit = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+                statistics = _counters(_text(folder / "cpu.stat"))
+                if len(limit) == 2 and all(word.isdigit() and int(word) for word in limit):
+                    seconds = statistics["usage_usec"] / 1e6 if "usage_usec" in statistics else None
+                    if controllers:  # the files of cpuacct are beside those of cpu, or in a folder of its own
+                        names = (folder, self._root / "sys/fs/cgroup/cpuacct" / folder.relative_to(top))
+                        texts = [_text(name / "cpuacct.usage").strip() for name in names]
+                        seconds = next((int(text) / 1e9 for text in texts if text.isdigit()), None)
+                    yield _CpuGroup(
+                        cores=min(int(limit[0]) / int(limit[1]), float(len(os.sched_getaffinity(0)))),
+                        seconds=seconds,
+                        periods=statistics.get("nr_periods", 0.0),
+                        throttled_periods=statistics.get("nr_throttled", 0.0),
+                    )
+
+    def _traffic(self, now: float) -> dict[str, float | None]:
+        import psutil
+
+        found: dict[str, float | None] = {}
+        disks = psutil.disk_io_counters()
+        if disks is not None:
+            found["disk_read_bytes_per_second"] = self._rate("read", disks.read_bytes, now)
+            found["disk_written_bytes_per_second"] = self._rate("written", disks.write_bytes, now)
+        cards = {name: card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"}
+        # A bridge or a bond counts the bytes of its cards once more. In a container no interface is a device.
+        real = [name for name in cards if (self._root / "sys/class/net" / name / "device").exists()]
+        counted = [cards[name] for name in real or cards]
+        if counted:
+            received, sent = (sum(getattr(card, key) for card in counted) for key in ("bytes_recv", "bytes_sent"))
+            found["network_received_bytes_per_second"] = self._rate("received", received, now)
+            found["network_sent_bytes_per_second"] = self._rate("sent", sent, now)
+        return found
+
+    def _infiniband(self, now: float) -> dict[str, float | None]:
+        ports = sorted((self._root / _INFINIBAND).glob("*/ports/*"))
+        # Ports that no cable has ever connected are no network; one that has gone down is.
+        self._has_infiniband = self._has_infiniband or any("ACTIVE" in _text(port / "state") for port in ports)
+        if not self._has_infiniband:
+            return {}
+        received, sent = (
+            float(sum(_WORD_BYTES * _number(port / "counters" / name) for port in ports))
+            for name in ("port_rcv_data", "port_xmit_data")
+        )
+        errors = sum(_number(port / "counters" / name) for port in ports for name in _INFINIBAND_ERRORS)
+        self._errors_before = errors if self._errors_before is None else self._errors_before
+        return {
+            "infiniband_received_bytes_per_second": self._rate("infiniband_received", received, now),
+            "infiniband_sent_bytes_per_second": self._rate("infiniband_sent", sent, now),
+            "infiniband_errors": max(0.0, errors - self._errors_before),
+        }
+
+    def _rate(self, name: str, value: float, now: float) -> float | None:
+        """Return the increase per second since the last call; None at the first, and after a counter was reset."""
+        before = self._before.get(name)
+        increase = self._increase(name, value, now)
+        return None if increase is None or before is None or now <= before[0] else increase / (now - before[0])
+
+    def _increase(self, name: str, value: float, now: float = 0.0) -> float | None:
+        before, self._before[name] = self._before.get(name), (now, value)
+        return None if before is None or value < before[1] else value - before[1]
+
+
+def _counters(text: str) -> dict[str, float]:
+    pairs = (line.split() for line in text.splitlines())
+    return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _number(path: Path) -> float:
+    text = _text(path).strip()
+    return float(text) if text.isdigit() else 0.0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
 
 # Between two writes: an append to a network file system by each node of a large cluster.
 FLUSH_SECONDS = 10.0

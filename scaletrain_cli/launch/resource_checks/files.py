@@ -14,7 +14,7 @@ from pathlib import Path
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.resource_checks.images import image_problems
-from scaletrain_cli.launch.resource_checks.prepared import prepared_problem
+from scaletrain_cli.launch.resource_checks.sources import prepared_problem
 from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.launch.resource_checks.weights import adapter_weights
 from scaletrain_cli.reasons import Reason

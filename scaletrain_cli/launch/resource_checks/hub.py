@@ -16,7 +16,7 @@ from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, m
 from scaletrain_cli.hub.client import read_range, read_small_file, require_online, require_readable, resolve
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.hub_files import environment_here, shared_cache
+from scaletrain_cli.launch.hub_fetch import environment_here, shared_cache
 from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
 from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.launch.resource_checks.weights import (

@@ -48,7 +48,7 @@ def _check(view: View) -> tuple[Reason | None, Reason | None]:
     if find_spec("obstore") is None:
         reason = Reason("mirror.no-library", {"command": install_command("remote")})
         return (reason, None) if view.spec.cluster.traits.runs_here else (None, reason)
-    from scaletrain_cli.mirror.opening import store_variables
+    from scaletrain_cli.mirror.object_store import store_variables
 
     try:
         with store_variables(view.spec.env):

@@ -16,7 +16,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import class_file_problems, row_problems
 from scaletrain_cli.launch.resource_checks.view import View
-from scaletrain_cli.rundir.datasets import entries_of, read_entries, record_datasets, recorded_folders
+from scaletrain_cli.rundir.shared_datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, write_folder, write_shards
 from tests.forked import scaletrain

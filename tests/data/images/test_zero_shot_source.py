@@ -17,8 +17,8 @@ from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import not_checked
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
 from scaletrain_cli.launch.resource_checks.view import View
-from scaletrain_cli.rundir.datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from tests.data.images.pictures import ignore, index, write_folder, write_shards

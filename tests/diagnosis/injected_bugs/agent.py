@@ -76,7 +76,7 @@ def _pipe(run: RunDir, attempt: int, rank: int) -> Path:
 
 def sample_host(run: RunDir, attempt: int, seconds: float) -> None:
     """Write the use of this process's node to a file of its own, every ``seconds``, in a thread of a rank."""
-    from scaletrain_cli.launch.node.host_usage import HostSampler
+    from scaletrain_cli.launch.node.telemetry import HostSampler
 
     sampler, writer = HostSampler(), SeriesWriter(node_file(run, attempt, "node-0001-here"))
     while True:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from scaletrain_cli.available_memory import available_bytes, used_bytes
-from scaletrain_cli.launch.node.host_usage import HostSampler
+from scaletrain_cli.launch.node.telemetry import HostSampler
 
 CORES = len(os.sched_getaffinity(0))
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\n"

@@ -12,7 +12,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.slurm.probe import probe_nodes
-from scaletrain_cli.launch.node.probe import NodeFacts, place_token, probe_node, probe_problems
+from scaletrain_cli.launch.node.inspection import NodeFacts, place_token, probe_node, probe_problems
 from scaletrain_cli.rundir.paths import runs_root
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.conftest import make_plan, make_spec

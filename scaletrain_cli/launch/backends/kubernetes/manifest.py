@@ -34,7 +34,7 @@ from scaletrain_cli.launch.backends.kubernetes.workloads import (
     volcano_job,
 )
 from scaletrain_cli.launch.code import take_snapshot
-from scaletrain_cli.launch.hub_files import ONLY
+from scaletrain_cli.launch.hub_fetch import ONLY
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file

@@ -34,7 +34,6 @@ from scaletrain_cli.launch.backends.slurm.array import (
     require_one_array,
     submit_array,
 )
-from scaletrain_cli.launch.backends.slurm.commands import commands_check, passed_on
 from scaletrain_cli.launch.backends.slurm.preflight import check_job
 from scaletrain_cli.launch.backends.slurm.preparation import (
     cancel_preparation,
@@ -60,6 +59,7 @@ from scaletrain_cli.launch.backends.slurm.site import (
     query_site,
     record_exclusion,
 )
+from scaletrain_cli.launch.backends.slurm.tables import commands_check, passed_on
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.resource_checks.view import is_missing
@@ -76,7 +76,7 @@ from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.node.probe import NodeFacts
+    from scaletrain_cli.launch.node.inspection import NodeFacts
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
 

@@ -7,10 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.site import Site, query_site
-from scaletrain_cli.launch.backends.slurm.tables import AT_LEAST, Limit, Node, gpus, moment, resource_in_words
+from scaletrain_cli.launch.backends.slurm.tables import (
+    AT_LEAST,
+    Limit,
+    Node,
+    call_slurm,
+    gpus,
+    moment,
+    resource_in_words,
+)
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 

@@ -20,11 +20,10 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import read_attempt, read_attempts
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, exclude_option, exclusion_for, has_gpus, query_site
-from scaletrain_cli.launch.backends.slurm.tables import gpus, node_names
+from scaletrain_cli.launch.backends.slurm.tables import call_slurm, gpus, node_names
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.plan.reliability.node_sizes import Growth, growth, largest_usable
@@ -32,15 +31,15 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.attempt_requests import growth_requests, request_growth, withdraw_growth
 from scaletrain_cli.rundir.checkpoints import committed_folders
-from scaletrain_cli.rundir.journal import last_logged_step
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, read_size_plans
-from scaletrain_cli.rundir.times_and_costs import (
+from scaletrain_cli.rundir.goodput import (
     newest_steps,
     planned_step_seconds,
     typical_seconds,
     without_first_steps,
 )
+from scaletrain_cli.rundir.journal import last_logged_step
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, read_size_plans
 from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 

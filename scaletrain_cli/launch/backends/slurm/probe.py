@@ -1,6 +1,6 @@
 """Probe the nodes before the job is queued: one short submitit task on each of the planned number of nodes.
 
-The temporary folder and the job are always removed. launch/node/probe.py collects and compares the facts.
+The temporary folder and the job are always removed. launch/node/inspection.py collects and compares the facts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, WrongNodesError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, passed_on
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.tables import node_names
-from scaletrain_cli.launch.node.probe import NodeFacts, facts_file, place_token, probe_problems
+from scaletrain_cli.launch.backends.slurm.tables import call_slurm, node_names, passed_on
+from scaletrain_cli.launch.node.inspection import NodeFacts, facts_file, place_token, probe_problems
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
@@ -84,7 +83,7 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
         name, equals, value = option.partition("=")
         if name not in _NOT_OF_THE_SPEC:
             options[name] = value if equals else True
-    command = shlex.join(python_command("scaletrain_cli.launch.node.probe", str(folder), folder.name))
+    command = shlex.join(python_command("scaletrain_cli.launch.node.inspection", str(folder), folder.name))
     with _filtered_environment(spec):
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
         executor.update_parameters(

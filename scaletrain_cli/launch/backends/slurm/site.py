@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.tables import (
     NODES,
     QOS_COLUMNS,
@@ -25,6 +24,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     Partition,
     QosRule,
     Reservation,
+    call_slurm,
     gpus,
     is_usable,
     limits_of,

@@ -1,4 +1,4 @@
-"""Parsers of the output of Slurm's commands: partitions, nodes, reservations, settings, QOS, limits. Pure functions.
+"""Calls of Slurm's commands, and parsers of what they print: partitions, nodes, reservations, settings, QOS, limits.
 
 The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JSON.
 """
@@ -6,10 +6,19 @@ The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JS
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.launch.backends.base import Check
+from scaletrain_cli.reasons import Reason
 
 # Columns of `sinfo --Format`, separated by bars, which keeps sinfo from truncating them.
 NODES = "NodeList:|,StateCompact:|,Gres:|,GresUsed:|,PartitionName:|,CPUs:|,Memory:|"
@@ -403,3 +412,92 @@ def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) ->
 
 def _used(text: str | None, kind: str) -> float | None:
     return None if text is None or kind in _PER_JOB or kind == AT_LEAST else float(text)
+
+
+logger = logging.getLogger(__name__)
+_TIMEOUT_SECONDS = 120
+_CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
+# Messages of Slurm's commands about a request that was sent but not answered (schedmd/slurm, slurm_errno.c). With
+# "Unable to contact", in contrast, the controller has received nothing.
+_ANSWER_LOST = (
+    *("Socket timed out", "Connection timed out", "Connection reset", "Broken pipe", "Zero Bytes were transmitted"),
+    *("Message receive failure", "Unexpected message received", "Protocol authentication error"),
+)
+TOKEN = "SLURM_JWT"  # for Slurm's commands on this machine; the job script removes it
+# The only variables of the submitter that the job gets: others may contain secrets, which Slurm would store.
+PASSED_ON = frozenset(
+    f"PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF SLURM_CONF_SERVER {TOKEN} "
+    "LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
+    "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
+)
+
+
+def call_slurm(
+    command: Sequence[str],
+    *,
+    text: str | None = None,
+    folder: Path | None = None,
+    accept: Sequence[str] = (),
+    without: Sequence[str] = (),
+    seconds: float = _TIMEOUT_SECONDS,
+) -> subprocess.CompletedProcess[str]:
+    """Run one Slurm command. Raises SchedulerError if it fails, unless its message contains one of ``accept``.
+
+    Raises SchedulerSilentError if it was killed or lost the connection: the controller may have executed the request.
+    ``without``: names of variables that are removed from its environment in any case.
+    """
+    if shutil.which(command[0]) is None:
+        raise SchedulerError(Reason("slurm.no-command", {"command": command[0]}))
+    logger.debug("running %s", " ".join(command))
+    try:
+        answer = subprocess.run(
+            command,
+            input=text,
+            cwd=folder,
+            env=passed_on(without),
+            text=True,
+            capture_output=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SchedulerSilentError(Reason("slurm.no-answer", {"command": command[0], "seconds": seconds})) from error
+    if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
+        message = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        if answer.returncode < 0 or any(phrase in answer.stderr for phrase in _ANSWER_LOST):
+            raise SchedulerSilentError(Reason("slurm.answer-lost", {"command": command[0], "said": message}))
+        raise SchedulerError(Reason("slurm.command-failed", {"command": " ".join(command[:2]), "said": message}))
+    return answer
+
+
+def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
+    """Return the part of this process's environment that Slurm's commands, and therefore the job, get."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name in PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
+    }
+
+
+def commands_check() -> Check:
+    """Return the check of `scaletrain doctor` that Slurm's commands are installed and the controller answers."""
+    path = shutil.which("sbatch")
+    if path is None:
+        return Check("slurm", "none", "no sbatch", "required for cluster.scheduler: slurm")
+    missing = [other for other in ("srun", "squeue", "scontrol", "sacct") if shutil.which(other) is None]
+    if missing:
+        return Check("slurm", "warn", path, f"{', '.join(missing)} not found; check PATH")
+    code, text = _answer_of(["scontrol", "ping"])
+    if code != 0:
+        return Check("slurm", "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
+    return Check("slurm", "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
+
+
+def _answer_of(command: list[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a command; 124 where it does not answer within _CHECK_SECONDS."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, errors="replace")
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {_CHECK_SECONDS} s"
+    except OSError as error:
+        return 126, error.strerror or str(error)
+    return done.returncode, (done.stdout or done.stderr).strip()

@@ -26,7 +26,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import row_problems
 from scaletrain_cli.launch.resource_checks.view import View
-from scaletrain_cli.rundir.datasets import entries_of
+from scaletrain_cli.rundir.shared_datasets import entries_of
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, image_bytes, write_folder, write_shard
 from tests.data.test_mixture import webster

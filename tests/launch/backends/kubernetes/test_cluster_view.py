@@ -14,7 +14,7 @@ from scaletrain_cli.launch.backends.kubernetes.cluster_view import ClusterObject
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, update
 from scaletrain_cli.launch.backends.kubernetes.observation import unix_time
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
-from scaletrain_cli.ui.cluster import show_cluster
+from scaletrain_cli.ui.tables import show_cluster
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi

@@ -21,8 +21,8 @@ from scaletrain_cli.launch.backends.kubernetes.api import Cluster
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import TRAIN_JOB
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
-from scaletrain_cli.launch.preflight import run_preflight
 from scaletrain_cli.launch.resume import inspect_resume, resume
+from scaletrain_cli.launch.short_jobs import run_preflight
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_job, submit_run
 from scaletrain_cli.rundir.paths import RunDir

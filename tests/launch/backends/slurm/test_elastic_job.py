@@ -24,9 +24,9 @@ from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.attempt_requests import growth_requests, read_growth_request, request_growth
+from scaletrain_cli.rundir.goodput import cost_so_far
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.record import read_record, read_size_plans, revisions
-from scaletrain_cli.rundir.times_and_costs import cost_so_far
 from scaletrain_cli.spec import RunSpec
 from tests.launch.conftest import MadeRun, make_spec
 
