@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scaletrain_cli.text import bytes_text, counted, listed, percent_text, seconds_text
+from scaletrain_cli.reasons import formatted
+from scaletrain_cli.text import counted, listed, percent_text, seconds_text
 
 Event = Mapping[str, Any]
 _NOT_SHOWN = ("time", "event", "metrics_bytes")
@@ -15,9 +16,22 @@ def event_sentence(event: Event) -> str:
     """Return the text of an event; for an unknown event or form, its fields."""
     sentence = _SENTENCES.get(str(event.get("event")))
     try:
-        return sentence(event) if sentence is not None else _fields(event)
+        if sentence is None:
+            return _fields(event)
+        if callable(sentence):
+            return sentence(event)
+        parts = (sentence,) if isinstance(sentence, str) else sentence
+        return "".join(formatted(_template(part, event), event) for part in parts)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the event has another form
         return _fields(event)
+
+
+def _template(part: _Part, event: Event) -> str:
+    """Return the template of a part; empty if the field that it depends on leaves it out."""
+    if isinstance(part, str):
+        return part
+    field, template = part
+    return template if bool(event.get(field.lstrip("!"))) != field.startswith("!") else ""
 
 
 def _fields(event: Event) -> str:
@@ -35,27 +49,10 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _submitted(event: Event) -> str:
-    code = event.get("code")
-    number = event.get("automatic")
-    resumed = f", resume {number} without a person" if number else ""
-    return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "") + resumed
-
-
 def _resumed(event: Event) -> str:
     lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
     text = f"from step {event['step']}" + (f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost")
     return text + (f"; checkpoints skipped: {'; '.join(map(str, passed))}" if passed else "")
-
-
-def _checkpoint(event: Event) -> str:
-    blocked = f", training waited {seconds_text(event['blocked_seconds'])}" if event.get("blocked_seconds") else ""
-    return f"step {event['step']} committed, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}{blocked}"
-
-
-def _first_loss(event: Event) -> str:
-    fresh = "plausible for an untrained model" if event["plausible"] else "implausible for an untrained model"
-    return f"{event['loss']:.4f}, {fresh} (ln of the vocabulary size is {event['ln_vocab_size']:.4f})"
 
 
 def _left(event: Event) -> str:
@@ -63,15 +60,6 @@ def _left(event: Event) -> str:
     if "saved_step" in event:
         return f"{step}; latest checkpoint at step {event['saved_step']}: {event.get('why', 'no time to save')}"
     return f"{step}, state saved"
-
-
-def _attempt_ended(event: Event) -> str:
-    message = f": {event['message']}" if event.get("message") else ""
-    then = "the run is requeued" if event.get("requeue") else "the run is not requeued"
-    why = f" ({event['why']})" if event.get("why") else ""
-    return (
-        f"attempt {event['attempt']} ended with exit code {event['exit_code']}, {event['reason']}{message}; {then}{why}"
-    )
 
 
 _CAUSES = {"spike": "after a spike ", "nan": "after a NaN or an infinity "}
@@ -84,19 +72,9 @@ def _rolled_back(event: Event) -> str:
     return f"{cause}from step {event['from_step']} to step {event['to_step']}; {left_out}"
 
 
-def _loss_scale_collapsed(event: Event) -> str:
-    scales = f"from {event['fell_from']:g} to {event['loss_scale']:g}"
-    return f"at step {event['step']}: the loss scale fell {scales} within {counted(event['within_steps'], 'step')}"
-
-
 def _dead_gradients(event: Event) -> str:
     norms = listed(f"{norm:.3g}" for norm in event["norms"])
     return f"at step {event['step']}: gradient norms of the last {counted(len(event['norms']), 'step')}: {norms}"
-
-
-def _flat_loss(event: Event) -> str:
-    losses = f"{event['first_losses']:.4f} at first and {event['recent_losses']:.4f} recently"
-    return f"at step {event['step']}: the loss has not fallen, {losses}"
 
 
 def _stopped_early(event: Event) -> str:
@@ -109,12 +87,6 @@ def _evaluated(event: Event) -> str:
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items() if "_stderr" not in name)
     failed = f"; failed: {', '.join(event['failed'])}" if event["failed"] else ""
     return f"step {event['step']}: {metrics or 'no metrics'}{failed}"
-
-
-def _validation_held_back(event: Event) -> str:
-    source = f" of {event['source']}" if event.get("source") else ""
-    part = f"the last {event['sequences']:,} of {event['of']:,} training sequences{source}"
-    return f"{part} are used for validation: the validation split is too small"
 
 
 def _mixture(event: Event) -> str:
@@ -130,19 +102,6 @@ def _mixture(event: Event) -> str:
 def _begun(event: Event) -> Any:
     """Return the stage that the first sample of a mixture is in."""
     return [stage for stage in event["stages"] if stage["first_sample"] <= event["first_sample"]][-1]
-
-
-def _goodput(event: Event) -> str:
-    parts = {"save": "save", "restore": "set-up", "evaluation": "evaluation", "rollback": "rollback"}
-    parts |= {"lost_work": "lost work", "idle": "idle"}
-    rest = ", ".join(f"{shown} {seconds_text(event[f'{name}_seconds'])}" for name, shown in parts.items())
-    return f"{percent_text(event['goodput'])} of {seconds_text(event['wall_seconds'])}; {rest}"
-
-
-def _data_wait(event: Event) -> str:
-    waited = f"{percent_text(event['share'])} of the time of the last {counted(event['steps'], 'step')}"
-    given = f"data.loader.workers ({event['workers']}) and data.loader.prefetch ({event['prefetch']})"
-    return f"rank {event['rank']} waited for data {waited}; raise {given}, or use faster storage"
 
 
 def _stragglers(event: Event) -> str:
@@ -165,27 +124,6 @@ def _profiled(event: Event) -> str:
     return f"{steps}, {'ranks' if len(event['ranks']) > 1 else 'rank'} {listed(event['ranks'])}"
 
 
-def _idle(event: Event) -> str:
-    since = f"the {event['measured']} of the run have done nothing for {seconds_text(event['seconds'])}"
-    return f"{since}; unless they do, its ranks save and exit in {seconds_text(event['ends_in_seconds'])}"
-
-
-def _node_agent_stopped(event: Event) -> str:
-    then = "stopped again; its ranks save and exit" if event["ends"] else "was continued by its ranks"
-    return f"the agent of node {event['node']} was stopped by a signal for {event['seconds']} s and {then}"
-
-
-def _nodes_excluded(event: Event) -> str:
-    text = f"the job excludes {', '.join(event['nodes'])}" if event["nodes"] else "no nodes are excluded"
-    spared = event.get("spared")
-    return text + (f"; too few other nodes to exclude {', '.join(spared)}" if spared else "")
-
-
-def _hub_fetched(event: Event) -> str:
-    received = f"{bytes_text(event['bytes'])} received in {seconds_text(event['seconds'])}"
-    return f"{counted(event['files'], 'file')} on {event['node']}, {received}"
-
-
 def _schedule_changed(event: Event) -> str:
     changes = (f"{key} was {_value(each['was'])}, now {_value(each['now'])}" for key, each in event["changes"].items())
     step, rate = event["step"], event["learning_rate"]
@@ -194,77 +132,113 @@ def _schedule_changed(event: Event) -> str:
     return f"{begins}{', '.join(changes)}{then}"
 
 
-_SENTENCES: dict[str, Callable[[Event], str]] = {
-    "submitted": _submitted,
-    "started": lambda event: "training starts at step 0",
-    "resumed": _resumed,
-    "first-loss": _first_loss,
-    "measured": lambda event: (
-        f"model states take {bytes_text(event['model_states'])}, planned {bytes_text(event['planned'])}"
+# What an event says: a template over its fields (reasons.py); parts, of which one with a field is left out where it is
+# empty, and one with !field where it is not; or a function.
+_Part = str | tuple[str, str]
+_SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
+    "submitted": (
+        "job {job_id} on {scheduler}",
+        ("code", ", with the code {code}"),
+        ("automatic", ", resume {automatic} without a person"),
     ),
-    "checkpoint": _checkpoint,
+    "started": "training starts at step 0",
+    "resumed": _resumed,
+    "first-loss": (
+        ("plausible", "{loss:.4f}, plausible"),
+        ("!plausible", "{loss:.4f}, implausible"),
+        " for an untrained model (ln of the vocabulary size is {ln_vocab_size:.4f})",
+    ),
+    "measured": "model states take {model_states:bytes}, planned {planned:bytes}",
+    "checkpoint": (
+        "step {step} committed, {bytes:bytes} in {seconds:seconds}",
+        ("blocked_seconds", ", training waited {blocked_seconds:seconds}"),
+    ),
     "preempted": _left,
-    "finished": lambda event: f"at step {event['step']}",
-    "attempt-ended": _attempt_ended,
+    "finished": "at step {step}",
+    "attempt-ended": (
+        "attempt {attempt} ended with exit code {exit_code}, {reason}",
+        ("message", ": {message}"),
+        ("requeue", "; the run is requeued"),
+        ("!requeue", "; the run is not requeued"),
+        ("why", " ({why})"),
+    ),
     "rolled-back": _rolled_back,
-    "spike": lambda event: f"at step {event['step']}; {event['then']}",
-    "loss-scale-collapsed": _loss_scale_collapsed,
+    "spike": "at step {step}; {then}",
+    "loss-scale-collapsed": (
+        "at step {step}: the loss scale fell from {fell_from:g} to {loss_scale:g} within {within_steps:of step}"
+    ),
     "dead-gradients": _dead_gradients,
-    "flat-loss": _flat_loss,
-    "stage": lambda event: f"steps {event['step']} to {event['last_step']} train {counted(event['tensors'], 'tensor')}",
+    "flat-loss": (
+        "at step {step}: the loss has not fallen, {first_losses:.4f} at first and {recent_losses:.4f} recently"
+    ),
+    "stage": "steps {step} to {last_step} train {tensors:of tensor}",
     "mixture": _mixture,
     "stopped-early": _stopped_early,
-    "evaluation-submitted": lambda event: f"of step {event['step']}: job {event['job_id']}, run {event['evaluation']}",
-    "evaluation-not-submitted": lambda event: str(event["message"]),
+    "evaluation-submitted": "of step {step}: job {job_id}, run {evaluation}",
+    "evaluation-not-submitted": "{message}",
     "evaluated": _evaluated,
-    "goodput": _goodput,
-    "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
-    "epochs-counted": lambda event: str(event["text"]),
-    "validation-held-back": _validation_held_back,
+    "goodput": (
+        "{goodput:percent} of {wall_seconds:seconds}; save {save_seconds:seconds}, set-up {restore_seconds:seconds}, "
+        "evaluation {evaluation_seconds:seconds}, rollback {rollback_seconds:seconds}, "
+        "lost work {lost_work_seconds:seconds}, idle {idle_seconds:seconds}"
+    ),
+    "data-of-another-user": "{folder} was prepared by {owner}",
+    "epochs-counted": "{text}",
+    "validation-held-back": (
+        "the last {sequences:,} of {of:,} training sequences",
+        ("source", " of {source}"),
+        " are used for validation: the validation split is too small",
+    ),
     "batch-norm-images": lambda event: (
         f"BatchNorm normalizes {counted(event['now'], 'image')} together from step {event['step'] + 1} on, and "
         f"{event['before']:,} before: the layout has changed, and the loss may"
     ),
-    "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
+    "damaged-data": "{file}: {problem}; the run stops",
     "stragglers": _stragglers,
     "profiled": _profiled,
-    "profile-refused": lambda event: f"after step {event['step']}: {event['message']}",
-    "data-wait": _data_wait,
-    "hub-fetching": lambda event: (
-        f"{counted(event['files'], 'file')} ({bytes_text(event['bytes'])}) to {event['cache']} on {event['node']}"
+    "profile-refused": "after step {step}: {message}",
+    "data-wait": (
+        "rank {rank} waited for data {share:percent} of the time of the last {steps:of step}; raise "
+        "data.loader.workers ({workers}) and data.loader.prefetch ({prefetch}), or use faster storage"
     ),
-    "hub-fetched": _hub_fetched,
+    "hub-fetching": "{files:of file} ({bytes:bytes}) to {cache} on {node}",
+    "hub-fetched": "{files:of file} on {node}, {bytes:bytes} received in {seconds:seconds}",
     "finding": _finding,
-    "finding-cleared": lambda event: (
-        f"after {seconds_text(event['seconds'])}, at step {event['step']}: {event['text']}"
+    "finding-cleared": "after {seconds:seconds}, at step {step}: {text}",
+    "unreachable": "node {node} does not reach the first node, {address} port {port}: {error}",
+    "hang": (("message", "{message}"), ("!message", "no progress"), " (attempt {attempt}, node {node})"),
+    "idle": (
+        "the {measured} of the run have done nothing for {seconds:seconds}; unless they do, its ranks save and exit in "
+        "{ends_in_seconds:seconds}"
     ),
-    "unreachable": lambda event: (
-        f"node {event['node']} does not reach the first node, {event['address']} port {event['port']}: {event['error']}"
+    "idle-over": "the {measured} of the run work again; it is not ended",
+    "idle-unmeasured": "the use of the GPUs of {node} is not known: no idle run is ended",
+    "node-agent-stopped": (
+        "the agent of node {node} was stopped by a signal for {seconds} s and ",
+        ("ends", "stopped again; its ranks save and exit"),
+        ("!ends", "was continued by its ranks"),
     ),
-    "hang": lambda event: f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})",
-    "idle": _idle,
-    "idle-over": lambda event: f"the {event['measured']} of the run work again; it is not ended",
-    "idle-unmeasured": lambda event: f"the use of the GPUs of {event['node']} is not known: no idle run is ended",
-    "node-agent-stopped": _node_agent_stopped,
-    "suspended": lambda event: f"all processes were stopped for {seconds_text(event['seconds'])}, and go on",
-    "output-dropped": lambda event: f"{event['message']}: the output of `train` is not shown any more",
-    "signal": lambda event: f"{event['signal']} on node {event['node']}, forwarded to its ranks",
-    "nodes-excluded": _nodes_excluded,
-    "tracker-off": lambda event: str(event["message"]),
-    "tracker-on": lambda event: str(event["message"]),
-    "mirrored": lambda event: f"step {event['step']}, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}",
-    "mirror-failed": lambda event: f"{event['to']}: {event['message']}; training continues",
-    "mirror-recovered": lambda event: f"{event['to']}, after {seconds_text(event['seconds'])}",
-    "mirror-superseded": lambda event: str(event["message"]),
-    "moved": lambda event: (
-        f"from {event['from_run_dir']} on {event['from_host']} by the mirror {event['to']}, at step {event['step']}"
+    "suspended": "all processes were stopped for {seconds:seconds}, and go on",
+    "output-dropped": "{message}: the output of `train` is not shown any more",
+    "signal": "{signal} on node {node}, forwarded to its ranks",
+    "nodes-excluded": (
+        ("nodes", "the job excludes {nodes:every}"),
+        ("!nodes", "no nodes are excluded"),
+        ("spared", "; too few other nodes to exclude {spared:every}"),
     ),
+    "tracker-off": "{message}",
+    "tracker-on": "{message}",
+    "mirrored": "step {step}, {bytes:bytes} in {seconds:seconds}",
+    "mirror-failed": "{to}: {message}; training continues",
+    "mirror-recovered": "{to}, after {seconds:seconds}",
+    "mirror-superseded": "{message}",
+    "moved": "from {from_run_dir} on {from_host} by the mirror {to}, at step {step}",
     "schedule-changed": _schedule_changed,
-    "branched": lambda event: f"from step {event['step']} of {event['from_run']} in {event['from_run_dir']}",
-    "resized": lambda event: f"from {event['before']} to {counted(event['nodes'], 'node')}: {event['why']}",
-    "cancelled": lambda event: "canceled by the user",
-    "stopped": lambda event: f"not requeued: {event['why']} (exit code {event['exit_code']})",
-    "from-scratch": lambda event: "training restarts at step 0 without a checkpoint",
-    "pods-force-deleted": lambda event: f"force-deleted the pods {', '.join(event['pods'])} of unreachable nodes",
+    "branched": "from step {step} of {from_run} in {from_run_dir}",
+    "resized": "from {before} to {nodes:of node}: {why}",
+    "cancelled": "canceled by the user",
+    "stopped": "not requeued: {why} (exit code {exit_code})",
+    "from-scratch": "training restarts at step 0 without a checkpoint",
+    "pods-force-deleted": "force-deleted the pods {pods:every} of unreachable nodes",
 }
 EVENT_NAMES = tuple(_SENTENCES)  # of this package; a program of the user's may record others

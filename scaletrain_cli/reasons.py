@@ -68,7 +68,7 @@ class Reason:
     def remedies(self) -> tuple[str, ...]:
         """Return remedies as sentences or commands; empty if there are none."""
         try:
-            return tuple(_formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
+            return tuple(formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
         except _UNFIT:
             return ()
 
@@ -155,7 +155,7 @@ def text_of(reason: Reason) -> str:
     if not _is_known(reason.code):
         return _unknown(reason)
     try:
-        return _formatted(_entry(reason.code).text, reason.params)
+        return formatted(_entry(reason.code).text, reason.params)
     except _UNFIT:
         return _unknown(reason)
 
@@ -196,5 +196,6 @@ class _Units(Formatter):
 _UNITS = _Units()
 
 
-def _formatted(template: str, params: Mapping[str, Any]) -> str:
+def formatted(template: str, params: Mapping[str, Any]) -> str:
+    """Return the text of a template such as those of Text. Raises what a missing or unfit parameter raises."""
     return _UNITS.vformat(template, (), params)

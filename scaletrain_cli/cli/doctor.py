@@ -76,11 +76,11 @@ def _plugins() -> Iterator[Check]:
     from scaletrain_cli.launch import drill
     from scaletrain_cli.spec import backend_traits, extensions
     from scaletrain_cli.spec.run import FAMILIES
-    from scaletrain_cli.tracking import base as trackers
+    from scaletrain_cli.tracking import registry
 
     groups: dict[str, tuple[Collection[str], Callable[[str], object] | None]] = {
         BACKENDS: (backend_traits.BUILT_IN, None),
-        TRACKERS: (trackers.BUILT_IN, trackers.tracker_class),
+        TRACKERS: (registry.BUILT_IN, registry.tracker_class),
         OPTIMIZERS: (extensions.BUILT_IN_OPTIMIZERS, extensions.optimizer_extension),
         MODEL_FAMILIES: (FAMILIES, extensions.model_family_extension),
         VERBS: (app.BUILT_IN, app.module_of),

@@ -13,7 +13,6 @@ from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
-from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -44,7 +43,8 @@ def command(
     several runs, their figures and curves beside each other; of a sweep, parameters and best points. Reads the run
     directories and writes only FILE. --json prints the figures.
     """
-    from scaletrain_cli.report.comparison_sections import read_report
+    from scaletrain_cli.report.comparison_sections import page, read_report
+    from scaletrain_cli.ui.console import say
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
@@ -59,8 +59,6 @@ def command(
     members = sweeps[0].runs if sweeps else [each for each in found if not isinstance(each, Sweep)]
     report = read_report(list(dict.fromkeys(members)), sweeps[0] if sweeps else None)
     if output is not None:
-        from scaletrain_cli.report.comparison_sections import page
-
         replace_file(output, page(report), public=True)
         say(f"wrote {output}")
     if as_json:

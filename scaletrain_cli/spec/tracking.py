@@ -19,7 +19,7 @@ class TrackingSpec(OpenSection):
 
     @classmethod
     def plugin_model(cls, name: str) -> type[BaseModel] | None:
-        from scaletrain_cli.tracking.base import options_model
+        from scaletrain_cli.tracking.registry import options_model
 
         try:
             return options_model(name)
@@ -28,7 +28,7 @@ class TrackingSpec(OpenSection):
 
     @classmethod
     def plugin_names(cls) -> list[str]:
-        from scaletrain_cli.tracking.base import tracker_names
+        from scaletrain_cli.tracking.registry import tracker_names
 
         return tracker_names()
 

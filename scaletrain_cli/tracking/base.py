@@ -1,8 +1,7 @@
-"""The interface of a tracker, and the trackers by name. ``docs/extending.md`` shows one in a package of its own."""
+"""The interface of a tracker. ``docs/extending.md`` shows a complete one in a package of its own."""
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
-
-from scaletrain_cli.plugins import TRACKERS, plugins
-from scaletrain_cli.text import listed
 
 # How an attempt ended: the last step was trained; it will be resumed; it failed.
 Outcome = Literal["finished", "preempted", "failed"]
@@ -131,57 +127,3 @@ class Tracker(ABC, Generic[Options]):
     @abstractmethod
     def finish(self, outcome: Outcome) -> None:
         """Send what is left and close. Training waits for at most a minute, after a preemption for 20 seconds."""
-
-
-BUILT_IN = ("jsonl", "mlflow", "prometheus", "tensorboard", "wandb")
-
-
-def tracker_names() -> list[str]:
-    """Return all known names, the built-in ones first. Reads the metadata of the installed packages."""
-    return [*BUILT_IN, *plugins(TRACKERS, BUILT_IN)]
-
-
-def options_model(name: str) -> type[TrackerOptions]:
-    """Return the model of a tracker's options. Raises LookupError for an unknown name, and PluginError."""
-    if name == "jsonl":
-        from scaletrain_cli.tracking.jsonl import JsonlOptions
-
-        return JsonlOptions
-    return tracker_class(name).options_model
-
-
-def tracker_class(name: str) -> type[Tracker[Any]]:
-    """Return the class of a tracker. Raises LookupError for an unknown name, and PluginError."""
-    if name == "mlflow":
-        from scaletrain_cli.tracking.mlflow import MlflowTracker
-
-        return MlflowTracker
-    if name == "prometheus":
-        from scaletrain_cli.tracking.prometheus import PrometheusTracker
-
-        return PrometheusTracker
-    if name == "tensorboard":
-        from scaletrain_cli.tracking.tensorboard import TensorboardTracker
-
-        return TensorboardTracker
-    if name == "wandb":
-        from scaletrain_cli.tracking.wandb import WandbTracker
-
-        return WandbTracker
-    return _from_package(name)
-
-
-@functools.cache
-def _from_package(name: str) -> type[Tracker[Any]]:
-    plugin = plugins(TRACKERS).get(name)
-    if plugin is None:
-        raise LookupError(f"no tracker is called {name!r}")
-    found = plugin.load(type)
-    if not issubclass(found, Tracker):
-        raise plugin.invalid("must be a subclass of scaletrain_cli.tracking.base.Tracker")
-    model = getattr(found, "options_model", None)
-    if not (isinstance(model, type) and issubclass(model, TrackerOptions)):
-        raise plugin.invalid("has no options_model that is a subclass of TrackerOptions")
-    if missing := sorted(found.__abstractmethods__):
-        raise plugin.invalid(f"does not define {listed(missing)}")
-    return found

@@ -71,7 +71,7 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
 
 def _new_tracker(name: str, options: Any) -> Tracker[Any]:
     """Return a new tracker. Raises LookupError if the package that brings it is not installed on this node."""
-    from scaletrain_cli.tracking.base import tracker_class
+    from scaletrain_cli.tracking.registry import tracker_class
 
     return tracker_class(name)(options)
 

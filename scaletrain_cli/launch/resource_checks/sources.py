@@ -6,9 +6,8 @@ The documents are read by the readers of the preparation, so that what is accept
 from __future__ import annotations
 
 import glob
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.launch.resource_checks.files import token_ids_of
+from scaletrain_cli.launch.resource_checks.files import description_problem, prepared_problem, token_ids_of
 from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, NoCorpusError, find_text, unreadable_among
-from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, ScoreSpec
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
@@ -32,7 +30,6 @@ from scaletrain_cli.spec.sources import SourceSpec
 if TYPE_CHECKING:
     from scaletrain_cli.data.sources.beginning import Fault
     from scaletrain_cli.data.sources.records import SourceFile
-
 
 _REMOTE_FILES_READ = 2  # of each format of a source
 _EVALUATION_FILES_READ = 8
@@ -341,83 +338,3 @@ def _size_of_vocabulary(view: View) -> int | None:
         return max(token_ids_of(view.folder / expand_home(path), view.spec).values()) + 1
     except (OSError, UsageError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
-
-
-def prepared_problem(folder: Path, view: View) -> Reason | None:
-    """Return the problem of a folder of prepared data, of any version; None if the run can use it."""
-    from scaletrain_cli.data.images.compatibility import rows_problem
-
-    spec = view.spec
-    try:
-        info = json.loads((folder / "dataset.json").read_bytes())
-        if "shards" in info:
-            return _shards_problem(folder, view)
-        width = {"uint16": 2, "uint32": 4}[info["dtype"]]
-        for split in ("train", "validation"):
-            found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
-            if found != expected:
-                params = {"file": f"{split}.bin", "tokens": found, "expected": expected}
-                return Reason("checks.dataset-size", params)
-        vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
-        objective, length = info.get("objective", "causal_lm"), info.get("seq_len")
-        packed = info.get("packing") or "none"
-    except OSError as error:
-        return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
-    except (ValueError, KeyError, TypeError):
-        return Reason("checks.dataset-unreadable")
-    if spec.training.objective in LOSSES_OF:
-        return None
-    model = spec.language_model
-    if vocab_size > model.vocab_size:
-        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": model.vocab_size})
-    if objective != spec.training.objective:
-        return Reason("checks.dataset-objective", {"found": objective, "objective": spec.training.objective})
-    if length is not None:  # rows for fine-tuning, which have any number of tokens
-        if length != model.seq_len:
-            return Reason("checks.dataset-length", {"found": length, "seq_len": model.seq_len})
-        if problem := rows_problem(spec, info, folder):
-            return problem
-        packing = {"found": packed, "packing": spec.data.packing}
-        if packed != spec.data.packing:
-            return Reason("checks.dataset-packing", packing)
-        for key, value, recorded in () if view.begun else spec.data.differences(info, view.folder):
-            if recorded:
-                return Reason("checks.dataset-setting", {"key": key, "value": value, "found": recorded})
-        return None
-    if tokens <= model.seq_len:
-        return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
-    return None
-
-
-def _shards_problem(folder: Path, view: View) -> Reason | None:
-    """Return the problem of prepared text in shards: the sizes and hashes of its files, and its token ids."""
-    from scaletrain_cli.data.chunk_hashes import CorruptDataError
-    from scaletrain_cli.data.token_files import open_source
-
-    try:
-        info, _ = open_source(folder)
-    except ScaletrainError as error:
-        if isinstance(error, CorruptDataError) and view.on_node and view.begun:
-            return None  # the engine ends the run: another node has the same data
-        return error.reason or Reason("checks.dataset-incomplete", {"said": str(error)})
-    except OSError as error:
-        return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
-    return description_problem(info, view.spec)
-
-
-def description_problem(info: Mapping[str, Any], spec: RunSpec) -> Reason | None:
-    """Return why a run cannot use prepared text in shards with this dataset.json; None if it can."""
-    try:
-        vocab_size, tokens = int(info["tokenizer"]["vocab_size"]), int(info["train_tokens"])
-    except (KeyError, TypeError, ValueError):
-        return Reason("checks.dataset-unreadable")
-    if spec.training.objective in LOSSES_OF:
-        return None
-    if vocab_size > spec.language_model.vocab_size:
-        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": spec.language_model.vocab_size})
-    if spec.training.objective != "causal_lm":
-        return Reason("checks.dataset-objective", {"found": "causal_lm", "objective": spec.training.objective})
-    length = spec.language_model.seq_len
-    if len(spec.data.all_sources) == 1 and tokens <= length:
-        return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": length})
-    return None
