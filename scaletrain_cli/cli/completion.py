@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 
@@ -30,28 +31,9 @@ def _runs() -> Iterator[str]:
     yield from (run.run_id for run in sent_runs())
 
 
-def _recipes() -> Iterable[str]:
-    from scaletrain_cli.project_files import recipes
-
-    return recipes()
-
-
-def _presets() -> Iterable[str]:
-    from scaletrain_cli.spec.presets import presets
-
-    return presets()
-
-
-def _gpus() -> Iterable[str]:
-    from scaletrain_cli.plan.catalogue.hardware import accelerator_names
-
-    return ["cpu", *accelerator_names()]
-
-
-def _clusters() -> Iterable[str]:
-    from scaletrain_cli.spec.clusters_file import cluster_names
-
-    return cluster_names()
+def _names_in(module: str, function: str, *more: str) -> Callable[[str], list[str]]:
+    """Return a completion function over ``more`` and the names that a function of a module returns."""
+    return completer(lambda: [*more, *getattr(import_module(f"scaletrain_cli.{module}"), function)()])
 
 
 def _settings() -> Iterator[str]:
@@ -81,10 +63,10 @@ def _choices(annotation: Any) -> list[str]:
 
 
 complete_run = completer(_runs)
-complete_recipe = completer(_recipes)
-complete_preset = completer(_presets)
-complete_gpu = completer(_gpus)
-complete_cluster = completer(_clusters)
+complete_recipe = _names_in("project_files", "recipes")
+complete_preset = _names_in("spec.presets", "presets")
+complete_gpu = _names_in("plan.catalogue.hardware", "accelerator_names", "cpu")
+complete_cluster = _names_in("spec.clusters_file", "cluster_names")
 _all_settings = completer(_settings)
 
 

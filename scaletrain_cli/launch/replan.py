@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,12 @@ def replan(
             objective=spec.training.objective,
             moved=moved,
         )
-    if "data.skip" in judged and not _keeps_batches(run, before.spec, spec, step):
-        reason = Reason("data.skips-trained-batches", {"batch": _trained_batch(run, before.spec, step)})
+    rolled_back = [rollback.skip for rollback in read_rollbacks(run)]
+    skipped = [*before.spec.data.skip, *rolled_back]
+    # If the checkpoint is not here, the ranks compare the batches.
+    if "data.skip" in judged and not keeps_batches(step, skipped, [*spec.data.skip, *rolled_back]):
+        last = batch_number(step, merged_skip_ranges(skipped))
+        reason = Reason("data.skips-trained-batches", {"batch": last})
         problems.append(Problem.because("--set", "data.skip", reason, json.dumps(spec.data.skip)))
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
@@ -193,18 +198,6 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
 def may_change(key: str) -> bool:
     """Return whether a resume may change a key at any step."""
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
-
-
-def _keeps_batches(run: RunDir, before: RunSpec, after: RunSpec, step: int) -> bool:
-    """Return whether the first ``step`` steps keep their batches; if the checkpoint is not here the ranks check."""
-    rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
-    return keeps_batches(step, [*before.data.skip, *rollbacks], [*after.data.skip, *rollbacks])
-
-
-def _trained_batch(run: RunDir, spec: RunSpec, step: int) -> int:
-    """Return the number of the last batch of the first ``step`` steps."""
-    rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
-    return batch_number(step, merged_skip_ranges([*spec.data.skip, *rollbacks]))
 
 
 def _is_path(key: str) -> bool:
@@ -302,7 +295,7 @@ def _for_a_resume(problem: Problem) -> Problem:
 
 def _pins_to_release(spec: RunSpec) -> Iterator[Problem]:
     """Yield the pinned fields to set to `auto` so that a plan exists: one field if that suffices, else all of them."""
-    pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
+    pins = {key: value for key in _PINS if (value := str(attrgetter(key)(spec))) != "auto"}
     if spec.layout.context_parallel == 1:
         del pins["layout.context_parallel"]
     alone = [key for key in pins if _can_be_planned(spec, [key])]
@@ -318,11 +311,6 @@ def _can_be_planned(spec: RunSpec, released: Sequence[str]) -> bool:
     except (InfeasibleError, UsageError):
         return False
     return True
-
-
-def _value(spec: RunSpec, key: str) -> str:
-    section, name = key.split(".")
-    return str(getattr(getattr(spec, section), name))
 
 
 @dataclass(frozen=True)

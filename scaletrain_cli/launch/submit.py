@@ -313,20 +313,20 @@ def submit_together(
 @contextlib.contextmanager
 def _asked(run: RunDir, record: RunRecord) -> Iterator[int]:
     """Record the request while it is sent, and keep it unless the scheduler refuses; yield the first attempt."""
-    earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
+    earlier, request, before = read_document(run.submission), open_request(run), read_submission(run)
     first_attempt = max(run.attempts(), default=0) + 1
     lost = None if request is None else request.asked
     asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before, lost)
-    _write_submission(run, {"state": "asked", **dataclasses.asdict(asked)})
+    write_document(run.submission, {"state": "asked", **dataclasses.asdict(asked)})
     try:
         yield first_attempt
     except SchedulerSilentError:
         raise
     except ScaletrainError:
         if earlier is None:
-            _submission_path(run).unlink(missing_ok=True)
+            run.submission.unlink(missing_ok=True)
         else:
-            _write_submission(run, earlier)
+            write_document(run.submission, earlier)
         raise
 
 
@@ -354,17 +354,17 @@ def _accepted(
 def _submitted(run: RunDir, submission: Submission, **more: Any) -> Submission:
     """Record that the scheduler accepted the job."""
     data = dataclasses.asdict(submission)
-    _write_submission(run, {"state": "submitted", **data})
+    write_document(run.submission, {"state": "submitted", **data})
     record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **more)
     return submission
 
 
 def read_submission(run: RunDir) -> Submission | None:
     """Return the latest submission that the scheduler has confirmed, None before the first."""
-    data = read_document(_submission_path(run))
+    data = read_document(run.submission)
     if data is not None and data.get("state") == "asked":
         data = data.get("before")
-    return None if data is None else from_document(Submission, _without_state(data), _submission_path(run))
+    return None if data is None else from_document(Submission, _without_state(data), run.submission)
 
 
 def submitted_before(run: RunDir) -> Submission | None:
@@ -377,10 +377,10 @@ def submitted_before(run: RunDir) -> Submission | None:
 
 def open_request(run: RunDir) -> Request | None:
     """Return the submission that was not answered; None if the latest one was."""
-    data = read_document(_submission_path(run))
+    data = read_document(run.submission)
     if data is None or data.get("state") != "asked":
         return None
-    return from_document(Request, _without_state(data), _submission_path(run))
+    return from_document(Request, _without_state(data), run.submission)
 
 
 def _without_state(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,14 +413,9 @@ def keep_secrets(run: RunDir, spec: RunSpec) -> None:
 
     Raises UsageError for names without a value in either place.
     """
-    if not (spec.cluster.traits.secrets_from_submitter and spec.secret_env):
-        return
     before = read_document(run.secrets) or {}
-    values = {name: os.environ.get(name, before.get(name)) for name in spec.secret_env}
-    missing = [name for name, value in values.items() if value is None]
-    if missing:
-        raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
-    if values != before:
+    values = _secret_values(spec, before)
+    if values and values != before:
         replace_file(run.secrets, json.dumps(values), private=True)
 
 
@@ -432,14 +427,6 @@ def _secret_values(spec: RunSpec, stored: Mapping[str, str]) -> dict[str, str]:
     if missing:
         raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
     return {name: known[name] for name in spec.secret_env}
-
-
-def _write_submission(run: RunDir, data: dict[str, Any]) -> None:
-    write_document(_submission_path(run), data)
-
-
-def _submission_path(run: RunDir) -> Path:
-    return run.path / "submission.json"
 
 
 def _versions() -> dict[str, str]:

@@ -57,6 +57,10 @@ class RunDir:
         return self.path / "reference"
 
     @property
+    def submission(self) -> Path:
+        return self.path / "submission.json"
+
+    @property
     def secrets(self) -> Path:
         """Values of ``secret_env``, mode 0600; no other file contains them."""
         return self.path / "secrets.json"

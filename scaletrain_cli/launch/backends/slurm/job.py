@@ -95,41 +95,33 @@ def _still_runs(environment: Mapping[str, str]) -> bool:
 
 
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
-    """Claim the next attempt and print its rendezvous address; print nothing if the run must not continue."""
+    """Claim the next attempt and print its rendezvous address; print nothing if the run must not continue.
+
+    A run with a range of nodes begins on the largest usable size; prints its number of nodes and their names, too.
+    """
     job_id = own_job_id(environment)
+    names = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     allocated, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
-    if record.sizes:
-        return _begin_elastic(run, record, environment)
-    if allocated is not None and int(allocated) != planned:
+    size = max((one for one in record.sizes if one <= len(names)), default=None)
+    if record.sizes and size is None:  # submitted before the range was changed
+        logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
+        return ExitCode.USAGE
+    if not record.sizes and allocated is not None and int(allocated) != planned:
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
         return ExitCode.USAGE
-    conclude_abandoned(run, record, was_ended_by_slurm)  # of this job, killed before it could record the end
+    # An attempt of this job, killed before it could record the end; before the record changes: of the size before.
+    conclude_abandoned(run, record, was_ended_by_slurm)
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
         logger.error("%s", refusal.why)
         return conclude_run(run, refusal)
-    nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
-    number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
-    print(number, _own_address(environment, nodes), free_port(""))
-    return ExitCode.DONE
-
-
-def _begin_elastic(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
-    """Begin an attempt on the largest usable size; prints its number of nodes and their names, too."""
+    if size is None:
+        number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=names)
+        print(number, _own_address(environment, names), free_port(""))
+        return ExitCode.DONE
     from scaletrain_cli.launch.node_sizes import take_size
 
-    job_id = own_job_id(environment)
-    names = node_names(environment.get("SLURM_JOB_NODELIST", ""))
-    size = max((one for one in record.sizes if one <= len(names)), default=None)
-    if size is None:  # submitted before the range was changed
-        logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
-        return ExitCode.USAGE
-    conclude_abandoned(run, record, was_ended_by_slurm)  # before the record changes: of the size before
-    refusal = why_not_begin(run, record, job_id)
-    if refusal is not None:
-        logger.error("%s", refusal.why)
-        return conclude_run(run, refusal)
     if size < len(names):
         names = _give_back(job_id, names, size)
     revised = take_size(run, record, size, job_id)
