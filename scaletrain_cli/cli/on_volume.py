@@ -108,7 +108,7 @@ def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachabl
     from scaletrain_cli.launch.node.streams import write_to
     from scaletrain_cli.launch.status import OVER, run_status
     from scaletrain_cli.launch.view_elsewhere import LinesOnce, NotReachableError
-    from scaletrain_cli.ui.console import warn
+    from scaletrain_cli.ui.console import say, warn
 
     output = _output(line)
     words = _words(run, line, output)
@@ -118,7 +118,11 @@ def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachabl
     until = time.monotonic() + _STARTING_SECONDS if before is not None else 0.0
     while True:
         try:
-            return _ended(_connected(run, record, words, lines), output)
+            end = _connected(run, record, words, lines)
+            if output is not None and end.exit_code == ExitCode.DONE:
+                replace_file(output, end.page, public=True)
+                say(f"copied to {output}")
+            return end.exit_code
         except NotReachableError as error:
             begun = lines is not None and lines.written > 0  # the verb here would show its lines again
             if error.waits and (begun or time.monotonic() < until):
@@ -172,13 +176,3 @@ def _output(line: CommandLine) -> Path | None:
     if output is not None and not can_be_replaced(output):
         raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
     return output
-
-
-def _ended(end: ViewEnd, output: Path | None) -> int:
-    """Return the exit code of the verb, with the file that it wrote in its place."""
-    from scaletrain_cli.ui.console import say
-
-    if output is not None and end.exit_code == ExitCode.DONE:
-        replace_file(output, end.page, public=True)
-        say(f"copied to {output}")
-    return end.exit_code

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
-from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
@@ -34,9 +34,7 @@ from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 
 
 @contextmanager
-def pruning(
-    run: RunDir, keep: int | None, keep_every: int | None, scheduler: Backend | None = None, *, dry_run: bool = False
-) -> Iterator[Pruning]:
+def pruning(run: RunDir, keep: int | None, keep_every: int | None, *, dry_run: bool = False) -> Iterator[Pruning]:
     """Yield the checkpoints that may be deleted, and keep the run from being resumed meanwhile unless ``dry_run``.
 
     ``keep`` and ``keep_every``: None means the setting of the spec.
@@ -46,7 +44,7 @@ def pruning(
     with contextlib.nullcontext() if dry_run else submit_lock(run):
         record, submission = read_record(run), read_submission(run)
         name = submission.scheduler if submission else record.spec.cluster.scheduler
-        if (scheduler or backend_for(name)).job(run, record).may_be_active:
+        if backend_for(name).job(run, record).may_be_active:
             raise UsageError(Reason("runs.prune-active", {"run": run.run_id}))
         own = record.spec.checkpoint
         every = own.keep_every if keep_every is None else keep_every
@@ -94,7 +92,11 @@ def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
     folder = checkpoint_folder(run, record.spec)
     outside = folder if folder != run.checkpoints and os.path.lexists(folder) else None
     if outside is not None and with_checkpoints:
-        _require_own_folder(outside)
+        found = outside.lstat()
+        if not stat.S_ISDIR(found.st_mode) or not outside.is_absolute():
+            raise UsageError(Reason("runs.no-checkpoint-folder", {"folder": str(outside)}))
+        if found.st_uid not in (os.geteuid(), 0):
+            raise UsageError(Reason("runs.checkpoints-of-other-user", {"folder": str(outside)}))
     stored = 0 if outside is None else tree_bytes(outside)
     return Removal(
         run=run,
@@ -171,14 +173,6 @@ def _require_over(run: RunDir, record: RunRecord) -> None:
         raise UsageError(Reason("runs.active", {"run": run.run_id, "state": job.state}))
     if job.may_be_active:
         raise UsageError(Reason("runs.maybe-active", {"run": run.run_id, "detail": job.why}))
-
-
-def _require_own_folder(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or not folder.is_absolute():
-        raise UsageError(Reason("runs.no-checkpoint-folder", {"folder": str(folder)}))
-    if found.st_uid not in (os.geteuid(), 0):
-        raise UsageError(Reason("runs.checkpoints-of-other-user", {"folder": str(folder)}))
 
 
 def _remove_checkpoints(folder: Path) -> None:

@@ -159,7 +159,8 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
     if run.is_cancelled:
         why = _superseded(run) or Reason("launch.stop-cancelled-before-start")
         return Decision.because(False, ExitCode.PREEMPTED, why)
-    history = attempts_of_job(run, job_id)
+    # They share budgets: a requeue keeps the job id, a submission does not.
+    history = [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
     last = history[-1] if history else None
     if last is None or last.exit_code is None or last.reason is None:
         return None
@@ -188,11 +189,6 @@ def _superseded(run: RunDir) -> Reason | None:
 def _progress_known(run: RunDir, record: RunRecord) -> bool:
     """Return whether checkpoints show the progress: a program of ``code.command`` may save in a way of its own."""
     return record.spec.code.command is None or has_committed(run)
-
-
-def attempts_of_job(run: RunDir, job_id: str) -> list[AttemptRecord]:
-    """Return the attempts that share budgets: those of one job. A requeue keeps the job id, a submission does not."""
-    return [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
 
 
 def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:

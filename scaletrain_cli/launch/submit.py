@@ -134,12 +134,16 @@ def make_record(
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
     require_run_id(run_id)
     spec = backend_for(spec.cluster.scheduler).with_local_defaults(spec)
+    versions = {"python": platform.python_version(), "scaletrain": __version__}
+    for name in _RECORDED_PACKAGES:  # without imports, which take seconds
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return RunRecord(
         run_id=run_id,
         created=now,
         spec=spec,
         plan=plan,
-        versions=_versions(),
+        versions=versions,
         code_hash=code_hash(),
         wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
         working_folder=str(Path.cwd()) if parent is None else parent.working_folder,
@@ -427,11 +431,3 @@ def _secret_values(spec: RunSpec, stored: Mapping[str, str]) -> dict[str, str]:
     if missing:
         raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
     return {name: known[name] for name in spec.secret_env}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "scaletrain": __version__}
-    for name in _RECORDED_PACKAGES:  # without imports, which take seconds
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

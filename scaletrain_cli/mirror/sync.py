@@ -103,7 +103,12 @@ class Mirror:
             self._failed(error)
             self._claims = []
             return False
-        self._succeeded()
+        self._pause, self._not_before = _FIRST_PAUSE_SECONDS, 0.0
+        if self.state.problem is not None:
+            lasted = round(max(0.0, time.time() - (self.state.failing_since or time.time())), 3)
+            self._update(problem=None, failing_since=None)
+            with contextlib.suppress(OSError):
+                record_event(self._run, "mirror-recovered", to=self.state.to, seconds=lasted)
         return done
 
     def release(self) -> None:
@@ -119,7 +124,12 @@ class Mirror:
             report_activity(self._store, self._generation, self._newest_step())
             self._looked = time.monotonic()
         if self._folders is None:
-            self._read_folders()
+            self._folders = list_folders(self._store)
+            for folder in in_line(self._folders, self._claims):
+                found = read_mirrored(self._store, folder)
+                if isinstance(found, Checkpoint) and found.clean:
+                    self._clean.add(folder.name)
+            self._describe()
         seen = self._names_here()
         self._drop_invalidated()
         self._mark_clean()
@@ -183,14 +193,6 @@ class Mirror:
         record_event(self._run, "mirror-superseded", **reason.to_document(), message=str(reason), **known)
         logger.warning("%s", reason)
         raise SupersededError(reason)
-
-    def _read_folders(self) -> None:
-        self._folders = list_folders(self._store)
-        for folder in in_line(self._folders, self._claims):
-            found = read_mirrored(self._store, folder)
-            if isinstance(found, Checkpoint) and found.clean:
-                self._clean.add(folder.name)
-        self._describe()
 
     def _line(self) -> list[MirroredFolder]:
         return in_line(self._folders or [], self._claims)
@@ -334,14 +336,6 @@ class Mirror:
             logger.warning("the mirror %s failed: %s", self.state.to, reason)
             with contextlib.suppress(OSError):
                 record_event(self._run, "mirror-failed", to=self.state.to, **reason.to_document(), message=str(reason))
-
-    def _succeeded(self) -> None:
-        self._pause, self._not_before = _FIRST_PAUSE_SECONDS, 0.0
-        if self.state.problem is not None:
-            lasted = round(max(0.0, time.time() - (self.state.failing_since or time.time())), 3)
-            self._update(problem=None, failing_since=None)
-            with contextlib.suppress(OSError):
-                record_event(self._run, "mirror-recovered", to=self.state.to, seconds=lasted)
 
     def _update(self, **changes: object) -> None:
         """Change the state, and write it if it differs. A full disk must not end the mirror."""

@@ -241,7 +241,11 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
         last minute would have time left and costs to come.
         """
         self._training = False
-        self._close()
+        self._ended.set()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self._thread.join(_WRITE_SECONDS)
         if self._file is None:
             return
         if self.options.textfile == "auto":
@@ -249,13 +253,6 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
             self._write()
         else:
             self._file.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        self._ended.set()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-        self._thread.join(_WRITE_SECONDS)
 
     def text(self, *, openmetrics: bool) -> str:
         """Return the newest values in one of the two formats."""

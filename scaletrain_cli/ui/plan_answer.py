@@ -194,15 +194,6 @@ def show_answer(found: Answer, *, everything: bool = False, console: Console | N
 _SIZE_TITLES = ("nodes", "step", "time", "expected cost", "layout, or why not used")
 
 
-def sizes_view(sizes: Sequence[NodeSize]) -> RenderableType:
-    """Return a row for each number of nodes of the range: step, days and dollars with interruptions, and layout."""
-    table = titled_table(_SIZE_TITLES, "rrrrw")
-    for size in sizes:
-        style = "" if size.why_not is None else "dim"
-        table.add_row(*(escaped_text(cell, style) for cell in _cells(size)))
-    return table
-
-
 def _cells(size: NodeSize) -> tuple[str, ...]:
     plan = size.plan
     if size.why_not is not None or plan is None:
@@ -221,7 +212,11 @@ def show_sizes(
     sizes: Sequence[NodeSize], outcome: ElasticOutcome | None = None, console: Console | None = None
 ) -> None:
     """Print the table, when the range pays, and the comparison on a spot trace, if there is one."""
-    parts: list[RenderableType] = ["", Text("Sizes of the range", "bold"), sizes_view(sizes)]
+    table = titled_table(_SIZE_TITLES, "rrrrw")
+    for size in sizes:
+        style = "" if size.why_not is None else "dim"
+        table.add_row(*(escaped_text(cell, style) for cell in _cells(size)))
+    parts: list[RenderableType] = ["", Text("Sizes of the range", "bold"), table]
     if (advice := NodeSize.range_advice(sizes)) is not None:
         parts.append(escaped_text(f"{advice}."))
     if outcome is not None:

@@ -194,7 +194,13 @@ _WIDTH = 110  # of the terminal's text, in characters
 def page(found: Answer, scaling: Sequence[ScalingPoint], svg: str) -> str:
     """Return an HTML document with the plot."""
     picture = svg[svg.index("<svg") :]
-    text = "\n".join(map(safe, _text(found).splitlines()))
+    # The terminal output, without colors.
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    console = Console(file=stream, width=_WIDTH, highlight=False, markup=False, emoji=False)
+    show_answer(found, everything=True, console=console)
+    stream.flush()
+    stream.seek(0)
+    text = "\n".join(map(safe, stream.read().splitlines()))
     body = [f'<div class="picture">{picture}</div>', *_memory(found), *_scaling(found, scaling)]
     return document(f"{found.spec.name}: plan", [*body, "<h2>Plan</h2>", f'<pre class="wide">{text}</pre>'])
 
@@ -232,16 +238,6 @@ def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
         ),
         "nnnn",
     )
-
-
-def _text(found: Answer) -> str:
-    """Return the terminal output, without colors."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    console = Console(file=stream, width=_WIDTH, highlight=False, markup=False, emoji=False)
-    show_answer(found, everything=True, console=console)
-    stream.flush()
-    stream.seek(0)
-    return stream.read()
 
 
 def write_plot(path: Path, found: Answer, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> None:

@@ -122,12 +122,6 @@ class Window:
         return any(share >= LEAST_GPU_SHARE for share in self.gpus.values())
 
 
-def window_seconds(timeout_seconds: float, interval_seconds: float) -> float:
-    """Return the length of a window; ``interval_seconds``: between two samples of the GPUs."""
-    usual = min(_LONGEST_WINDOW_SECONDS, timeout_seconds / _WINDOWS)
-    return max(_SHORTEST_WINDOW_SECONDS, usual, 2 * interval_seconds)
-
-
 @dataclass
 class IdleWatch:
     """The watch of one agent. ``node``: its name in files; ``interval_seconds``: between two samples of ``gpus``."""
@@ -155,7 +149,8 @@ class IdleWatch:
     def __post_init__(self) -> None:
         assert self.cluster.idle_timeout is not None
         self.timeout_seconds = self.cluster.idle_timeout
-        self._window = window_seconds(self.timeout_seconds, self.interval_seconds)
+        usual = min(_LONGEST_WINDOW_SECONDS, self.timeout_seconds / _WINDOWS)
+        self._window = max(_SHORTEST_WINDOW_SECONDS, usual, 2 * self.interval_seconds)
         self._window_began = self._looked = self._measured_at = self.clock()
         self._metrics_bytes = self._size_of_metrics()
         self.processes.take()
@@ -198,19 +193,22 @@ class IdleWatch:
         window = Window(seconds, self.gpus.take(), cpu_seconds, size, self._progressed or grown, announced)
         self._window_began, self._progressed = now, False
         needed = 0 if self.cluster.gpu == "cpu" else self.cluster.gpus_per_node
-        self._note_measured(now, len(window.gpus) >= needed)
-        self.idle_seconds = 0.0 if window.is_active(needed) else self.idle_seconds + seconds
-        if self.node_rank > 0 and (self.idle_seconds >= _RECORD_SHARE * self.timeout_seconds or self._recorded):
-            self._record()
-
-    def _note_measured(self, now: float, measured: bool) -> None:
-        """Record, once, that the use of the GPUs is not known here, so that the run is never idle."""
+        # Where the use of the GPUs is not known, which is recorded once, the run is never idle.
+        measured = len(window.gpus) >= needed
         if measured:
             self._measured_at = now
         elif not self._unmeasured and now - self._measured_at >= max(_UNMEASURED_SECONDS, 3 * self._window):
             self._unmeasured = True
             logger.warning("the use of the GPUs is not known here, so cluster.idle_timeout has no effect")
             self._event("idle-unmeasured", node=self.node)
+        self.idle_seconds = 0.0 if window.is_active(needed) else self.idle_seconds + seconds
+        if self.node_rank > 0 and (self.idle_seconds >= _RECORD_SHARE * self.timeout_seconds or self._recorded):
+            # For how long this node has done nothing; 0 once it does something again.
+            path = idle_folder(self.run, self.attempt) / f"{self.node}.json"
+            with contextlib.suppress(OSError):
+                make_folder(path.parent)
+                write_document(path, {"time": time.time(), "idle_seconds": round(self.idle_seconds, 1)})
+                self._recorded = self.idle_seconds > 0
 
     def _size_of_metrics(self) -> int:
         """Return the bytes of metrics.jsonl, to which the first rank or the user's program adds steps."""
@@ -220,14 +218,6 @@ class IdleWatch:
             return 0
 
     # ---- between the nodes ------------------------------------------------------------------------------------------
-
-    def _record(self) -> None:
-        """Write for how long this node has done nothing; 0 once it does something again."""
-        path = idle_folder(self.run, self.attempt) / f"{self.node}.json"
-        with contextlib.suppress(OSError):
-            make_folder(path.parent)
-            write_document(path, {"time": time.time(), "idle_seconds": round(self.idle_seconds, 1)})
-            self._recorded = self.idle_seconds > 0
 
     def _decide(self) -> None:
         """Announce that the run is idle, withdraw that, or request its end."""

@@ -122,11 +122,6 @@ def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
     write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found), **texts, **codes})
 
 
-def host_bytes_needed(record: RunRecord) -> int:
-    """Return the host memory in bytes that a node needs: the staging copy for checkpoints, and offloaded states."""
-    return record.plan.durability.copy_bytes_per_node + record.plan.memory.host * record.spec.cluster.gpus_per_node
-
-
 def _problems(
     record: RunRecord,
     environment: Mapping[str, str],
@@ -137,7 +132,8 @@ def _problems(
     yield from problems_of_node(record.spec.cluster, environment)
     if health is not None:
         yield from gpu_problems(health, gpus, record.plan.memory.peak)
-    needed = host_bytes_needed(record)
+    # The staging copy for checkpoints, and offloaded states.
+    needed = record.plan.durability.copy_bytes_per_node + record.plan.memory.host * record.spec.cluster.gpus_per_node
     if memory is not None and memory < needed:
         yield Reason("node.host-memory-short", {"free_bytes": memory, "needed_bytes": needed})
 

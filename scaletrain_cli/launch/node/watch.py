@@ -258,15 +258,12 @@ class Watch:
                 self.local_ranks.kill()
                 self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
         if self.local_ranks.foreign and self.preempted:
-            self._wait_for_children()
-
-    def _wait_for_children(self) -> None:
-        """Wait for processes that a program has left when the signal ended it, such as the child of a shell."""
-        own = self._pids_without_ranks()
-        while time.monotonic() < self.deadline and descendants(own):
-            for _ in reap():
-                pass
-            time.sleep(_STACKS_POLL_SECONDS)
+            # Processes that a program has left when the signal ended it, such as the child of a shell.
+            own = self._pids_without_ranks()
+            while time.monotonic() < self.deadline and descendants(own):
+                for _ in reap():
+                    pass
+                time.sleep(_STACKS_POLL_SECONDS)
 
     def _pids_without_ranks(self) -> list[int]:
         """Return the processes of the agent that are no ranks."""
@@ -350,7 +347,11 @@ class Watch:
             exit_code = self._meaning(exit_code)
         rank = self.local_ranks.ended(pid, exit_code)
         if rank is not None and rank.signal is not None and not rank.killed_by_agent:
-            self._diagnose(rank)
+            log = self.run.attempt(self.options.attempt) / "logs" / f"{self.options.node_name}-{rank.rank:05d}.log"
+            failure = self.diagnosis.failure(rank, self.node, log)
+            if failure is not None:
+                with _logging_disk_errors("the cause could not be recorded"):
+                    write_failure(self.run, self.options.attempt, f"{self.node}-rank-{rank.rank:05d}", failure)
         if rank is not None and rank.rank == self.local_ranks.first_failure and rank.signal is None:
             self._check_disk(rank)
         if rank is None or self.local_ranks.first_failure is None or self.ending or self.killed:
@@ -375,13 +376,6 @@ class Watch:
             return exit_code
         logger.info("a program ended with code %d after the preemption signal: it counts as preempted", exit_code)
         return int(ExitCode.PREEMPTED)
-
-    def _diagnose(self, rank: RankRecord) -> None:
-        log = self.run.attempt(self.options.attempt) / "logs" / f"{self.options.node_name}-{rank.rank:05d}.log"
-        failure = self.diagnosis.failure(rank, self.node, log)
-        if failure is not None:
-            with _logging_disk_errors("the cause could not be recorded"):
-                write_failure(self.run, self.options.attempt, f"{self.node}-rank-{rank.rank:05d}", failure)
 
     def _check_disk(self, rank: RankRecord) -> None:
         """Record a full disk as the cause if the rank could not: its failure record needs disk space, too."""

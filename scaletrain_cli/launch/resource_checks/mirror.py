@@ -52,7 +52,11 @@ def _check(view: View) -> tuple[Reason | None, Reason | None]:
 
     try:
         with store_variables(view.spec.env):
-            _write_and_delete(to)
+            from scaletrain_cli.mirror.object_store import ObjectStore
+
+            store, name = ObjectStore(to, _LOOK_SECONDS), f".scaletrain-{secrets.token_hex(8)}"
+            store.write(name, b"written to check a run spec")
+            store.delete(name)
     except ScaletrainError as error:
         cause = error.reason or Reason("recorded.text", {"text": str(error)})
         if cause.code in _UNSEEN and not view.spec.cluster.traits.runs_here:
@@ -73,12 +77,3 @@ def _folder_problem(view: View, to: str) -> Reason | None:
     if not os.access(there, os.W_OK | os.X_OK):
         return Reason("checks.checkpoints-not-writable", {"folder": str(there)})
     return None
-
-
-def _write_and_delete(to: str) -> None:
-    """Raise PlaceError or UnavailableError if a small object cannot be written, read and deleted."""
-    from scaletrain_cli.mirror.object_store import ObjectStore
-
-    store, name = ObjectStore(to, _LOOK_SECONDS), f".scaletrain-{secrets.token_hex(8)}"
-    store.write(name, b"written to check a run spec")
-    store.delete(name)

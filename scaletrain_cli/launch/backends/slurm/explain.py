@@ -123,7 +123,12 @@ def _queue_evidence(job_id: str, word: str, fields: dict[str, str]) -> Iterator[
     partition = fields.get("Partition", "")
     if partition:
         yield from _nodes_of(partition)
-        yield from _ahead_of(job_id, partition)
+        # squeue lists pending jobs in the order in which Slurm considers them.
+        order = ["--states=pending", f"--partition={partition}", "--sort=-p,i", "--array", "--format=%i"]
+        waiting = call_slurm(["squeue", "--noheader", *order]).stdout.split()
+        if job_id in waiting:
+            why = Reason("slurm.jobs-ahead", {"ahead": waiting.index(job_id), "pending": len(waiting)})
+            yield Evidence.because(f"squeue, partition {partition}", why)
     if (start := fields.get("StartTime", "")) not in _NO_TIME:
         yield Evidence.because("Slurm", Reason("slurm.expected-start", {"start": start}))
 
@@ -136,15 +141,6 @@ def _nodes_of(partition: str) -> Iterator[Evidence]:
         usable = sum(int(count) for count, state in rows if is_usable(state))
         why = Reason("slurm.nodes-by-state", {"counts": counts, "usable": usable})
         yield Evidence.because(f"sinfo, partition {partition}", why)
-
-
-def _ahead_of(job_id: str, partition: str) -> Iterator[Evidence]:
-    """Yield the number of pending jobs that Slurm considers first; squeue lists them in that order."""
-    order = ["--states=pending", f"--partition={partition}", "--sort=-p,i", "--array", "--format=%i"]
-    waiting = call_slurm(["squeue", "--noheader", *order]).stdout.split()
-    if job_id in waiting:
-        why = Reason("slurm.jobs-ahead", {"ahead": waiting.index(job_id), "pending": len(waiting)})
-        yield Evidence.because(f"squeue, partition {partition}", why)
 
 
 def _accounting_evidence(job_id: str) -> Iterator[Evidence]:

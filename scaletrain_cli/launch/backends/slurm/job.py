@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return begin(run, record, os.environ)
         if options.word == "end":
             return end(run, record, options.attempt, options.srun_exit_code, os.environ, stop_reason)
-        return not_requeued(run, options.attempt, stop_reason)
+        if stop_reason is not None:  # Slurm is ending the job, and may still requeue it
+            return withdraw_restart(run, options.attempt, stop_reason, left_to_scheduler=True).exit_code
+        return conclude_run(run, withdraw_restart(run, options.attempt, _NOT_REQUEUED))
     except ScaletrainError as error:
         logger.error("%s", error)
         return error.exit_code
@@ -175,13 +177,6 @@ def end(
     print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
     may_go_on = decision.requeue or decision.left_to_scheduler
     return decision.exit_code if may_go_on else conclude_run(run, decision)
-
-
-def not_requeued(run: RunDir, number: int, stop_reason: Reason | None) -> int:
-    """Withdraw the requeue decision. If Slurm is ending the job, Slurm may still requeue it."""
-    if stop_reason is not None:
-        return withdraw_restart(run, number, stop_reason, left_to_scheduler=True).exit_code
-    return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
 
 
 def was_ended_by_slurm(attempt: AttemptRecord) -> bool:
