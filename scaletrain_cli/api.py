@@ -48,7 +48,6 @@ from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
 from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
 from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
-from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
 from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse, refuse_branch
@@ -59,6 +58,7 @@ from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.launch.submit import (
     Submission,
+    changes_since_sent,
     create_run,
     make_record,
     require_run_id,

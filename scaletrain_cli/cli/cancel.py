@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, confirm
+from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, complete_run, confirm
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
-from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
+from scaletrain_cli.rundir.paths import Sweep, find_run_or_sweep
 from scaletrain_cli.text import counted, listed
 from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json

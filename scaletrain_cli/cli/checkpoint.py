@@ -23,8 +23,7 @@ from scaletrain_cli.ui.console import document, say, suggest
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.rundir.checkpoints import Checkpoint
-    from scaletrain_cli.rundir.inventory import Entry
+    from scaletrain_cli.rundir.checkpoints import Checkpoint, Entry
     from scaletrain_cli.rundir.record import RunRecord
 
 app = verb_group("List, verify, export, sample, average, mirror and prune checkpoints.")
@@ -40,7 +39,7 @@ PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
     """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
-    from scaletrain_cli.rundir.inventory import take_inventory
+    from scaletrain_cli.rundir.checkpoints import take_inventory
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
 
     found, record, folder, is_seen = _read(run)
@@ -90,7 +89,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read a run's checkpoints and compare the hash of every file. Prints one line per problem, with the file name."""
-    from scaletrain_cli.rundir.inventory import take_inventory, verify_files
+    from scaletrain_cli.rundir.checkpoints import take_inventory, verify_files
     from scaletrain_cli.ui.checkpoints import BytesLine
 
     _, record, folder = _seen_run(run)
@@ -440,8 +439,7 @@ def _cached_base(record: RunRecord, weights: str) -> Path | None:
 
 def _valid_checkpoint(run_id: str, folder: Path, step: int | None) -> Checkpoint:
     """Return the checkpoint of a step, or the latest valid one. Raises ScaletrainError if it is damaged or missing."""
-    from scaletrain_cli.rundir.checkpoints import latest_valid, list_checkpoints
-    from scaletrain_cli.rundir.inventory import verify_files
+    from scaletrain_cli.rundir.checkpoints import latest_valid, list_checkpoints, verify_files
 
     if step is None:
         newest, passed_over = latest_valid(folder)
@@ -459,8 +457,7 @@ def _valid_checkpoint(run_id: str, folder: Path, step: int | None) -> Checkpoint
 
 def _latest_valid_checkpoints(run_id: str, folder: Path, count: int) -> list[Checkpoint]:
     """Return the ``count`` latest valid checkpoints, oldest first. Raises ScaletrainError if there are fewer."""
-    from scaletrain_cli.rundir.checkpoints import list_checkpoints
-    from scaletrain_cli.rundir.inventory import verify_files
+    from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify_files
 
     found: list[Checkpoint] = []
     for checkpoint in reversed(list_checkpoints(folder)):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_gpu
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, confirm, seconds_of
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, complete_gpu, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.text import visible

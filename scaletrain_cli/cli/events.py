@@ -31,7 +31,7 @@ def command(
     """
     from scaletrain_cli.rundir.journal import read_events
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.ui.events import show_events
+    from scaletrain_cli.ui.console import show_events
 
     found = find_run_or_newest(run)
     read_record(found)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complete_recipe
 from scaletrain_cli.cli.models import USUAL_GPU, find_model
-from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.cli.options import AsJson, complete_gpu, complete_preset, complete_recipe
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.project_files import FOLDERS, project_file, recipes

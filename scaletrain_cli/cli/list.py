@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_cluster, completer
-from scaletrain_cli.cli.options import AsJson, seconds_of
+from scaletrain_cli.cli.options import AsJson, complete_cluster, completer, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root, submitted_at
-from scaletrain_cli.rundir.sweeps import find_sweep
+from scaletrain_cli.rundir.paths import RunDir, find_sweep, list_runs, runs_root, submitted_at
 from scaletrain_cli.text import counted, did_you_mean
 from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_gpu, complete_run, complete_setting
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, load_varied
+from scaletrain_cli.cli.options import (
+    AsJson,
+    ClusterName,
+    Overrides,
+    complete_gpu,
+    complete_run,
+    complete_setting,
+    load_varied,
+)
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference

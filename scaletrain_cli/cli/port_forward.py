@@ -13,7 +13,7 @@ from scaletrain_cli.rundir.paths import find_run
 from scaletrain_cli.ui.console import say, warn
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.port_forward import PortPair
+    from scaletrain_cli.launch.node_session import PortPair
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -35,8 +35,7 @@ def command(
     Listens at 127.0.0.1 only, and needs no right beyond those of the job's owner. A program on the node must listen at
     its loopback address or at all addresses. Ctrl-C ends it with 0; the end of the run ends it with 4.
     """
-    from scaletrain_cli.launch.node_session import node_of_run
-    from scaletrain_cli.launch.port_forward import ADDRESS, forward_ports, is_here, port_pair
+    from scaletrain_cli.launch.node_session import ADDRESS, forward_ports, is_here, node_of_run, port_pair
 
     def opened(pair: PortPair) -> None:
         say(f"http://{ADDRESS}:{pair.local} leads to port {pair.remote} of {place.name}")

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson, seconds_of
+from scaletrain_cli.cli.options import AsJson, complete_run, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
-from scaletrain_cli.rundir.sweeps import find_runs
+from scaletrain_cli.rundir.paths import find_runs
 from scaletrain_cli.text import seconds_text, visible
 from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json

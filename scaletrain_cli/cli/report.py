@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.cli.options import AsJson, complete_run
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep, find_sweep
+from scaletrain_cli.rundir.paths import Sweep, find_run_or_sweep, find_sweep
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.ui.json import print_json
 

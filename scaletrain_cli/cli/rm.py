@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson, Yes, confirm
+from scaletrain_cli.cli.options import AsJson, Yes, complete_run, confirm
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
-from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.rundir.sweeps import find_runs
+from scaletrain_cli.rundir.paths import find_runs, runs_root
 from scaletrain_cli.text import bytes_text, counted, visible
 from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json

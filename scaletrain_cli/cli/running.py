@@ -17,8 +17,7 @@ from typing import Any
 import typer
 
 from scaletrain_cli.cli.app import app, verb_words
-from scaletrain_cli.cli.on_login_node import run_on_login_node
-from scaletrain_cli.cli.on_volume import run_on_volume
+from scaletrain_cli.cli.elsewhere import run_on_login_node, run_on_volume
 from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
 from scaletrain_cli.full_disk import is_full

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson, seconds_of
+from scaletrain_cli.cli.options import AsJson, complete_run, seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
-from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
-from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
+from scaletrain_cli.rundir.paths import RunDir, Sweep, find_run_or_newest, find_run_or_sweep
 from scaletrain_cli.text import either
 from scaletrain_cli.ui.json import print_json
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_setting
 from scaletrain_cli.cli.options import (
     AsJson,
     ClusterName,
@@ -20,6 +19,7 @@ from scaletrain_cli.cli.options import (
     TrustOwner,
     Yes,
     as_choice,
+    complete_setting,
     confirm,
     load_varied,
     seconds_of,
@@ -216,7 +216,7 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
     """Print the rendered job."""
-    from scaletrain_cli.launch.rendered_job import in_format
+    from scaletrain_cli.launch.submit import in_format
 
     if output is None:  # a manifest may be for another machine
         require_writable(prepared.root, "no run can be submitted")

@@ -56,7 +56,7 @@ def _show_once(run: RunDir, as_json: bool) -> None:
     if as_json:
         print_json(_document(view))
     else:
-        from scaletrain_cli.ui.watch.overview import show_overview
+        from scaletrain_cli.ui.watch.pages import show_overview
 
         show_overview(view)
 
@@ -80,7 +80,7 @@ def _follow_as_json(run: RunDir) -> None:
 
 def _follow(run: RunDir) -> None:
     from scaletrain_cli.launch.view import ViewReader
-    from scaletrain_cli.ui.watch.overview import show_change
+    from scaletrain_cli.ui.watch.pages import show_change
 
     reader, before, printed = ViewReader(run), None, float("-inf")
     while True:

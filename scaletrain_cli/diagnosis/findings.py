@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.raised_findings import SEVERITIES, finding_key
+from scaletrain_cli.rundir.journal import SEVERITIES, finding_key
 
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["low", "medium", "high"]

@@ -18,10 +18,15 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.status import RunStatus, failed_preparation, run_status, unreported_end
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import undamaged_document
-from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
+from scaletrain_cli.rundir.journal import (
+    SEVERITIES,
+    last_logged_step,
+    raised_findings,
+    read_events,
+    read_lines_backwards,
+)
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import preparation_folder
-from scaletrain_cli.rundir.raised_findings import SEVERITIES, raised_findings
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.worker.failures import read_failures
 

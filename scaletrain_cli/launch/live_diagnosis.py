@@ -30,9 +30,17 @@ from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_train
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.notify.notifier import Notifier, receivers_environment
 from scaletrain_cli.rundir.documents import json_value
-from scaletrain_cli.rundir.journal import file_size, read_events, read_lines_backwards, record_event
+from scaletrain_cli.rundir.journal import (
+    CLEARED_EVENT,
+    RAISED_EVENT,
+    file_size,
+    mark_diagnosis,
+    raised_findings,
+    read_events,
+    read_lines_backwards,
+    record_event,
+)
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, mark_diagnosis, raised_findings
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
 # The first minutes of an attempt show most mistakes. Then a diagnosis a minute, or fewer: the CPU time of all of them

@@ -24,8 +24,8 @@ from scaletrain_cli.launch.node.observer import MODULE
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.mirror.object_store import open_store, store_variables
+from scaletrain_cli.mirror.stores import MirrorError
 from scaletrain_cli.mirror.sync import Mirror
-from scaletrain_cli.mirror.transfer import MirrorError
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.mirror_state import MirrorState, read_superseded

@@ -25,9 +25,8 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.checkpoints import committed_folders
+from scaletrain_cli.rundir.checkpoints import Pruning, committed_folders, plan_pruning, take_inventory
 from scaletrain_cli.rundir.evaluations import steps_to_keep
-from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, require_own_run
 from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint

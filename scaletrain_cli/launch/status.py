@@ -38,10 +38,9 @@ from scaletrain_cli.rundir.goodput import (
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, SweepPlace, read_sweep_place
 from scaletrain_cli.rundir.preparation import why_not_prepared
 from scaletrain_cli.rundir.record import BranchPoint, RunRecord, is_elsewhere, read_record
-from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 from scaletrain_cli.sent_run import sent_run
 from scaletrain_cli.spec.backend_traits import display_name
 

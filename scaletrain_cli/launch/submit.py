@@ -1,12 +1,14 @@
 """Create run directories and submit jobs; submitting the same run id twice creates only one job.
 
-A run directory is created atomically, by one rename; a lock serializes the submitters of one run.
+A run directory is created atomically, by one rename; a lock serializes the submitters of one run. The
+job that was submitted last is kept as text, and compared with the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import platform
@@ -29,7 +31,6 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch_to_shared_cache, resolve_commits
-from scaletrain_cli.launch.rendered_job import store_rendered_job
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
@@ -48,6 +49,7 @@ from scaletrain_cli.rundir.record import (
 )
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
+from scaletrain_cli.spec.source import read_documents
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan import RunPlan
@@ -431,3 +433,42 @@ def _secret_values(spec: RunSpec, stored: Mapping[str, str]) -> dict[str, str]:
     if missing:
         raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
     return {name: known[name] for name in spec.secret_env}
+
+
+# Names of Kubernetes workloads contain the number of the submission, which is not a change of the job.
+_NUMBERED = re.compile(r"(-s|submission: \"?)\d+")
+
+
+def store_rendered_job(run: RunDir, text: str) -> None:
+    """Store the text of a submission in the run directory. Raises OSError."""
+    replace_file(run.sent, text)
+
+
+def changes_since_sent(run: RunDir, text: str) -> list[str] | None:
+    """Return the diff to the last submission, removed and added lines only; None before the first submission."""
+    try:
+        before = run.sent.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    old, new = (_NUMBERED.sub(r"\1N", one).splitlines() for one in (before, text))
+    return [
+        line for line in difflib.unified_diff(old, new, lineterm="", n=0) if not line.startswith(("---", "+++", "@@"))
+    ]
+
+
+def in_format(backend: Backend, text: str, output: str) -> str:
+    """Return the text of Backend.render(), or its JSON. Raises UsageError for a format that the back end lacks."""
+    usual = backend.output_format
+    if output == usual:
+        return text
+    if output == "json":
+        return json.dumps(_as_json(backend, text), indent=1) + "\n"
+    params = {"requested": output, "scheduler": backend.traits.display_name, "format": usual}
+    raise UsageError(Reason("runs.output-format", params))
+
+
+def _as_json(backend: Backend, text: str) -> dict[str, Any]:
+    """Return a Kubernetes List, or an object with the script as one string."""
+    if backend.output_format == "script":
+        return {"schema": "scaletrain.sent/v1", "scheduler": backend.name, "script": text}
+    return {"apiVersion": "v1", "kind": "List", "items": read_documents(text)}

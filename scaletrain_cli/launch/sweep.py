@@ -26,8 +26,7 @@ from scaletrain_cli.launch.submit import (
 )
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.sweeps import Sweep, SweepPlace, read_sweep_place, write_sweep_place
+from scaletrain_cli.rundir.paths import RunDir, Sweep, SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import RunSpec
 
 MOST_POINTS = 500

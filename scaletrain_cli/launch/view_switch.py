@@ -1,7 +1,7 @@
 """End a view that shows what the cluster reports once the files of its run can be read.
 
 A view that follows a run whose files are elsewhere may begin while none of its pods runs. It ends with
-NowReachableError as soon as one does, and the verb begins again where the files are (cli/on_volume.py).
+NowReachableError as soon as one does, and the verb begins again where the files are (cli/elsewhere.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.mirror.claims import Claim
-from scaletrain_cli.mirror.stores import MirrorStore, Stored
-from scaletrain_cli.mirror.transfer import LocalFileError, MirrorError, Throttle
+from scaletrain_cli.mirror.stores import LocalFileError, MirrorError, MirrorStore, Stored, Throttle
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import (
     MANIFEST,

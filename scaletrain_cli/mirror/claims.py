@@ -18,8 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from scaletrain_cli.mirror.stores import MirrorStore
-from scaletrain_cli.mirror.transfer import MirrorError
+from scaletrain_cli.mirror.stores import MirrorError, MirrorStore
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import parse_json, typed, undamaged_as, write_document
 from scaletrain_cli.rundir.paths import RunDir

@@ -17,8 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from scaletrain_cli.mirror.claims import Claim
-from scaletrain_cli.mirror.stores import MirrorStore
-from scaletrain_cli.mirror.transfer import MirrorError, Throttle
+from scaletrain_cli.mirror.stores import MirrorError, MirrorStore, Throttle
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.paths import RunDir

@@ -19,8 +19,16 @@ from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, retried
 from scaletrain_cli.data.sources.stores import Place, PlaceError, parse_place, store_of
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.mirror.stores import FolderStore, MirrorStore, Stored
-from scaletrain_cli.mirror.transfer import MirrorError, Throttle, download, hashed_blocks, opened
+from scaletrain_cli.mirror.stores import (
+    FolderStore,
+    MirrorError,
+    MirrorStore,
+    Stored,
+    Throttle,
+    download,
+    hashed_blocks,
+    opened,
+)
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.safe_files import expand_home

@@ -23,8 +23,7 @@ from scaletrain_cli.mirror.checkpoints import (
 from scaletrain_cli.mirror.claims import Activity, Claim, make_claim, new_claim, own_claim, read_activity, read_claims
 from scaletrain_cli.mirror.history import Index, newest_index, restore_history
 from scaletrain_cli.mirror.object_store import open_store
-from scaletrain_cli.mirror.stores import MirrorStore
-from scaletrain_cli.mirror.transfer import MirrorError
+from scaletrain_cli.mirror.stores import MirrorError, MirrorStore
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, checkpoint_path
 from scaletrain_cli.rundir.mirror_state import mark_restored, read_restored

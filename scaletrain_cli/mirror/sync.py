@@ -33,8 +33,7 @@ from scaletrain_cli.mirror.claims import (
     report_activity,
 )
 from scaletrain_cli.mirror.history import HistoryWriter
-from scaletrain_cli.mirror.stores import MirrorStore
-from scaletrain_cli.mirror.transfer import LocalFileError, Throttle
+from scaletrain_cli.mirror.stores import LocalFileError, MirrorStore, Throttle
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import MANIFEST, Checkpoint, committed_folders, list_checkpoints
 from scaletrain_cli.rundir.journal import invalidated_steps, read_events, record_event

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.event_texts import event_sentence
-from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, SEVERITIES, finding_key
+from scaletrain_cli.rundir.journal import CLEARED_EVENT, RAISED_EVENT, SEVERITIES, finding_key
 from scaletrain_cli.spec.notify import NotifySpec
 
 # As many preemptions within this time are too many; one notification is sent in the time of ``repeat``.

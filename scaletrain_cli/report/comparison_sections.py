@@ -20,8 +20,7 @@ from scaletrain_cli.report.curves import MOST_BINS
 from scaletrain_cli.report.reading import SCHEMA, read_run_report, without_secrets
 from scaletrain_cli.report.run_charts import line_of, since_start
 from scaletrain_cli.report.run_sections import SWITCH, figure_of, finding_item, rate_of, run_sections, step_text
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.sweeps import Sweep, read_sweep_place
+from scaletrain_cli.rundir.paths import RunDir, Sweep, read_sweep_place
 from scaletrain_cli.text import counted, percent_text, whole_text
 
 _COLORS = 8

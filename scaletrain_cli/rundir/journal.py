@@ -1,4 +1,4 @@
-"""events.jsonl and metrics.jsonl: append-only JSON lines, and the rollbacks that events record.
+"""events.jsonl and metrics.jsonl: append-only JSON lines, and the rollbacks and findings that events record.
 
 Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; readers skip an
 incomplete line, and the next writer starts a new one. Over NFS, where O_APPEND alone does not keep the lines of
@@ -19,7 +19,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from scaletrain_cli.rundir.documents import is_time, parse_json, reporting_damage
+from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.rundir.documents import is_time, parse_json, reporting_damage, undamaged_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import closing_descriptor, locked, open_to_append, open_to_change, open_to_read
 from scaletrain_cli.sent_run import sent_run
@@ -293,3 +294,70 @@ def read_rollbacks(run: RunDir) -> list[Rollback]:
     scratch = max((place for place, event in enumerate(events) if event["event"] == "from-scratch"), default=0)
     kept = _with(events[scratch:], (ROLLBACK_EVENT,), "from_step", "to_step", "skip")
     return [Rollback(event["from_step"], event["to_step"], tuple(event["skip"])) for event in kept]
+
+
+RAISED_EVENT, CLEARED_EVENT = "finding", "finding-cleared"
+SEVERITIES = ("note", "warning", "error")
+
+
+@dataclass(frozen=True)
+class RaisedFinding:
+    """A finding that was raised and has not been cleared.
+
+    ``subject``: the source, rank or device that it is about; empty for the run. ``severity``: the highest since it was
+    raised. ``time``: Unix seconds at which it was raised. ``attempt``, ``step``: where the evidence is from.
+    """
+
+    reason: Reason
+    subject: str
+    severity: str
+    time: float
+    attempt: int
+    step: int
+
+    @property
+    def key(self) -> str:
+        """The code with the subject: at most one finding with a key is raised at a time."""
+        return finding_key(self.reason.code, self.subject)
+
+
+def finding_key(code: str, subject: str) -> str:
+    """Return the key by which findings of all attempts are compared."""
+    return f"{code} {subject}".rstrip()
+
+
+def raised_findings(events: Iterable[Mapping[str, Any]]) -> dict[str, RaisedFinding]:
+    """Return the raised findings by key, in the order in which they were raised. ``events``: oldest first.
+
+    A run that starts again from scratch has none. Events of another form are skipped.
+    """
+    found: dict[str, RaisedFinding] = {}
+    for event in events:
+        name = event.get("event")
+        if name == "from-scratch":
+            found = {}
+        elif name in (RAISED_EVENT, CLEARED_EVENT):
+            reason, subject = reason_from(event), str(event.get("subject") or "")
+            key, severity = finding_key(reason.code, subject), str(event.get("severity"))
+            if name == CLEARED_EVENT:
+                found.pop(key, None)
+            elif severity in SEVERITIES:
+                since = found[key].time if key in found else event.get("time") or 0.0
+                attempt, step = event.get("attempt") or 0, event.get("step") or 0
+                found[key] = RaisedFinding(reason, subject, severity, since, attempt, step)
+    return found
+
+
+def mark_diagnosis(run: RunDir, attempt: int, *, is_over: bool) -> None:
+    """Record that a process diagnoses the attempt, or has done so for the last time. Raises OSError."""
+    write_document(_mark(run, attempt), {"is_over": is_over})
+
+
+def is_diagnosed(run: RunDir, attempt: int) -> bool:
+    """Return False while a process diagnoses the attempt, and True once no findings will follow."""
+    found = undamaged_document(_mark(run, attempt))
+    return found is None or found.get("is_over") is not False
+
+
+def _mark(run: RunDir, attempt: int) -> Path:
+    return run.attempt(attempt) / "diagnosis.json"

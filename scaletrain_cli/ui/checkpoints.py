@@ -10,8 +10,8 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from scaletrain_cli.rundir.checkpoints import Entry
 from scaletrain_cli.rundir.evaluations import Evaluation, Validation
-from scaletrain_cli.rundir.inventory import Entry
 from scaletrain_cli.text import bytes_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console, titled_table
 

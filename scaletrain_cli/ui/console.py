@@ -1,4 +1,4 @@
-"""The two consoles: stdout for results, stderr for notes, warnings, errors and suggested commands.
+"""The two consoles: stdout for results and events, stderr for notes, warnings, errors and suggested commands.
 
 Text from users and machines is shown literally, never as markup.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TextIO
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.errors import Problem, ScaletrainError
+from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.text import visible
 
 _WIDEST = 120  # wider tables are hard to read
@@ -173,3 +175,22 @@ def marked(rows: Iterable[tuple[str | Text, Text]]) -> Table:
 def bullets(sentences: Iterable[tuple[str, str]]) -> Table:
     """Return a bullet for each (text, style)."""
     return marked((Text("•", style), escaped_text(text, style)) for text, style in sentences)
+
+
+def event_line(event: Event, *, with_date: bool = False) -> Text:
+    """Return ``12:30:05  checkpoint  step 40 committed, 1.2 GB in 3.1 s``."""
+    moment = event.get("time", "")
+    form = "%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S"
+    try:
+        when = time.strftime(form, time.localtime(float(moment)))
+    except (TypeError, ValueError, OverflowError, OSError):  # missing or invalid time
+        when = "no time"
+    name = plain(str(event.get("event", "")))
+    return Text.assemble((when, "dim"), f"  {name:<14}", (f"  {plain(event_sentence(event))}", "dim"))
+
+
+def show_events(events: Iterable[Event]) -> None:
+    """Print events to stdout, one per line."""
+    console = stdout_console()
+    for event in events:
+        line(console, event_line(event, with_date=True))

@@ -9,8 +9,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn
 
 from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.ui.console import line, stderr_console
-from scaletrain_cli.ui.events import event_line
+from scaletrain_cli.ui.console import event_line, line, stderr_console
 from scaletrain_cli.ui.status import measures_text, steps_text
 
 

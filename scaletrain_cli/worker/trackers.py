@@ -23,9 +23,8 @@ from scaletrain_cli.rundir.goodput import (
     typical_seconds,
     without_first_steps,
 )
-from scaletrain_cli.rundir.journal import read_events, read_metrics, record_event
+from scaletrain_cli.rundir.journal import is_diagnosed, raised_findings, read_events, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.raised_findings import is_diagnosed, raised_findings
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.secret_text import hide_values, secret_values
 from scaletrain_cli.telemetry.run import Telemetry, read_telemetry

@@ -13,7 +13,7 @@ from scaletrain_cli.launch.node.processes import ProcessIdentity, identify
 from scaletrain_cli.launch.submit import CreatedRun, create_run
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, record_event
-from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
+from scaletrain_cli.rundir.paths import SweepPlace, write_sweep_place
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.worker.checkpoint_commit import close_attempt
 from tests.cli.command_line import SMALL

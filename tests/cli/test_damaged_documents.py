@@ -22,15 +22,13 @@ from scaletrain_cli.rundir.attempt_requests import request_growth, request_idle_
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.evaluations import Evaluation, write_evaluation, write_validation
 from scaletrain_cli.rundir.goodput import Ledger, write_ledger
-from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.rundir.journal import append_line, mark_diagnosis, record_event
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.mirror_state import MirrorState, mark_restored, write_mirror_state
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, SweepPlace, write_sweep_place
 from scaletrain_cli.rundir.preparation import PreparationJob, record_job
 from scaletrain_cli.rundir.profiles import Profile, profile_folder, rank_file, write_profile
-from scaletrain_cli.rundir.raised_findings import mark_diagnosis
 from scaletrain_cli.rundir.record import REVISION_SCHEMA
-from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
 from scaletrain_cli.worker.failures import Failure, write_failure
 from tests.cli.command_line import scaletrain
 from tests.cli.every_command import OF_A_RUN, command_line, start_nothing

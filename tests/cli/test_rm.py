@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.list import complete_state
+from scaletrain_cli.cli.options import complete_run
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch import remove
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.processes import ProcessIdentity
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.ui.events import event_line
+from scaletrain_cli.ui.console import event_line
 from scaletrain_cli.worker.checkpoint_commit import close_attempt
 from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import living_process, prepare

@@ -27,7 +27,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.ui.watch.layout import PAGES, Choices, Page
-from scaletrain_cli.ui.watch.overview import show_overview
+from scaletrain_cli.ui.watch.pages import show_overview
 from scaletrain_cli.ui.watch.screen import press, screen_lines
 from tests.cli.command_line import PROJECT, scaletrain
 from tests.cli.prepared_runs import prepare

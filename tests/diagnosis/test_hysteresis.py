@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.diagnosis.findings import Finding, Hysteresis, Severity
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.raised_findings import raised_findings
+from scaletrain_cli.rundir.journal import raised_findings
 
 FLAT = "diagnosis.loss-flat"
 

@@ -8,8 +8,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
-from scaletrain_cli.launch.rendered_job import changes_since_sent, in_format, store_rendered_job
-from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.launch.submit import changes_since_sent, in_format, store_rendered_job, submit_run
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.conftest import LOCAL, MakeRun
 

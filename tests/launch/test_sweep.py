@@ -19,9 +19,8 @@ from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, point_ids, submit_sweep
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
+from scaletrain_cli.rundir.paths import RunDir, list_runs, read_sweep_place, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
-from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec.source import variants
 from scaletrain_cli.ui.tables import show_cluster
 from tests.cli.command_line import SMALL, scaletrain

@@ -18,9 +18,8 @@ from scaletrain_cli.launch.sweep import (
     sweep_status,
 )
 from scaletrain_cli.rundir.journal import append_line
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, SweepPlace, find_sweep, write_sweep_place
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_resume import attempt

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scaletrain_cli.mirror.history import HistoryWriter, newest_index, restore_history
-from scaletrain_cli.mirror.stores import FolderStore
-from scaletrain_cli.mirror.transfer import Throttle
+from scaletrain_cli.mirror.stores import FolderStore, Throttle
 from scaletrain_cli.rundir.paths import RunDir
 
 

@@ -13,9 +13,9 @@ from scaletrain_cli.diagnosis.rehearsal import Options
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch import short_jobs
 from scaletrain_cli.launch.drill import drill_spec
-from scaletrain_cli.launch.resource_checks import mirror as mirror_checks
+from scaletrain_cli.launch.resource_checks import hub as mirror_checks
 from scaletrain_cli.launch.resource_checks.checks import check_external
-from scaletrain_cli.launch.resource_checks.mirror import MirrorResults, check_mirror
+from scaletrain_cli.launch.resource_checks.hub import MirrorResults, check_mirror
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.short_jobs import rehearsal_spec
 from scaletrain_cli.mirror.object_store import ObjectStore

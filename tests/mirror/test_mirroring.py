@@ -13,11 +13,11 @@ import pytest
 
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.launch.mirroring import mirror_now
-from scaletrain_cli.mirror import object_store, transfer
+from scaletrain_cli.mirror import object_store, stores
 from scaletrain_cli.mirror.checkpoints import list_folders, read_mirrored
 from scaletrain_cli.mirror.claims import read_claims
 from scaletrain_cli.mirror.history import newest_index, restore_history
-from scaletrain_cli.mirror.transfer import LocalFileError, Throttle, hashed_blocks
+from scaletrain_cli.mirror.stores import LocalFileError, Throttle, hashed_blocks
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
 from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.journal import record_event
@@ -301,12 +301,12 @@ def test_no_more_bytes_per_second_than_allowed(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").write_bytes(content)
     digest = FileDigest(len(content), hashlib.sha256(content).hexdigest())
     slept: list[float] = []
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    monkeypatch.setattr(stores, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     throttle = Throttle(10 << 20)
     for _ in range(5):
         with (tmp_path / "file").open("rb") as file:
             assert sum(len(block) for block in hashed_blocks(file, tmp_path / "file", digest, throttle)) == 3 << 20
-    assert 15 / 10 - transfer._BURST_SECONDS <= sum(slept) < 1.51
+    assert 15 / 10 - stores._BURST_SECONDS <= sum(slept) < 1.51
     assert throttle.sent == 15 << 20
     with (tmp_path / "file").open("rb") as file, pytest.raises(LocalFileError):
         list(hashed_blocks(file, tmp_path / "file", FileDigest(3 << 20, "0" * 64), Throttle(1e12)))

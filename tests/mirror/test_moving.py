@@ -26,7 +26,7 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.mirror import restore
 from scaletrain_cli.mirror.claims import make_claim, new_claim, own_claim, read_claims
 from scaletrain_cli.mirror.restore import draft_folder
-from scaletrain_cli.mirror.transfer import MirrorError
+from scaletrain_cli.mirror.stores import MirrorError
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.mirror_state import read_superseded

@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.notify.notices import Notice, Receiver, notice_of
 from scaletrain_cli.rundir.documents import typed
-from scaletrain_cli.rundir.raised_findings import SEVERITIES
+from scaletrain_cli.rundir.journal import SEVERITIES
 from scaletrain_cli.spec.notify import NotifySpec
 
 SETTINGS = NotifySpec.model_validate({"webhook": "HOOK"})

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.report.comparison_sections import page, ranked, read_report, short_names
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
+from scaletrain_cli.rundir.paths import RunDir, SweepPlace, find_sweep, write_sweep_place
 from tests.cli.command_line import scaletrain
 from tests.report.made_runs import HOSTILE, Page, trained_run
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.rundir.inventory import plan_pruning, take_inventory, verify_files
+from scaletrain_cli.rundir.checkpoints import list_checkpoints, plan_pruning, take_inventory, verify_files
 from scaletrain_cli.worker.checkpoint_commit import stage_checkpoint
 from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.sweeps import (
+from scaletrain_cli.rundir.paths import (
+    RunDir,
     Sweep,
     SweepPlace,
     find_run_or_sweep,
     find_sweep,
     list_sweeps,
     read_sweep_place,
+    runs_root,
     write_sweep_place,
 )
 

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.rundir.journal import append_line, is_diagnosed, mark_diagnosis
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.raised_findings import is_diagnosed, mark_diagnosis
 from scaletrain_cli.tracking import guard
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers

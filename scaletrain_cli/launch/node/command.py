@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
-from scaletrain_cli.launch.node.ports import PortServer
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
-from scaletrain_cli.launch.node.streams import Frame, Incoming, Kind, Link, Outgoing, read_from, write_to
+from scaletrain_cli.launch.node.streams import Frame, Incoming, Kind, Link, Outgoing, PortServer, read_from, write_to
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir

@@ -1,12 +1,14 @@
 """The rank processes of one node: their environment, start, signals and ends.
 
-The contract with a training program is its environment and signal mask (docs/own-engine.md).
+The contract with a training program is its environment and signal mask (docs/own-engine.md). Addresses
+of this machine are those that other nodes see: host names may resolve to a loopback address, or only here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import math
 import os
 import random
@@ -20,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.node.addresses import interface_of, route_address
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, Channel, LastBeat
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
@@ -255,3 +256,31 @@ class LocalRanks:
                     self.first_failure = ended.rank
                 return ended
         return None
+
+
+_ANY_PORT = 9  # nothing is sent to it
+
+
+def route_address(host: str) -> str | None:
+    """Return this machine's address on the route to ``host``; None if there is none but a loopback address.
+
+    Debian writes ``127.0.1.1 HOSTNAME`` into /etc/hosts, so a name of this machine may not lead here from elsewhere.
+    """
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # chooses the route
+                address = str(probe.getsockname()[0]).partition("%")[0]
+                if not ipaddress.ip_address(address).is_loopback:
+                    return address
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has this address; None if none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    return None

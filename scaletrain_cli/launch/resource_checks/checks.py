@@ -33,9 +33,8 @@ from scaletrain_cli.launch.resource_checks.files import (
     template_problems,
     tokenizer_problems,
 )
-from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
+from scaletrain_cli.launch.resource_checks.hub import check_mirror, hub_notes, hub_problems
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
-from scaletrain_cli.launch.resource_checks.mirror import check_mirror
 from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, reads_text, text_problems
 from scaletrain_cli.launch.resource_checks.view import CheckResults, View
 from scaletrain_cli.launch.resource_checks.weights import adapter_problems, weights_problems

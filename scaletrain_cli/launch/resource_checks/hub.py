@@ -1,17 +1,23 @@
 """Check references to the Hugging Face Hub at submission, without fetching weights or data.
 
-Fetched are lists of files, configs, indices, tokenizers, and the headers of safetensors files.
+Fetched are lists of files, configs, indices, tokenizers, and the headers of safetensors files. And check
+that a mirror can be written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from scaletrain_cli.errors import MissingPackageError, Problem
+from scaletrain_cli.errors import MissingPackageError, Problem, ScaletrainError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, missing_files
 from scaletrain_cli.hub.client import read_range, read_small_file, require_online, require_readable, resolve
 from scaletrain_cli.hub.reference import HubError
@@ -29,8 +35,11 @@ from scaletrain_cli.launch.resource_checks.weights import (
     weights_problem,
 )
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import TOKEN_FILES
 from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files, source_files_of
+from scaletrain_cli.spec.mirror import is_in_store
 from scaletrain_cli.spec.weight_files import DamagedHeaderError, Header, header_bytes, parsed_headers, read_headers
 
 _FIRST_BYTES = 1 << 17  # holds the header of most files
@@ -198,3 +207,66 @@ def _headers(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str
     if length > len(data) - 8:
         data += read_range(listing, file, settings, len(data), 8 + length - len(data))
     return parsed_headers(file.path, data[8 : 8 + length], size)
+
+
+_LOOK_SECONDS = 5.0  # for a request, with its repetitions
+# What a machine without credentials or network cannot see, and the nodes may.
+_UNSEEN = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
+
+
+class MirrorResults(NamedTuple):
+    """Why the run cannot write to its mirror, and a note if that cannot be checked from here."""
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[Reason, ...] = ()
+
+
+def check_mirror(view: View) -> MirrorResults:
+    """Return the results for checkpoint.mirror. Writes a small object to a store, and deletes it. Never raises."""
+    to = view.spec.checkpoint.mirror.to
+    problem, unseen = _check(view)
+    return MirrorResults(
+        () if problem is None else (view.problem("checkpoint.mirror.to", problem, to),),
+        () if unseen is None else (Reason("mirror.not-checked", {"place": to, "cause": unseen}),),
+    )
+
+
+def _check(view: View) -> tuple[Reason | None, Reason | None]:
+    """Return the problem of the mirror, and why it could not be checked; None for none."""
+    to = view.spec.checkpoint.mirror.to
+    if to is None:
+        return None, None
+    if not is_in_store(to):
+        return _folder_problem(view, to), None
+    if find_spec("obstore") is None:
+        reason = Reason("mirror.no-library", {"command": install_command("remote")})
+        return (reason, None) if view.spec.cluster.traits.runs_here else (None, reason)
+    from scaletrain_cli.mirror.object_store import store_variables
+
+    try:
+        with store_variables(view.spec.env):
+            from scaletrain_cli.mirror.object_store import ObjectStore
+
+            store, name = ObjectStore(to, _LOOK_SECONDS), f".scaletrain-{secrets.token_hex(8)}"
+            store.write(name, b"written to check a run spec")
+            store.delete(name)
+    except ScaletrainError as error:
+        cause = error.reason or Reason("recorded.text", {"text": str(error)})
+        if cause.code in _UNSEEN and not view.spec.cluster.traits.runs_here:
+            return None, cause
+        return Reason("mirror.not-writable", {"cause": cause}), None
+    return None, None
+
+
+def _folder_problem(view: View, to: str) -> Reason | None:
+    if view.unseen(to):
+        return None
+    folder = Path(os.path.realpath(expand_home(to)))
+    if folder.is_relative_to(os.path.realpath(runs_root())):
+        return Reason("mirror.inside-run", {"place": to})
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return Reason("checks.checkpoints-no-folder", {"folder": str(there)})
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Reason("checks.checkpoints-not-writable", {"folder": str(there)})
+    return None

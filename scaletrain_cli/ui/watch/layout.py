@@ -23,7 +23,7 @@ _MEASURING = Console(width=80, color_system=None, force_terminal=False, _environ
 class Choices:
     """The choices made by keys. ``halvings``: of the part of the run that curves show, up to now.
 
-    ``order``: of the ranks, a place in ORDERS of tables.py. ``log``: the number of the log, from 0.
+    ``order``: of the ranks, a place in ORDERS of pages.py. ``log``: the number of the log, from 0.
     """
 
     page: Page = "overview"

@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping
 from rich.text import Text
 
 from scaletrain_cli.launch.view import Reading, RunView, Shown
-from scaletrain_cli.ui.console import escaped_text, plain
+from scaletrain_cli.ui.console import escaped_text, event_line, plain
 from scaletrain_cli.ui.diagnosis import finding_in_full, no_findings_text
-from scaletrain_cli.ui.events import event_line
-from scaletrain_cli.ui.watch.curves import MOST_HALVINGS, curves
 from scaletrain_cli.ui.watch.layout import PAGES, Choices, Content, Page, cut, rendered, wrapped
-from scaletrain_cli.ui.watch.overview import headline, overview
-from scaletrain_cli.ui.watch.tables import ORDERS, nodes_page, ranks_page
+from scaletrain_cli.ui.watch.pages import MOST_HALVINGS, ORDERS, curves, headline, nodes_page, overview, ranks_page
 from scaletrain_cli.ui.watch.terminal import Terminal
 
 DRAW_SECONDS = 0.5

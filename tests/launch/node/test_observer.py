@@ -13,8 +13,7 @@ import pytest
 
 from scaletrain_cli.launch.live_diagnosis import LiveDiagnosis, pause_seconds
 from scaletrain_cli.launch.node.observer import Observer
-from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.raised_findings import is_diagnosed
+from scaletrain_cli.rundir.journal import is_diagnosed, record_event
 from tests.launch.conftest import MadeRun, MakeRun, is_running
 from tests.waiting import wait_until
 

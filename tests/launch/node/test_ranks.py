@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.node import ranks
-from scaletrain_cli.launch.node.addresses import interface_of, route_address
 from scaletrain_cli.launch.node.inspection import count_gpus, problems_of_node
 from scaletrain_cli.launch.node.processes import descendants, identify, own_identity, send_signal
-from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
+from scaletrain_cli.launch.node.ranks import NodePlace, interface_of, rank_environment, route_address
 from tests.launch.conftest import PROJECT, make_spec
 from tests.waiting import wait_until
 

@@ -45,9 +45,8 @@ from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.rundir.journal import read_lines_backwards, record_event
-from scaletrain_cli.rundir.paths import RunDir, list_runs
+from scaletrain_cli.rundir.paths import RunDir, list_runs, read_sweep_place
 from scaletrain_cli.rundir.record import RunRecord, read_record
-from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import locked, open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 

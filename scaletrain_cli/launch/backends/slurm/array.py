@@ -19,9 +19,8 @@ from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageErr
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.tables import call_slurm
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, SweepPlace
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.sweeps import SweepPlace
 from scaletrain_cli.safe_files import make_private_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 

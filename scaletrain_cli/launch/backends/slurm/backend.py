@@ -68,10 +68,9 @@ from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import RunDir, read_sweep_place, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 

@@ -28,8 +28,7 @@ from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
 from scaletrain_cli.launch.backends.slurm.tables import call_slurm, limit_seconds, moment, node_names, records
-from scaletrain_cli.launch.node.addresses import route_address
-from scaletrain_cli.launch.node.ranks import free_port
+from scaletrain_cli.launch.node.ranks import free_port, route_address
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
     conclude_attempt,

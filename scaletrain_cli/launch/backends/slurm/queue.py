@@ -25,10 +25,9 @@ from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, read_sweep_place
 from scaletrain_cli.rundir.preparation import is_done, preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import replace_file, touch
 
 _QUERY_SECONDS = 15.0  # squeue retries for a minute if the controller is down

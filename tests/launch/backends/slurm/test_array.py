@@ -21,9 +21,8 @@ from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.launch.sweep import Point, SubmittedPoint, submit_as_array, submit_sweep
-from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import RunDir, read_sweep_place, runs_root
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.rundir.sweeps import read_sweep_place
 from tests.launch.conftest import make_plan, make_spec
 
 SLURM = SlurmBackend()

@@ -1,6 +1,9 @@
-"""Send a command line to the login node of its cluster: verbs with a spec for such a cluster, and verbs for its runs.
+"""Run a verb elsewhere: on the login node of its cluster, or where the files of its run are.
 
-What the verb prints, asks and returns is what it prints, asks and returns there. A run of this machine comes first.
+A login node gets verbs with a spec for such a cluster, and verbs for its runs; a run of this machine comes first. A verb
+that shows a run runs where the files of the run are, if they are on a volume that this machine does not see. Where that
+cannot be had, the verb runs here, shows what the scheduler reports, and says what it has not seen. What the verb prints,
+asks, writes and returns is what it prints, asks, writes and returns there.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.app import CommandLine, parsed
+from scaletrain_cli.cli.options import seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
+from scaletrain_cli.launch.view_switch import await_files
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.sent_run import sent
@@ -25,8 +30,13 @@ from scaletrain_cli.sent_run import sent
 if TYPE_CHECKING:
     from scaletrain_cli.launch.code import Snapshot
     from scaletrain_cli.launch.login_node.sent_runs import SentRun
+    from scaletrain_cli.launch.view_elsewhere import LinesOnce, ViewEnd
+    from scaletrain_cli.launch.view_switch import NowReachableError
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import RunRecord
     from scaletrain_cli.spec import RunSpec
     from scaletrain_cli.spec.clusters_file import Cluster, LoginNode
+
 
 _WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
 _OF_RUNS = (
@@ -319,3 +329,155 @@ def _code_of(spec: RunSpec) -> dict[str, Any] | None:
     if spec.code.path is None:
         return None
     return spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
+
+
+_FIRST_WORDS = frozenset(("status", "watch", "diagnose", "report", "logs", "events", "checkpoint"))
+_VERBS = (
+    *(("status",), ("watch",), ("diagnose",), ("report",), ("logs",), ("events",)),
+    *(("checkpoint", "list"), ("checkpoint", "verify")),
+)
+# Shown here, these do not tell what was not read from what is not there: a queued run may have earlier attempts.
+_SAY_NOTHING_UNSEEN = (("diagnose",), ("events",), ("logs",))
+_PAUSE_SECONDS = 2.0
+# From the scheduler's word that a run runs, or the end of a pod, to a pod that serves the view.
+_STARTING_SECONDS = 120.0
+
+
+def run_on_volume(words: Sequence[str], before: NowReachableError | None = None) -> int | None:
+    """Run a command line where the files of its run are and return its exit code; None if it belongs to this machine.
+
+    ``before``: what ended the verb here, which began while no pod of the run ran. Raises ScaletrainErrors.
+    """
+    own = words[: words.index("--")] if "--" in words else words
+    if sent().run is not None or {"--help", "-h"} & set(own) or not _FIRST_WORDS & set(own):
+        return None
+    line = parsed(words)
+    if line.verb not in _VERBS or (found := _run_of(line)) is None:
+        return None
+
+    await_files(False)
+    run, record = found
+    if line.verb == ("logs",) and _has_logs_here(run, line):
+        return None
+    return _show(run, record, line, before)
+
+
+def _run_of(line: CommandLine) -> tuple[RunDir, RunRecord] | None:
+    """Return the run of a command line if its files are elsewhere; None also for what the verb itself refuses."""
+    from scaletrain_cli.launch.view_elsewhere import has_views
+    from scaletrain_cli.rundir.paths import Sweep, find_run_or_newest, find_run_or_sweep
+    from scaletrain_cli.rundir.record import is_elsewhere, read_record
+
+    if line.params.get("cluster") or line.params.get("sweep"):
+        return None
+    several = line.params.get("runs")
+    if several is not None and len(several) != 1:
+        return None
+    name = several[0] if several else line.params.get("run")
+    try:
+        found = find_run_or_newest(None) if name is None else find_run_or_sweep(name)
+        if isinstance(found, Sweep):
+            return None
+        record = read_record(found)
+    except UsageError:
+        return None
+    return (found, record) if is_elsewhere(found, record) and has_views(record) else None
+
+
+def _has_logs_here(run: RunDir, line: CommandLine) -> bool:
+    """Return whether the lines that `logs` shows come from the API server, or were fetched from it.
+
+    Followed ones of an active run do, over all pods, and those of pods that ended before an attempt began. Otherwise
+    the files have all lines; the API server keeps the last ones only, and what was fetched may lack the end.
+    """
+    from scaletrain_cli.launch.logs import early_output, fetched_logs, log_files
+    from scaletrain_cli.launch.status import OVER, run_status
+
+    if line.params.get("follow") and run_status(run).state not in OVER:
+        return True
+    with fetched_logs(run):
+        early = early_output(run, since=log_files(run))
+    if line.params.get("attempt") is not None:
+        return False
+    return bool(early)
+
+
+def _follows(line: CommandLine) -> bool:
+    if line.verb == ("watch",):
+        return not line.params.get("once")
+    return line.verb == ("events",) and bool(line.params.get("follow"))
+
+
+def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachableError | None) -> int | None:
+    """Show the verb, over several connections if it follows the run. None: it is shown here."""
+    from scaletrain_cli.launch.node.streams import write_to
+    from scaletrain_cli.launch.status import OVER, run_status
+    from scaletrain_cli.launch.view_elsewhere import LinesOnce, NotReachableError
+    from scaletrain_cli.ui.console import say, warn
+
+    output = _output(line)
+    words = _words(run, line, output)
+    # The lines of `events --follow` come again with each connection; other verbs show the present state anew.
+    shown_lines = 0 if before is None else before.lines
+    lines = LinesOnce(write_to(1), shown_lines) if line.verb == ("events",) and _follows(line) else None
+    until = time.monotonic() + _STARTING_SECONDS if before is not None else 0.0
+    while True:
+        try:
+            end = _connected(run, record, words, lines)
+            if output is not None and end.exit_code == ExitCode.DONE:
+                replace_file(output, end.page, public=True)
+                say(f"copied to {output}")
+            return end.exit_code
+        except NotReachableError as error:
+            begun = lines is not None and lines.written > 0  # the verb here would show its lines again
+            if error.waits and (begun or time.monotonic() < until):
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            if begun:
+                raise SchedulerError(error.reason or error.message) from error
+            state = run_status(run).state
+            if not error.waits or (line.verb in _SAY_NOTHING_UNSEEN and not _follows(line)):
+                why = error.message if error.reason is None else sentences(error.reason)
+                warn(str(Reason("launch.view-unread", {"run": run.run_id, "why": why.rstrip(".")})))
+            # A run that is over is awaited once: the verb here would end at once, and begin again without an end.
+            await_files(_follows(line) and error.waits and (before is None or state not in OVER))
+            return None
+        except SchedulerError:  # the pod has ended; the run may go on in other pods
+            if not _follows(line):
+                raise
+            until = time.monotonic() + _STARTING_SECONDS
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _connected(run: RunDir, record: RunRecord, words: Sequence[str], lines: LinesOnce | None) -> ViewEnd:
+    from scaletrain_cli.launch.node.command import STDERR, STDOUT
+    from scaletrain_cli.launch.node.streams import write_to
+    from scaletrain_cli.launch.view_elsewhere import show_view
+    from scaletrain_cli.ui.console import say
+
+    if lines is None:
+        return show_view(run, record, words, say)
+    lines.begin()
+    return show_view(run, record, words, say, outputs={STDOUT: lines.write, STDERR: write_to(2)})
+
+
+def _words(run: RunDir, line: CommandLine, output: Path | None) -> list[str]:
+    """Return the words for the verb there: its file comes here, and this machine waits for the run."""
+    from scaletrain_cli.launch.node.view import PAGE_WORD
+
+    if output is not None:
+        return line.with_option(("--output", "-o"), PAGE_WORD)
+    if line.verb == ("status",) and line.params.get("wait") is not None:
+        from scaletrain_cli.cli.status import wait_for_end
+
+        wait_for_end(run, seconds_of("--wait", line.params["wait"]))
+        return line.with_option(("--wait",), "1s")
+    return [*line.verb, *line.rest]
+
+
+def _output(line: CommandLine) -> Path | None:
+    """Return the file of a report. Raises UsageError for one that cannot be written, before anything is started."""
+    output: Path | None = line.params.get("output") if line.verb == ("report",) else None
+    if output is not None and not can_be_replaced(output):
+        raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
+    return output
