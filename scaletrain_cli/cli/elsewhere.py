@@ -1,9 +1,9 @@
 """Run a verb elsewhere: on the login node of its cluster, or where the files of its run are.
 
-A login node gets verbs with a spec for such a cluster, and verbs for its runs; a run of this machine comes first. A verb
-that shows a run runs where the files of the run are, if they are on a volume that this machine does not see. Where that
-cannot be had, the verb runs here, shows what the scheduler reports, and says what it has not seen. What the verb prints,
-asks, writes and returns is what it prints, asks, writes and returns there.
+A login node gets verbs with a spec for such a cluster, and verbs for its runs; a run of this machine comes first. A
+verb that shows a run runs where the files of the run are, if they are on a volume that this machine does not see. Where
+that cannot be had, the verb runs here, shows what the scheduler reports, and says what it has not seen. What the verb
+prints, asks, writes and returns is what it prints, asks, writes and returns there.
 """
 
 from __future__ import annotations
