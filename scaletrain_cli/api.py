@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import (
     InfeasibleError,
@@ -67,6 +66,7 @@ from scaletrain_cli.launch.submit import (
 )
 from scaletrain_cli.mirror.restore import FoundRun
 from scaletrain_cli.plan import RunPlan, make_plan
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import committed_folders
 from scaletrain_cli.rundir.documents import read_document
@@ -86,9 +86,6 @@ from scaletrain_cli.rundir.record import (
 from scaletrain_cli.rundir.shared_datasets import shared_root_notes
 from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.spec import RunSpec, load_spec
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 
 API_VERSION = "1.0"
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import InfeasibleError, UsageError
 from scaletrain_cli.launch.submit import plan_for_engine, submit_lock
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, add_revision, read_record, read_size_plans
 from scaletrain_cli.spec import RunSpec
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 
 
 @dataclass(frozen=True)

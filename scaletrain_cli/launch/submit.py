@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import InfeasibleError, ScaletrainError, SchedulerSilentError, UsageError
@@ -50,9 +50,6 @@ from scaletrain_cli.rundir.record import (
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
 from scaletrain_cli.spec.source import read_documents
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan import RunPlan
 
 
 def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from scaletrain_cli.launch.backends.base import PreflightResult, Start, SubmissionSummary
 from scaletrain_cli.launch.branch import Branch
+from scaletrain_cli.launch.node.inspection import NodeFacts
 from scaletrain_cli.launch.replan import NewSchedule, Resize
 from scaletrain_cli.launch.resume import ResumeReport
 from scaletrain_cli.launch.sweep import Point
@@ -25,9 +26,6 @@ from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text,
 from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console, titled_table, warn
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
-
-if TYPE_CHECKING:
-    from scaletrain_cli.launch.node.inspection import NodeFacts
 
 
 def show_probe(nodes: Sequence[NodeFacts]) -> None:
