@@ -195,17 +195,18 @@ class CommandLine:
         return words
 
     def with_option(self, names: Sequence[str], value: str) -> list[str]:
-        """Return all words with ``value`` for the option ``names``: of its name and its letter, the name first.
+        """Return all words with ``value`` for the option, before the other words: after ``--`` it would be none."""
+        return [*self.verb, names[0], value, *self.without_option(names)]
 
-        The option comes before the other words: after ``--`` it would be none.
-        """
+    def without_option(self, names: Sequence[str]) -> list[str]:
+        """Return ``rest`` without the option ``names``: its name and its letter, the name first."""
         kept, skip = [], False
         for word in self.rest:
             is_joined = word.startswith(f"{names[0]}=") or any(word.startswith(name) for name in names[1:])
             if not (skip or word in names or is_joined):
                 kept.append(word)
             skip = not skip and word in names
-        return [*self.verb, names[0], value, *kept]
+        return kept
 
 
 def parsed(words: Sequence[str]) -> CommandLine:

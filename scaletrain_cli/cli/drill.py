@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, complete_gpu, confirm, seconds_of
+from scaletrain_cli.cli.options import (
+    AsJson,
+    ClusterName,
+    GpusPerNode,
+    Overrides,
+    Yes,
+    complete_gpu,
+    confirm,
+    seconds_of,
+)
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.text import visible
@@ -41,9 +50,7 @@ def command(
     nodes: Annotated[
         int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes.")
     ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node.")
-    ] = None,
+    gpus_per_node: GpusPerNode = None,
     gpu: Annotated[
         str | None, typer.Option("--gpu", metavar="NAME", help="Accelerator name, or cpu.", autocompletion=complete_gpu)
     ] = None,

@@ -77,7 +77,7 @@ def _on_cluster(words: Sequence[str]) -> int | None:
     if cluster is None or cluster.login_node is None:
         return None
     if line.verb == ("list",):
-        return _run(cluster.login_node, ["list", *_without_cluster(line.rest)])
+        return _run(cluster.login_node, ["list", *map(shlex.quote, line.without_option(("--cluster",)))])
     if line.verb == ("status",):
         return _with_bundle(cluster, line, f"status-{secrets.token_hex(4)}")
     return _with_spec(cluster, line)
@@ -282,17 +282,6 @@ def _report(node: LoginNode, line: CommandLine) -> int:
         replace_file(output, output_of(node, f"cat {page} && rm -f {page}"), public=True)
         say(f"copied to {output}")
     return code
-
-
-def _without_cluster(words: Sequence[str]) -> list[str]:
-    """Return the words of `list`, quoted, without the option that chose the login node."""
-    kept, skip = [], False
-    for word in words:
-        if skip or word == "--cluster" or word.startswith("--cluster="):
-            skip = word == "--cluster"
-            continue
-        kept.append(shlex.quote(word))
-    return kept
 
 
 def _place_of(name: str) -> SentRun | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from scaletrain_cli.cli.models import USUAL_GPU, find_model
-from scaletrain_cli.cli.options import AsJson, complete_gpu, complete_preset, complete_recipe
+from scaletrain_cli.cli.options import AsJson, GpusPerNode, complete_gpu, complete_preset, complete_recipe
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.project_files import FOLDERS, project_file, recipes
@@ -73,9 +73,7 @@ def command(
             "--gpu", metavar="NAME", help=f"Accelerator, e.g. {USUAL_GPU}, or cpu.", autocompletion=complete_gpu
         ),
     ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node.")
-    ] = None,
+    gpus_per_node: GpusPerNode = None,
     nodes: Annotated[
         int | None,
         typer.Option(

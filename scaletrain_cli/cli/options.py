@@ -209,6 +209,12 @@ ClusterName = Annotated[
         autocompletion=complete_cluster,
     ),
 ]
+GpusPerNode = Annotated[
+    int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node.")
+]
+JobTimeout = Annotated[
+    str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 RunName = Annotated[
     str,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, confirm, seconds_of
+from scaletrain_cli.cli.options import AsJson, ClusterName, JobTimeout, Overrides, SpecPath, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, InfeasibleError
 from scaletrain_cli.ui.json import print_json
 
@@ -19,9 +17,7 @@ def command(
     spec: SpecPath,
     overrides: Overrides = None,
     cluster: ClusterName = None,
-    timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
-    ] = "30m",
+    timeout: JobTimeout = "30m",
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes, confirm, seconds_of
+from scaletrain_cli.cli.options import AsJson, ClusterName, JobTimeout, Overrides, SpecPath, Yes, confirm, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import counted
 from scaletrain_cli.ui.console import say
@@ -39,9 +39,7 @@ def command(
     budget: Annotated[
         str, typer.Option("--budget", metavar="TIME", help="Time for the items that train, together.")
     ] = "100s",
-    timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
-    ] = "30m",
+    timeout: JobTimeout = "30m",
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Write the curve of the range test as PNG, SVG or PDF."),

@@ -62,7 +62,8 @@ def run(words: Sequence[str]) -> int:
         from scaletrain_cli.log_setup import set_up_logging
 
         set_up_logging("scaletrain")
-    as_json = requests_json(words)
+    # Even if the rest of the command line is invalid.
+    as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     if as_json:
         forget_answer()
     there = _elsewhere(words, run_on_login_node)
@@ -91,12 +92,6 @@ def run(words: Sequence[str]) -> int:
             code = ExitCode.CRASHED
             _show(error_of_system(full, "the answer could not be written"))
     return int(code)
-
-
-def requests_json(words: Sequence[str]) -> bool:
-    """Return True if ``--json`` is among the options, even if the rest of the command line is invalid."""
-    options = words[: words.index("--")] if "--" in words else words
-    return "--json" in options
 
 
 def schema_of(words: Sequence[str]) -> str:

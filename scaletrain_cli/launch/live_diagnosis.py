@@ -20,11 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scaletrain_cli.diagnosis.case import read_case
 from scaletrain_cli.diagnosis.checks import diagnose
-from scaletrain_cli.diagnosis.findings import Finding, Hysteresis, Transition
+from scaletrain_cli.diagnosis.findings import Hysteresis, Transition
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.processes import die_with_parent, yield_to_training
 from scaletrain_cli.log_setup import set_up_logging
@@ -197,19 +196,10 @@ class LiveDiagnosis:
             known |= {"text": str(raised.reason), "seconds": lasted}
             record_event(self.run, CLEARED_EVENT, attempt=self.attempt, step=step, **known)
             return
-        fields = _fields_of(transition.finding)
+        finding = transition.finding  # recorded without its causes, which depend on the spec alone
+        fields = {"subject": finding.subject, "severity": finding.severity, "confidence": finding.confidence}
+        fields |= {**json_value(finding.reason.to_document()), "text": str(finding.reason)}
         record_event(self.run, RAISED_EVENT, attempt=self.attempt, step=step, change=transition.change, **fields)
-
-
-def _fields_of(finding: Finding) -> dict[str, Any]:
-    """Return the fields of the event: the finding without its causes, which depend on the spec alone."""
-    return {
-        "subject": finding.subject,
-        "severity": finding.severity,
-        "confidence": finding.confidence,
-        **json_value(finding.reason.to_document()),
-        "text": str(finding.reason),
-    }
 
 
 if __name__ == "__main__":

@@ -126,7 +126,14 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
         if _identity(doomed) != found.identity:
             doomed.rename(run.path)
             raise UsageError(Reason("runs.replaced", {"folder": str(run.path)}))
-    _empty(doomed, run.run_id)
+    try:
+        shutil.rmtree(doomed)
+    except OSError as error:
+        shutil.rmtree(doomed, ignore_errors=True)  # the rest of it
+        if os.path.lexists(doomed):
+            params = {"run": run.run_id, "file": error.filename, "said": error.strerror or str(error)}
+            why = Reason("runs.files-left", params | {"folder": str(doomed)})
+            raise ScaletrainError(why, file=str(doomed)) from error
     return objects
 
 
@@ -191,15 +198,3 @@ def _remove_checkpoints(folder: Path) -> None:
         raise ScaletrainError(Reason("runs.checkpoints-left", {"names": left, "folder": str(folder)}))
     with contextlib.suppress(OSError):  # it contains something that is not a checkpoint
         folder.rmdir()
-
-
-def _empty(folder: Path, run_id: str) -> None:
-    """Delete a folder and its contents without following links."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # the rest of it
-        if os.path.lexists(folder):
-            params = {"run": run_id, "file": error.filename, "said": error.strerror or str(error)}
-            why = Reason("runs.files-left", params | {"folder": str(folder)})
-            raise ScaletrainError(why, file=str(folder)) from error

@@ -196,19 +196,13 @@ def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:
 
     A resume without a person grants no new budgets: the jobs before it count as well.
     """
-    jobs = {job_id, *_jobs_before(run, job_id)}
-    return min((attempt.number for attempt in read_attempts(run) if attempt.job_id in jobs), default=number)
-
-
-def _jobs_before(run: RunDir, job_id: str) -> list[str]:
-    """Return the jobs in whose place the job was submitted without a person, the latest first."""
     submitted = [event for event in read_events(run) if event["event"] == "submitted"]
     places = [place for place, event in enumerate(submitted) if event.get("job_id") == job_id]
-    found, place = [], places[-1] if places else 0
+    jobs, place = {job_id}, places[-1] if places else 0
     while place > 0 and submitted[place].get("automatic"):
         place -= 1
-        found.append(str(submitted[place].get("job_id")))
-    return found
+        jobs.add(str(submitted[place].get("job_id")))
+    return min((attempt.number for attempt in read_attempts(run) if attempt.job_id in jobs), default=number)
 
 
 def automatic_submissions(run: RunDir) -> int:

@@ -99,7 +99,13 @@ def move_here(
         notes.clear()  # of an earlier state of the mirror
         if own is None and here.path.exists() and read_document(here.record) != read_document(draft.record):
             raise UsageError(Reason("mirror.exists-here", {"folder": str(here.path), "run": found.run_id}))
-        _settle(draft, found.place)
+        record = read_record(draft)  # a revision has the settings that differ here
+        changes = ["checkpoint.dir=auto"] if record.spec.checkpoint.dir != "auto" else []
+        if found.place != record.spec.checkpoint.mirror.to:  # a copy of the mirror
+            changes.append(f"checkpoint.mirror.to={found.place}")
+        if changes:
+            spec = override_spec(record.spec, changes, file=str(draft.record))
+            add_revision(draft, record, spec, record.plan, changes)
         if (note := _complete_sizes(draft)) is not None:
             notes.append(note)
         check(draft)
@@ -110,17 +116,6 @@ def move_here(
     known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": found.owner.generation + 1}
     record_event(run, "moved", step=restored.checkpoint.step, to=found.place, **known)
     return restored
-
-
-def _settle(draft: RunDir, place: str) -> None:
-    """Write a revision with the settings that differ here, if any. Raises SpecError."""
-    record = read_record(draft)
-    changes = ["checkpoint.dir=auto"] if record.spec.checkpoint.dir != "auto" else []
-    if place != record.spec.checkpoint.mirror.to:  # a copy of the mirror
-        changes.append(f"checkpoint.mirror.to={place}")
-    if changes:
-        spec = override_spec(record.spec, changes, file=str(draft.record))
-        add_revision(draft, record, spec, record.plan, changes)
 
 
 def _complete_sizes(draft: RunDir) -> Reason | None:

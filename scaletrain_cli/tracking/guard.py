@@ -139,21 +139,18 @@ class GuardedTracker:
                 self._serve(tracker, position, pending)
                 return
             except Exception as error:
-                self._fail(doing, error)
+                message = f"{type(error).__name__}: {error}"[:500]
+                params = {"tracker": self.name, "message": message}
+                if isinstance(error, ImportError | LookupError) and doing == "start":
+                    self._turn_off(Reason("tracking.not-installed", params))
+                elif not self._down:
+                    self._down = True
+                    self._report_event("tracker-off", Reason(f"tracking.{doing}-failed", params))
                 self._save_position(position)
             if last_try or self._off.is_set():
                 return
             self._wake.wait(self._delay)
             self._delay = min(2 * self._delay, _LAST_RETRY_SECONDS)
-
-    def _fail(self, doing: str, error: Exception) -> None:
-        message = f"{type(error).__name__}: {error}"[:500]
-        params = {"tracker": self.name, "message": message}
-        if isinstance(error, ImportError | LookupError) and doing == "start":
-            self._turn_off(Reason("tracking.not-installed", params))
-        elif not self._down:
-            self._down = True
-            self._report_event("tracker-off", Reason(f"tracking.{doing}-failed", params))
 
     def _started(self, position: _Position) -> Tracker[Any]:
         tracker = self._make()

@@ -406,11 +406,11 @@ def _network(plan: RunPlan) -> str:
     return f"each rank sends {bytes_text(sum(sent.values()))} per step: {listed}"
 
 
-def show_data(data: DataSummary, console: Console | None = None) -> None:
+def show_data(data: DataSummary) -> None:
     """Print the sources to stdout, and problems and what is not checked to stderr."""
     rows = list(_data_rows(data))
     if rows:
-        show(console or stdout_console(), Group("", escaped_text("Data", "bold"), bullets(rows)))
+        show(stdout_console(), Group("", escaped_text("Data", "bold"), bullets(rows)))
     for problem in data.absent:
         warn(f"submit would reject this: {problem}")
     for note in data.notes:

@@ -80,10 +80,10 @@ def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
     show(console, Group(escaped_text(asked, "bold"), *notes, "", _table(sizing.considered), ""))
 
 
-def show_considered(considered: Sequence[Considered], console: Console | None = None) -> None:
+def show_considered(considered: Sequence[Considered]) -> None:
     """Print only the table of clusters, for when none meets the limits."""
     if considered:
-        show(console or stdout_console(), _table(considered))
+        show(stdout_console(), _table(considered))
 
 
 def _table(considered: Sequence[Considered]) -> Table:

@@ -179,7 +179,14 @@ def show_preflight(found: Preflight) -> None:
     """Print the result to stdout."""
     console = stdout_console()
     if found.ranks:
-        show(console, _ranks(found.ranks[:_MOST_ROWS]))
+        ranks = found.ranks[:_MOST_ROWS]
+        table = titled_table(("rank", "node", "device", "free", "TFLOP/s", "links"), "rwwrrw")
+        for rank in ranks:
+            links = ", ".join(f"{bytes_text(link)}/s" for link in rank["links"])
+            free = bytes_text(rank["free_bytes"]) if rank["total_bytes"] else "-"
+            row = (str(rank["rank"]), rank["node"], rank["device"], free, f"{rank['flops'] / 1e12:.3g}", links or "-")
+            table.add_row(*(escaped_text(cell) for cell in row))
+        show(console, table)
         if len(found.ranks) > _MOST_ROWS:
             line(console, f"{counted(len(found.ranks) - _MOST_ROWS, 'more rank')}; --json lists all", "dim")
     if found.all_reduce_seconds is not None:
@@ -210,13 +217,3 @@ def show_preflight(found: Preflight) -> None:
     else:
         line(console, found.why, "bold red")
         line(console, f"the run directory is kept in {found.folder}", "dim")
-
-
-def _ranks(ranks: tuple[dict[str, Any], ...]) -> Table:
-    table = titled_table(("rank", "node", "device", "free", "TFLOP/s", "links"), "rwwrrw")
-    for rank in ranks:
-        links = ", ".join(f"{bytes_text(link)}/s" for link in rank["links"])
-        free = bytes_text(rank["free_bytes"]) if rank["total_bytes"] else "-"
-        row = (str(rank["rank"]), rank["node"], rank["device"], free, f"{rank['flops'] / 1e12:.3g}", links or "-")
-        table.add_row(*(escaped_text(cell) for cell in row))
-    return table

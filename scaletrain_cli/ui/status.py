@@ -71,7 +71,6 @@ STYLES = {
 def show_status(
     status: RunStatus,
     attempts: Sequence[AttemptRecord],
-    now: float | None = None,
     *,
     figures: RunFigures | None = None,
     findings: Sequence[Finding] = (),
@@ -90,51 +89,45 @@ def show_status(
         f"  {progress_text(status)}",
     )
     line(console, headline)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True, min_width=len("  goodput"))
-    table.add_column(overflow="fold")
-    if status.why and status.state not in ("finished", "running"):
-        table.add_row("  why", escaped_text(status.why))
-    if measures := measures_text(status):
-        table.add_row("  last", escaped_text(measures))
-    if sources := sources_text(status):
-        table.add_row("  sources", escaped_text(sources))
-    if status.idle is not None:
-        table.add_row("  idle", escaped_text(str(status.idle)))
-    if status.straggler is not None:
-        table.add_row("  slow", escaped_text(str(status.straggler)))
-    if status.measured is not None:
-        table.add_row("  memory", escaped_text(memory_text(status.measured)))
-    if hardware is not None and hardware.memory is not None and plan is not None:
-        table.add_row("  ranks", escaped_text(rank_memory_text(hardware.memory, plan)))
-    if hardware is not None and (gpus := gpu_text(hardware)):
-        table.add_row("  GPU", escaped_text(gpus))
-    if figures is not None and (times := times_text(figures)):
-        table.add_row("  time", escaped_text(times))
-    if figures is not None and (cost := cost_text(figures)):
-        table.add_row("  cost", escaped_text(cost))
-    if status.goodput is not None:
-        table.add_row("  goodput", escaped_text(goodput_text(status.goodput)))
-    if not status.files_seen:
-        table.add_row("  saved", escaped_text(NOT_SEEN))
-    elif status.last_checkpoint_step is not None:
+    saved = "" if status.files_seen else NOT_SEEN
+    if status.files_seen and status.last_checkpoint_step is not None:
         lost = f"; {lost_text(status)}" if status.attempt > 1 or status.steps_lost_total else ""
-        table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step:,}{lost}"))
-    if status.mirror is not None:
-        table.add_row("  mirror", escaped_text(mirror_text(status.mirror, time.time() if now is None else now)))
-    if guarded := guard_text(guard_events):
-        table.add_row("  guard", escaped_text(guarded))
+        saved = f"step {status.last_checkpoint_step:,}{lost}"
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
     waits_again = status.job.state == "queued" and status.attempt > 0  # `why` is then the end of the last attempt
     nodes = f" on {listed(status.nodes, _MOST_NODES)}" if status.nodes and not waits_again else ""
     is_shown = status.reason != status.job.why if waits_again else status.state == "running"
     says = f": {status.job.detail}" if is_shown and status.job.detail else ""
-    table.add_row("  job", escaped_text(where + nodes + says))
-    if status.branch_of is not None:
-        table.add_row("  branch", escaped_text(f"of {status.branch_of.run_id}, from step {status.branch_of.step:,}"))
+    branch = status.branch_of
+    sizes = ""
     if status.sizes and status.planned_nodes is not None:
-        others = f"{counted(status.planned_nodes, 'node')}; the job may start on {either(status.sizes)}"
-        table.add_row("  size", escaped_text(others))
+        sizes = f"{counted(status.planned_nodes, 'node')}; the job may start on {either(status.sizes)}"
+    memory = None if hardware is None else hardware.memory
+    rows = (
+        ("why", status.why if status.state not in ("finished", "running") else ""),
+        ("last", measures_text(status)),
+        ("sources", sources_text(status)),
+        ("idle", str(status.idle or "")),
+        ("slow", str(status.straggler or "")),
+        ("memory", "" if status.measured is None else memory_text(status.measured)),
+        ("ranks", "" if memory is None or plan is None else rank_memory_text(memory, plan)),
+        ("GPU", "" if hardware is None else gpu_text(hardware)),
+        ("time", "" if figures is None else times_text(figures)),
+        ("cost", "" if figures is None else cost_text(figures)),
+        ("goodput", "" if status.goodput is None else goodput_text(status.goodput)),
+        ("saved", saved),
+        ("mirror", "" if status.mirror is None else mirror_text(status.mirror, time.time())),
+        ("guard", guard_text(guard_events)),
+        ("job", where + nodes + says),
+        ("branch", "" if branch is None else f"of {branch.run_id}, from step {branch.step:,}"),
+        ("size", sizes),
+    )
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=len("  goodput"))
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        if text:
+            table.add_row(f"  {name}", escaped_text(text))
     show(console, table)
     line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))
     for each in finding_lines(findings):
@@ -142,7 +135,7 @@ def show_status(
     if findings:
         line(console, f"  scaletrain diagnose {status.run_id}  shows causes and changes", "dim")
     if attempts:
-        show(console, Group("", _attempts(attempts[-_MOST_ATTEMPTS:], now or time.time())))
+        show(console, Group("", _attempts(attempts[-_MOST_ATTEMPTS:], time.time())))
     if (earlier := len(attempts) - _MOST_ATTEMPTS) > 0:
         line(console, f"  {counted(earlier, 'earlier attempt')} not shown; --json has all", "dim")
 

@@ -159,9 +159,9 @@ def cost_text(prospect: SubmissionSummary) -> str:
     return f"{dollars_text(prospect.expected_usd)} expected{steps}, {rates}"
 
 
-def start_view(start: Start, now: float | None = None) -> Text:
+def start_view(start: Start) -> Text:
     """Return the expected start and its source: ``now``, ``today 14:30, in 2 h`` or ``unknown``."""
-    when = start_text(start, time.time() if now is None else now)
+    when = start_text(start, time.time())
     return Text.assemble((when, "bold" if start.at is not None else "bold yellow"), f": {plain(start.why)}")
 
 

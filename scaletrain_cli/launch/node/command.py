@@ -271,7 +271,15 @@ class Command:
         with contextlib.suppress(ValueError):
             for frame in frames:
                 self._act(frame)
-        self._hang_up()
+        # The user is gone, as when a terminal is closed.
+        for outgoing in self._outputs.values():
+            outgoing.close()
+        self._input.end()
+        self.signal(signal.SIGHUP)
+        self.signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_HANG_UP_SECONDS)
+        self.signal(signal.SIGKILL)
 
     def _act(self, frame: Frame) -> None:
         if frame.kind == Kind.DATA:
@@ -302,17 +310,6 @@ class Command:
         if self._terminal is not None:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def _hang_up(self) -> None:
-        """End a process whose user is gone, as when a terminal is closed."""
-        for outgoing in self._outputs.values():
-            outgoing.close()
-        self._input.end()
-        self.signal(signal.SIGHUP)
-        self.signal(signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_HANG_UP_SECONDS)
-        self.signal(signal.SIGKILL)
 
 
 if __name__ == "__main__":

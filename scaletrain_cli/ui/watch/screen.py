@@ -57,7 +57,7 @@ def _lines(reading: Reading, choices: Choices, width: int, height: int) -> list[
 
 def screen_lines(shown: Shown, choices: Choices, width: int, height: int) -> list[Text]:
     """Return ``height`` lines of at most ``width`` columns; ``choices.scroll`` is limited to what there is."""
-    content = page_content(shown, choices, width, height - _FRAME_ROWS)
+    content = _PAGES[choices.page](shown, choices, width, height - _FRAME_ROWS)
     room = max(1, height - _FRAME_ROWS - len(content.head))
     choices.scroll = max(0, min(choices.scroll, len(content.body) - room))
     first = len(content.body) - room - choices.scroll if content.from_end else choices.scroll
@@ -135,11 +135,6 @@ def _ascii(line: Text) -> Text:
     line = line.copy()
     line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
     return line
-
-
-def page_content(shown: Shown, choices: Choices, width: int, height: int) -> Content:
-    """Return the content of the chosen page."""
-    return _PAGES[choices.page](shown, choices, width, height)
 
 
 def _events(shown: Shown, choices: Choices, width: int, height: int) -> Content:
