@@ -116,6 +116,7 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
         return None
     from scaletrain_cli.launch.dataset_checks import size_problems
     from scaletrain_cli.launch.resource_checks.checks import check_files
+    from scaletrain_cli.launch.resource_checks.sources import reads_text
 
     found = check_files(spec)
     absent = tuple(problem for problem in found.problems if _is_absent(problem))
@@ -123,7 +124,7 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
     sources: tuple[PlannedSource, ...] = ()
     seconds: float | None = None
     infeasible: Reason | None = None
-    if found.reads_text:
+    if reads_text(spec):
         from scaletrain_cli.data.estimate import seconds_to_prepare, source_sizes
 
         sizes = source_sizes(spec.data, runs_root(), Path.cwd(), found.files)

@@ -15,8 +15,8 @@ from scaletrain_cli.launch import short_jobs
 from scaletrain_cli.launch.drill import drill_spec
 from scaletrain_cli.launch.resource_checks import hub as mirror_checks
 from scaletrain_cli.launch.resource_checks.checks import check_external
-from scaletrain_cli.launch.resource_checks.hub import MirrorResults, check_mirror
-from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.hub import check_mirror
+from scaletrain_cli.launch.resource_checks.view import CheckResults, View
 from scaletrain_cli.launch.short_jobs import rehearsal_spec
 from scaletrain_cli.mirror.object_store import ObjectStore
 from scaletrain_cli.spec import RunSpec
@@ -27,12 +27,12 @@ from tests.launch.conftest import LOCAL, make_plan, make_spec
 from tests.mirror.conftest import PLACE
 
 
-def checked(to: str, *overrides: str, env: dict[str, str] | None = None) -> MirrorResults:
+def checked(to: str, *overrides: str, env: dict[str, str] | None = None) -> CheckResults:
     spec = make_spec(f"checkpoint.mirror={to}", *overrides, env=env)
     return check_mirror(View(spec, Path.cwd(), os.environ))
 
 
-def code_of(results: MirrorResults) -> str:
+def code_of(results: CheckResults) -> str:
     (problem,) = results.problems
     assert problem.key == "checkpoint.mirror.to"
     assert problem.reason is not None
@@ -41,7 +41,7 @@ def code_of(results: MirrorResults) -> str:
 
 
 def test_a_mirror_that_can_be_written_to_passes_and_keeps_nothing_of_the_check(s3: FaultyProxy) -> None:
-    assert checked(PLACE) == MirrorResults()
+    assert checked(PLACE) == CheckResults()
     assert any(request.method == "PUT" for request in s3.seen)
     assert ObjectStore(f"s3://{BUCKET}").list("mirror") == {}
     assert check_external(make_spec(f"checkpoint.mirror={PLACE}")).problems == ()
@@ -60,14 +60,14 @@ def test_the_endpoint_of_the_run_is_used(s3: FaultyProxy, monkeypatch: pytest.Mo
     monkeypatch.setenv(places.TIMEOUT, "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert code_of(checked(PLACE)) == "remote.unavailable"
-    assert checked(PLACE, env={"AWS_ENDPOINT_URL": s3.url}) == MirrorResults()
+    assert checked(PLACE, env={"AWS_ENDPOINT_URL": s3.url}) == CheckResults()
     assert os.environ["AWS_ENDPOINT_URL"] == "http://127.0.0.1:9"
 
 
 def test_credentials_that_only_the_nodes_have_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checked(PLACE, "cluster.scheduler=slurm", "cluster.slurm={partition: gpu}")
     assert found.problems == ()
-    (note,) = found.notes
+    (note,) = found.warnings
     assert note.params["cause"].code == "remote.no-credentials"
     assert code_of(checked(PLACE)) == "remote.no-credentials"
 
@@ -81,7 +81,7 @@ def test_a_missing_library_is_a_problem_with_the_command_that_installs_it(monkey
 
 
 def test_a_folder_must_be_writable_and_outside_the_runs_root(tmp_path: Path) -> None:
-    assert checked(f"{tmp_path}/other-disk") == MirrorResults()
+    assert checked(f"{tmp_path}/other-disk") == CheckResults()
     assert code_of(checked(f"{tmp_path}/runs/mirror")) == "mirror.inside-run"
     (tmp_path / "file").touch()
     assert code_of(checked(f"{tmp_path}/file/mirror")) == "checks.checkpoints-no-folder"

@@ -12,7 +12,6 @@ import netrc
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +34,8 @@ from scaletrain_cli.launch.resource_checks.files import (
 )
 from scaletrain_cli.launch.resource_checks.hub import check_mirror, hub_notes, hub_problems
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
-from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, reads_text, text_problems
-from scaletrain_cli.launch.resource_checks.view import CheckResults, View
+from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, text_problems
+from scaletrain_cli.launch.resource_checks.view import CheckResults, View, unwritable
 from scaletrain_cli.launch.resource_checks.weights import adapter_problems, weights_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
@@ -49,7 +48,6 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.notify import url_problem
 
 if TYPE_CHECKING:
-    from scaletrain_cli.data.sources.records import SourceFile
     from scaletrain_cli.launch.code import Snapshot
 
 # The variables in which wandb looks for its API key.
@@ -118,28 +116,18 @@ def check_external(
     text, mirror = check_text(view), check_mirror(view)
     problems = (*text.problems, *mirror.problems)
     problems = tuple(dict.fromkeys([*problems, *(found for check in _CHECKS for found in check(view))]))
-    notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view), *hub_notes(view))
-    notes += (*command_notes(view), *mirror.notes)
+    notes = (*not_checked(view), *text.warnings, *not_read(view), *not_recorded(view), *hub_notes(view))
+    notes += (*command_notes(view), *mirror.warnings)
     return CheckResults(problems, notes)
 
 
-@dataclass(frozen=True)
-class FileResults:
-    """``warnings``: what could not be checked here. ``files``: of each source of text that could be listed."""
-
-    problems: tuple[Problem, ...]
-    warnings: tuple[Reason, ...]
-    files: Mapping[str, tuple[SourceFile, ...]]
-    reads_text: bool
-
-
-def check_files(spec: RunSpec) -> FileResults:
+def check_files(spec: RunSpec) -> CheckResults:
     """Return the results of the checks of data, tokenizer and weights alone, without requests to the hub."""
     view = View(spec, Path.cwd(), os.environ)
     text = check_text(view)
     problems = tuple(dict.fromkeys([*text.problems, *(found for check in _FILE_CHECKS for found in check(view))]))
-    notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view))
-    return FileResults(problems, notes, text.files, reads_text(spec))
+    notes = (*not_checked(view), *text.warnings, *not_read(view), *not_recorded(view))
+    return CheckResults(problems, notes, text.files)
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
@@ -316,12 +304,8 @@ def checkpoint_problems(view: View) -> Iterator[Problem]:
     given = view.spec.checkpoint.dir
     if given == "auto" or view.unseen(given):
         return
-    folder = view.folder / expand_home(given)
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        yield view.problem("checkpoint.dir", Reason("checks.checkpoints-no-folder", {"folder": str(there)}), given)
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield view.problem("checkpoint.dir", Reason("checks.checkpoints-not-writable", {"folder": str(there)}), given)
+    if reason := unwritable(view.folder / expand_home(given)):
+        yield view.problem("checkpoint.dir", reason, given)
 
 
 def secret_problems(view: View) -> Iterator[Problem]:

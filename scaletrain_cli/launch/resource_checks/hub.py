@@ -14,17 +14,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from scaletrain_cli.errors import MissingPackageError, Problem, ScaletrainError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, missing_files
+from scaletrain_cli.hub.cache import TOKEN_VARIABLES, VARIABLES, HubFile, HubSettings, Listing, missing_files
 from scaletrain_cli.hub.client import read_range, read_small_file, require_online, require_readable, resolve
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.hub_fetch import environment_here, shared_cache
 from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
-from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
+from scaletrain_cli.launch.resource_checks.view import (
+    LOOK_SECONDS,
+    UNSEEN_REMOTE,
+    CheckResults,
+    View,
+    notes_on_files,
+    unwritable,
+)
 from scaletrain_cli.launch.resource_checks.weights import (
     adapter_config_problems,
     config_problems,
@@ -46,7 +52,6 @@ _FIRST_BYTES = 1 << 17  # holds the header of most files
 _REQUESTS = 8  # at a time
 _MIRROR = "HF_ENDPOINT"
 _OFFLINE = ("hub.offline-commit", "hub.offline-files")
-_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def hub_problems(view: View) -> Iterator[Problem]:
@@ -144,7 +149,7 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
     elif use.purpose == "weights":
         yield from _weights(view, use, listing, files, missing, settings)
     if listing.restricted and missing and not _nodes_may_read(view):
-        hint = backend_for(view.spec.cluster.scheduler).secret_hint(_NAMES[0])
+        hint = backend_for(view.spec.cluster.scheduler).secret_hint(TOKEN_VARIABLES[0])
         yield Reason("hub.no-token-on-nodes", {"repo": use.reference.repo, "hint": hint})
 
 
@@ -153,7 +158,7 @@ def _nodes_may_read(view: View) -> bool:
     spec, backend = view.spec, backend_for(view.spec.cluster.scheduler)
     if spec.cluster.traits.runs_here or shared_cache(spec, view.environment) is not None:
         return True
-    return any(backend.passes_on(spec, name, view.environment) for name in _NAMES)
+    return any(backend.passes_on(spec, name, view.environment) for name in TOKEN_VARIABLES)
 
 
 def _weights(
@@ -209,53 +214,40 @@ def _headers(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str
     return parsed_headers(file.path, data[8 : 8 + length], size)
 
 
-_LOOK_SECONDS = 5.0  # for a request, with its repetitions
-# What a machine without credentials or network cannot see, and the nodes may.
-_UNSEEN = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
-
-
-class MirrorResults(NamedTuple):
-    """Why the run cannot write to its mirror, and a note if that cannot be checked from here."""
-
-    problems: tuple[Problem, ...] = ()
-    notes: tuple[Reason, ...] = ()
-
-
-def check_mirror(view: View) -> MirrorResults:
+def check_mirror(view: View) -> CheckResults:
     """Return the results for checkpoint.mirror. Writes a small object to a store, and deletes it. Never raises."""
-    to = view.spec.checkpoint.mirror.to
-    problem, unseen = _check(view)
-    return MirrorResults(
-        () if problem is None else (view.problem("checkpoint.mirror.to", problem, to),),
-        () if unseen is None else (Reason("mirror.not-checked", {"place": to, "cause": unseen}),),
-    )
-
-
-def _check(view: View) -> tuple[Reason | None, Reason | None]:
-    """Return the problem of the mirror, and why it could not be checked; None for none."""
-    to = view.spec.checkpoint.mirror.to
+    to, runs_here = view.spec.checkpoint.mirror.to, view.spec.cluster.traits.runs_here
+    problem: Reason | None = None
+    unseen: Reason | None = None  # why the mirror could not be checked
     if to is None:
-        return None, None
+        return CheckResults()
     if not is_in_store(to):
-        return _folder_problem(view, to), None
-    if find_spec("obstore") is None:
-        reason = Reason("mirror.no-library", {"command": install_command("remote")})
-        return (reason, None) if view.spec.cluster.traits.runs_here else (None, reason)
+        problem = _folder_problem(view, to)
+    elif find_spec("obstore") is None:
+        problem = Reason("mirror.no-library", {"command": install_command("remote")})
+        unseen = None if runs_here else problem
+    elif cause := _refused_write(view, to):
+        problem = Reason("mirror.not-writable", {"cause": cause})
+        unseen = cause if cause.code in UNSEEN_REMOTE and not runs_here else None
+    if unseen is not None:
+        return CheckResults(warnings=(Reason("mirror.not-checked", {"place": to, "cause": unseen}),))
+    return CheckResults(() if problem is None else (view.problem("checkpoint.mirror.to", problem, to),))
+
+
+def _refused_write(view: View, to: str) -> Reason | None:
+    """Return why a small object cannot be written to a store, or deleted; None if it can."""
     from scaletrain_cli.mirror.object_store import store_variables
 
     try:
         with store_variables(view.spec.env):
             from scaletrain_cli.mirror.object_store import ObjectStore
 
-            store, name = ObjectStore(to, _LOOK_SECONDS), f".scaletrain-{secrets.token_hex(8)}"
+            store, name = ObjectStore(to, LOOK_SECONDS), f".scaletrain-{secrets.token_hex(8)}"
             store.write(name, b"written to check a run spec")
             store.delete(name)
     except ScaletrainError as error:
-        cause = error.reason or Reason("recorded.text", {"text": str(error)})
-        if cause.code in _UNSEEN and not view.spec.cluster.traits.runs_here:
-            return None, cause
-        return Reason("mirror.not-writable", {"cause": cause}), None
-    return None, None
+        return error.reason or Reason("recorded.text", {"text": str(error)})
+    return None
 
 
 def _folder_problem(view: View, to: str) -> Reason | None:
@@ -264,9 +256,4 @@ def _folder_problem(view: View, to: str) -> Reason | None:
     folder = Path(os.path.realpath(expand_home(to)))
     if folder.is_relative_to(os.path.realpath(runs_root())):
         return Reason("mirror.inside-run", {"place": to})
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        return Reason("checks.checkpoints-no-folder", {"folder": str(there)})
-    if not os.access(there, os.W_OK | os.X_OK):
-        return Reason("checks.checkpoints-not-writable", {"folder": str(there)})
-    return None
+    return unwritable(folder)

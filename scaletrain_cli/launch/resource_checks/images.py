@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.resource_checks.view import LOOK_SECONDS, UNSEEN_REMOTE, View
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
@@ -19,11 +20,7 @@ from scaletrain_cli.spec.sources import SourceSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.data.images.samples import ImageSettings
-    from scaletrain_cli.launch.resource_checks.view import View
 
-_LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
-# What a machine without credentials or network cannot see, and the nodes may.
-_UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
 _WITH_CAUSE = {"images.source-unusable": "problem", "remote.of-key": "cause"}  # the key is named already
 
 
@@ -125,13 +122,13 @@ def _class_names(
         yield view.problem(key, Reason("sources.library-missing", params), source)
         return None
     try:
-        listing = list_source(source, settings, view.folder, key, seconds=_LOOK_SECONDS)
+        listing = list_source(source, settings, view.folder, key, seconds=LOOK_SECONDS)
         is_known = bool(listing.names) or not listing.shards or find_spec("pyarrow") is not None
         return _Classes(listing.class_names(settings) if is_known else (), is_known)
     except ScaletrainError as error:
         reason = error.reason or recorded(error.message)
         while (name := _WITH_CAUSE.get(reason.code)) is not None:
             reason = reason.params[name]
-        if reason.code not in _UNSEEN_REMOTE or view.spec.cluster.traits.runs_here:
+        if reason.code not in UNSEEN_REMOTE or view.spec.cluster.traits.runs_here:
             yield view.problem(key, reason, source)
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.resource_checks.files import description_problem, prepared_problem, token_ids_of
-from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
+from scaletrain_cli.launch.resource_checks.view import LOOK_SECONDS, UNSEEN_REMOTE, CheckResults, View, notes_on_files
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
@@ -35,9 +35,6 @@ _REMOTE_FILES_READ = 2  # of each format of a source
 _EVALUATION_FILES_READ = 8
 _ITEMS_READ = 64  # of each evaluation file
 _LARGEST_LIST_BYTES = 1 << 20  # of words, or of the beginning of an evaluation file
-_LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
-# What a machine without credentials or network cannot see, and the nodes may.
-_UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
 # Faults of the first documents that a wrong column of a step causes, a wrong field, or a wrong format.
 _OF_COLUMN = ("sources.no-column", "document_steps.column-missing", "document_steps.column-not-number")
 _OF_FIELD = ("sources.no-field", "sources.not-text")
@@ -49,30 +46,24 @@ _OF_FORMAT = (
 _LIBRARIES = {"language": ("py3langid", "data"), "duplicates": ("rensa", "data")}
 
 
-@dataclass
-class TextResults:
-    """``problems`` of the sources; ``notes`` on what is not checked here; ``files`` of each source, by its name."""
-
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[Reason] = field(default_factory=list)
-    files: dict[str, tuple[SourceFile, ...]] = field(default_factory=dict)
-
-
-def check_text(view: View) -> TextResults:
+def check_text(view: View) -> CheckResults:
     """Return the results for the sources of text, if the built-in engine reads them. Never raises."""
-    results = TextResults()
-    if reads_text(view.spec):
-        unseen: list[str] = []
-        for (key, path), section in zip(view.spec.data.paths(), view.spec.data.all_sources, strict=True):
-            if section.name in view.prepared or path in EMBEDDED or is_reference(path):
-                continue
-            if not view.unseen(parent_of_glob(path)):
-                _check_source(view, key, section, results, unseen)
-        if unseen:
-            results.notes.append(Reason("checks.remote-not-checked", {"keys": unseen}))
-        if not {section.name for section in view.spec.data.all_sources} <= set(view.prepared):
-            results.problems += _step_problems(view)
-    return results
+    if not reads_text(view.spec):
+        return CheckResults()
+    results, unseen = [], list[str]()
+    for (key, path), section in zip(view.spec.data.paths(), view.spec.data.all_sources, strict=True):
+        if section.name in view.prepared or path in EMBEDDED or is_reference(path):
+            continue
+        if not view.unseen(parent_of_glob(path)):
+            results.append(_check_source(view, key, section, unseen))
+    problems = [problem for each in results for problem in each.problems]
+    notes = [note for each in results for note in each.warnings]
+    if unseen:
+        notes.append(Reason("checks.remote-not-checked", {"keys": unseen}))
+    if not {section.name for section in view.spec.data.all_sources} <= set(view.prepared):
+        problems += _step_problems(view)
+    files = {name: listed for each in results for name, listed in each.files.items()}
+    return CheckResults(tuple(problems), tuple(notes), files)
 
 
 def text_problems(view: View) -> Iterator[Problem]:
@@ -101,7 +92,7 @@ def _is_in_a_store(path: str) -> bool:
     from scaletrain_cli.data.remote_datasets import find_description
 
     try:
-        return find_description(path, _LOOK_SECONDS) is not None
+        return find_description(path, LOOK_SECONDS) is not None
     except ScaletrainError:
         return False
 
@@ -111,36 +102,30 @@ def reads_text(spec: RunSpec) -> bool:
     return not spec.code.own_program and spec.unit == "tokens" and spec.training.objective == "causal_lm"
 
 
-def _check_source(view: View, key: str, section: SourceSpec, results: TextResults, unseen: list[str]) -> None:
+def _check_source(view: View, key: str, section: SourceSpec, unseen: list[str]) -> CheckResults:
+    """Return the results for one source; what is not visible without credentials or network is added to ``unseen``."""
     from scaletrain_cli.data.remote_datasets import find_description, inspect_dataset
     from scaletrain_cli.data.sources.places import UnavailableError, is_remote
 
     remote = is_remote(section.path)
     prepared = view.folder / expand_home(section.path)
-    if not remote and (prepared / "dataset.json").is_file():
-        if reason := prepared_problem(prepared, view):
-            results.problems.append(view.problem(key, reason, section.path))
-        return
+    reason: Reason | None
     try:
-        if remote and (description := find_description(section.path, _LOOK_SECONDS)) is not None:
-            if reason := description_problem(inspect_dataset(description, _LOOK_SECONDS), view.spec):
-                results.problems.append(view.problem(key, reason, section.path))
-            return
-        left_out = Counter[str]()
-        files, problems = _listed(view, key, section, remote, left_out), []
-        if files:
-            problems = list(_problems(view, key, section, files, remote))
-            results.notes += notes_on_files(key, section.path, left_out)
-        if not problems:
-            results.files[section.name] = files
-        results.problems += problems
-        return
+        if not remote and (prepared / "dataset.json").is_file():
+            reason = prepared_problem(prepared, view)
+        elif remote and (description := find_description(section.path, LOOK_SECONDS)) is not None:
+            reason = description_problem(inspect_dataset(description, LOOK_SECONDS), view.spec)
+        else:
+            left_out = Counter[str]()
+            files = _listed(view, key, section, remote, left_out)
+            problems = tuple(_problems(view, key, section, files, remote)) if files else ()
+            notes = tuple(notes_on_files(key, section.path, left_out)) if files else ()
+            return CheckResults(problems, notes, {} if problems else {section.name: files})
     except NoCorpusError as error:
         if error.other_formats:
             reason = Reason("checks.source-other-format", {"why": error.why})
-            results.problems.append(view.problem(_beside(key, "format"), reason, section.format))
-            return
-        reasons = [Reason("checks.no-source", {"why": error.why})]
+            return CheckResults((view.problem(_beside(key, "format"), reason, section.format),))
+        reason = Reason("checks.no-source", {"why": error.why})
     except (UsageError, UnavailableError) as error:
         reason = error.reason or Reason("checks.no-source", {"why": str(error)})
         if reason.code == "remote.of-key":  # the key is named already
@@ -148,15 +133,14 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
         elif reason.code == "engine.data-source-unreadable":
             reason = Reason("checks.source-file", {"why": reason.params["problem"]})
         if reason.code == "remote.unavailable" and view.on_node:
-            return  # the ranks ask again, for longer; an outage is no fault of the spec
-        if reason.code in _UNSEEN_REMOTE and not (view.spec.cluster.traits.runs_here or view.on_node):
+            return CheckResults()  # the ranks ask again, for longer; an outage is no fault of the spec
+        if reason.code in UNSEEN_REMOTE and not (view.spec.cluster.traits.runs_here or view.on_node):
             unseen.append(f"{key} = {section.path}: {reason}")
-            return
-        reasons = [reason]
+            return CheckResults()
     except OSError as error:
         said = f"{error.filename or section.path} cannot be read: {error.strerror or error}"
-        reasons = [Reason("checks.source-file", {"why": said})]
-    results.problems += [view.problem(key, reason, section.path) for reason in reasons]
+        reason = Reason("checks.source-file", {"why": said})
+    return CheckResults(() if reason is None else (view.problem(key, reason, section.path),))
 
 
 def _listed(view: View, key: str, section: SourceSpec, remote: bool, left_out: Counter[str]) -> tuple[SourceFile, ...]:
@@ -167,7 +151,7 @@ def _listed(view: View, key: str, section: SourceSpec, remote: bool, left_out: C
         found = find_text(section.path, view.folder, section.format, key).files
         if unreadable := unreadable_among(found, view.folder / expand_home(section.path)):
             raise UsageError(Reason("checks.source-file", {"why": unreadable}))
-    return source_files(section, view.folder, key, seconds=_LOOK_SECONDS, left_out=left_out)
+    return source_files(section, view.folder, key, seconds=LOOK_SECONDS, left_out=left_out)
 
 
 def _problems(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -13,13 +14,24 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.shared_paths import is_shared
 
+if TYPE_CHECKING:
+    from scaletrain_cli.data.sources.records import SourceFile
+
+LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
+# What a machine without credentials or network cannot see, and the nodes may.
+UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
+
 
 @dataclass(frozen=True)
 class CheckResults:
-    """The results. ``problems`` keep the run from starting; ``warnings`` name what could not be checked here."""
+    """The results. ``problems`` keep the run from starting; ``warnings`` name what could not be checked here.
 
-    problems: tuple[Problem, ...]
-    warnings: tuple[Reason, ...]
+    ``files``: of each source of text that could be listed, by its name.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Reason, ...] = ()
+    files: Mapping[str, tuple[SourceFile, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,16 @@ class View:
     def unseen(self, path: str) -> str:
         """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
         return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
+
+
+def unwritable(folder: Path) -> Reason | None:
+    """Return why this user cannot write to a folder, or to its nearest existing parent; None if that is possible."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return Reason("checks.checkpoints-no-folder", {"folder": str(there)})
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Reason("checks.checkpoints-not-writable", {"folder": str(there)})
+    return None
 
 
 def notes_on_files(key: str, source: str, not_read: Mapping[str, int]) -> Iterator[Reason]:
