@@ -6,26 +6,23 @@ command: the plain number of the last task is that of the whole array. A run tha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shlex
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.tables import call_slurm
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.launch.backends.slurm.tables import call_slurm, lost_job, queue_script
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, SweepPlace
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_private_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
 _OF_ONE_RUN = ("job-name=", "output=")
-_SEARCHES, _SEARCH_PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True)
@@ -113,17 +110,9 @@ def submit_array(plan: ArrayPlan) -> tuple[str, ...]:
     secrets = sorted({name for _, record in plan.runs for name in record.spec.secret_env})
     comment = array_comment(plan.folder.parent, plan.sweep)
     try:
-        answer = call_slurm(
-            ["sbatch", "--parsable", f"--comment={comment}", "array.sh"], folder=plan.folder, without=secrets
-        )
-        array = answer.stdout.strip().split(";")[0]  # id;cluster
+        array = queue_script(plan.folder / "array.sh", comment, without=secrets)
     except SchedulerSilentError as error:
-        found = _find_array(plan.sweep, comment)
-        if found is None:
-            failure = error.reason or recorded(error.message.rstrip("."))
-            why = Reason("slurm.submission-unknown", {"run": plan.sweep, "failure": failure})
-            raise SchedulerSilentError(why) from error
-        array = found
+        array = lost_job(plan.sweep, error, lambda: _find_array(plan.sweep, comment))
     except SchedulerError:
         shutil.rmtree(plan.folder, ignore_errors=True)
         raise
@@ -131,15 +120,10 @@ def submit_array(plan: ArrayPlan) -> tuple[str, ...]:
 
 
 def _find_array(sweep: str, comment: str) -> str | None:
-    """Return the id of an array that Slurm accepted although its answer was lost; None if none appears."""
-    for _ in range(_SEARCHES):
-        with contextlib.suppress(SchedulerError):
-            said = call_slurm(["squeue", "--noheader", "--states=pending,running", f"--name={sweep}", "--format=%F|%k"])
-            ids = {row.split("|")[0] for row in said.stdout.split() if row.endswith(f"|{comment}")}
-            if ids:
-                return max(ids, key=int)
-        time.sleep(_SEARCH_PAUSE_SECONDS)
-    return None
+    """Return the id of the newest active array with this comment; None if there is none. Raises SchedulerError."""
+    said = call_slurm(["squeue", "--noheader", "--states=pending,running", f"--name={sweep}", "--format=%F|%k"])
+    ids = {row.split("|")[0] for row in said.stdout.split() if row.endswith(f"|{comment}")}
+    return max(ids, key=int, default=None)
 
 
 def is_of_array(run: RunDir, place: SweepPlace | None, job_id: str, comment: str) -> bool:

@@ -23,7 +23,7 @@ from scaletrain_cli.launch.backends.slurm.script import (
     spec_environment,
     srun_words,
 )
-from scaletrain_cli.launch.backends.slurm.tables import call_slurm
+from scaletrain_cli.launch.backends.slurm.tables import call_slurm, queue_script
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.preparation import ENGINE_COMMAND, begin_job_folder
 from scaletrain_cli.own_processes import START
@@ -123,14 +123,12 @@ def submit_preparation(
             script = folder / f"{part}.sh"
             replace_file(script, preparation_script(spec, name, folder, working_folder, secrets, count))
             depends = [f"--dependency=afterany:{found[0]}"] if found else []
-            command = ["sbatch", "--parsable", f"--comment={mark}", *depends, script.name]
             try:
-                answer = call_slurm(command, folder=folder, without=spec.secret_env)
+                known[mark] = queue_script(script, mark, *depends, without=spec.secret_env)
             except SchedulerError:
                 for job_id in found:  # without the second job nobody would complete the work
                     call_slurm(["scancel", job_id])
                 raise
-            known[mark] = answer.stdout.strip().split(";")[0]
         found.append(known[mark])
     job = PreparationJob("slurm", found[1], found[0], tasks, revision)
     record_job(folder, job)

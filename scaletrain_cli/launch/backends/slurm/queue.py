@@ -20,10 +20,10 @@ from scaletrain_cli.launch.backends.base import Job, JobCause, JobState
 from scaletrain_cli.launch.backends.slurm.array import is_of_array, job_order, tasks_of
 from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation, dependency_of
 from scaletrain_cli.launch.backends.slurm.site import user_name
-from scaletrain_cli.launch.backends.slurm.tables import call_slurm, node_names
+from scaletrain_cli.launch.backends.slurm.tables import call_slurm, cause_of, lost_job, node_names, queue_script
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.submit import open_request, read_submission
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, read_sweep_place
 from scaletrain_cli.rundir.preparation import is_done, preparation_folder, preparation_name, read_job
@@ -33,7 +33,6 @@ from scaletrain_cli.safe_files import replace_file, touch
 _QUERY_SECONDS = 15.0  # squeue retries for a minute if the controller is down
 # How long after an unanswered sbatch its job may still appear: the controller works through a backlog.
 _SETTLED_SECONDS = 300.0
-_SEARCHES_FOR_LOST, _SEARCH_PAUSE_SECONDS = 3, 1.0
 _NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job whose dependency has failed
 _COLUMNS = "%i|%T|%r|%N|%u|%k"  # %i: ARRAY_TASK for a task; the comment is last: it may contain any character
 # RESV_DEL_HOLD: held since its reservation was deleted; EXPEDITING: requeued with priority, since Slurm 25.11.
@@ -205,7 +204,7 @@ def submitted_job(run: RunDir, record: RunRecord) -> str | None:
     try:
         rows = _rows_of_run(run, record.spec.secret_env)
     except SchedulerSilentError as error:  # nothing was submitted yet
-        raise SchedulerError(Reason("slurm.nothing-queued", {"failure": _cause(error)})) from error
+        raise SchedulerError(Reason("slurm.nothing-queued", {"failure": cause_of(error)})) from error
     for row in rows:
         if row.state == "ended":
             continue
@@ -226,25 +225,15 @@ def submit_job(run: RunDir, record: RunRecord, script: str) -> str:
     path = run.path / "job.sh"
     replace_file(path, script)
     secrets, comment = record.spec.secret_env, _comment(run, record)
-    command = ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), path.name]
+
+    def find() -> str | None:
+        rows = [row for row in _rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
+        return rows[-1].job_id if rows else None
+
     try:
-        # In the run directory, so that the log's name needs no path, which could contain blanks and quotes.
-        return call_slurm(command, folder=run.path, without=secrets).stdout.strip().split(";")[0]  # id;cluster
+        return queue_script(path, comment, *_dependency(run), without=secrets)
     except SchedulerSilentError as error:
-        return _find_lost_job(run, comment, error, secrets)
-
-
-def _find_lost_job(run: RunDir, comment: str, error: SchedulerSilentError, secrets: Sequence[str]) -> str:
-    """Return the id of the job that Slurm accepted although its answer was lost. Raises SchedulerSilentError."""
-    for _ in range(_SEARCHES_FOR_LOST):
-        with contextlib.suppress(SchedulerError):
-            found = [row for row in _rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
-            if found:
-                return found[-1].job_id
-        time.sleep(_SEARCH_PAUSE_SECONDS)
-    raise SchedulerSilentError(
-        Reason("slurm.submission-unknown", {"run": run.run_id, "failure": _cause(error)})
-    ) from error
+        return lost_job(run.run_id, error, find)
 
 
 def _dependency(run: RunDir) -> list[str]:
@@ -290,7 +279,7 @@ def cancel_jobs(run: RunDir) -> None:
             # A plain scancel would grant KillWait instead of the grace period before SIGKILL.
             call_slurm(["scancel", "--signal=TERM", row.job_id])
     except SchedulerSilentError as error:
-        raise SchedulerSilentError(Reason("slurm.cancel-unanswered", {"failure": _cause(error)})) from error
+        raise SchedulerSilentError(Reason("slurm.cancel-unanswered", {"failure": cause_of(error)})) from error
     except SchedulerError:
         if not was_cancelled:
             run.stop_file.unlink(missing_ok=True)
@@ -313,7 +302,7 @@ def _require_permission(row: JobRow, run: RunDir) -> None:
     try:
         call_slurm(["scancel", "--signal=CONT", row.job_id])
     except SchedulerError as error:
-        params = {"job": row.job_id, "run": run.run_id, "user": row.user, "failure": _cause(error)}
+        params = {"job": row.job_id, "run": run.run_id, "user": row.user, "failure": cause_of(error)}
         raise SchedulerError(Reason("slurm.job-of-other-user", params)) from error
 
 
@@ -322,12 +311,8 @@ def _resume_suspended(row: JobRow, run: RunDir) -> None:
     try:
         call_slurm(["scontrol", "resume", row.job_id])
     except SchedulerError as error:
-        params = {"job": row.job_id, "run": run.run_id, "failure": _cause(error)}
+        params = {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
         raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error
-
-
-def _cause(error: SchedulerError) -> Reason:
-    return error.reason or recorded(error.message.rstrip("."))
 
 
 # ---- squeue and sacct ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JS
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,13 +13,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import Check
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 
 # Columns of `sinfo --Format`, separated by bars, which keeps sinfo from truncating them.
 NODES = "NodeList:|,StateCompact:|,Gres:|,GresUsed:|,PartitionName:|,CPUs:|,Memory:|"
@@ -416,6 +417,7 @@ def _used(text: str | None, kind: str) -> float | None:
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 120
+_SEARCHES, _SEARCH_PAUSE_SECONDS = 3, 1.0  # for a job whose answer was lost
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 # Messages of Slurm's commands about a request that was sent but not answered (schedmd/slurm, slurm_errno.c). With
 # "Unable to contact", in contrast, the controller has received nothing.
@@ -467,6 +469,32 @@ def call_slurm(
             raise SchedulerSilentError(Reason("slurm.answer-lost", {"command": command[0], "said": message}))
         raise SchedulerError(Reason("slurm.command-failed", {"command": " ".join(command[:2]), "said": message}))
     return answer
+
+
+def queue_script(script: Path, comment: str, *options: str, without: Sequence[str] = ()) -> str:
+    """Queue a batch script in its folder and return the id of its job. Raises SchedulerError as call_slurm() does."""
+    command = ["sbatch", "--parsable", f"--comment={comment}", *options, script.name]
+    # In the folder, so that the log's name needs no path, which could contain blanks and quotes.
+    return call_slurm(command, folder=script.parent, without=without).stdout.strip().split(";")[0]  # id;cluster
+
+
+def lost_job(name: str, error: SchedulerSilentError, find: Callable[[], str | None]) -> str:
+    """Return the id of the job that Slurm accepted although its answer was lost, as ``find`` returns it.
+
+    ``name``: of the run or the sweep. Raises SchedulerSilentError if the job does not appear.
+    """
+    for _ in range(_SEARCHES):
+        with contextlib.suppress(SchedulerError):
+            if (job_id := find()) is not None:
+                return job_id
+        time.sleep(_SEARCH_PAUSE_SECONDS)
+    failure = cause_of(error)
+    raise SchedulerSilentError(Reason("slurm.submission-unknown", {"run": name, "failure": failure})) from error
+
+
+def cause_of(error: SchedulerError) -> Reason:
+    """Return the reason of an error, to name it in another one."""
+    return error.reason or recorded(error.message.rstrip("."))
 
 
 def passed_on(without: Sequence[str] = ()) -> dict[str, str]:

@@ -129,7 +129,7 @@ class Controller:
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     made = Controller(tmp_path / "controller")
     monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.queue._SEARCH_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.tables._SEARCH_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.queue.user_name", lambda: "root")
     return made
 
