@@ -23,7 +23,6 @@ from scaletrain_cli.rundir.checkpoints import (
     read_checkpoint,
     verify,
 )
-from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.journal import (
     BRANCH_EVENT,
     ROLLBACK_EVENT,
@@ -33,7 +32,7 @@ from scaletrain_cli.rundir.journal import (
     record_event,
 )
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import BranchPoint, RunRecord, checkpoint_folder, is_elsewhere
+from scaletrain_cli.rundir.record import BranchPoint, RunRecord, checkpoint_folder, code_file, is_elsewhere
 from scaletrain_cli.rundir.shared_datasets import datasets_file
 from scaletrain_cli.safe_files import copy_file, link_or_copy, make_folder
 

@@ -19,8 +19,8 @@ import scaletrain_cli
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.code import CodeSpec

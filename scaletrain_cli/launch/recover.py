@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts, read_idle_request
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason
@@ -22,7 +22,6 @@ from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import unreported_end, why_ended
 from scaletrain_cli.launch.submit import read_submission
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.attempt_requests import read_idle_request
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.mirror_state import read_superseded
 from scaletrain_cli.rundir.paths import RunDir, list_runs

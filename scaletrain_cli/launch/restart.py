@@ -20,12 +20,13 @@ from scaletrain_cli.launch.attempts import (
     end_attempt,
     read_attempt,
     read_attempts,
+    read_growth_request,
+    read_idle_request,
     revise_decision,
     with_outcome,
 )
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, cache_failure, ended_with_its_job
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.attempt_requests import read_growth_request, read_idle_request
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
 from scaletrain_cli.rundir.mirror_state import read_superseded

@@ -1,6 +1,7 @@
 """The evaluations of a run's checkpoints: ``evaluations/step-N.json``, and which checkpoint has the best value.
 
-And the validations of the training job with figures by class: ``evaluations/validation-N.json``.
+And the validations of the training job: ``evaluations/validation-N.json`` has the figures of each class and sample
+answers; those of the whole split are in metrics.jsonl.
 
 An evaluation is requested (its job exists), running (the weights were copied, so that the checkpoint may be deleted),
 and done or failed. Its metrics are also in metrics.jsonl, at the step of the checkpoint.

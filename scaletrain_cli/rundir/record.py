@@ -2,6 +2,10 @@
 
 Each file is written once and never changed. run.json holds the first submission. A revision, written when a run resumes
 on other nodes or in another layout, replaces its spec and plan from then on; its writer holds the run's submit lock.
+The user's code is in code/: ``<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, and
+``<name>-<commit>.patch`` the uncommitted changes. The name is the first digits of the hash over those lines: a run that
+is resumed with newer code keeps both.
+
 A run directory names processes to signal, jobs to cancel, folders to prune and programs to start, so a run that another
 user owns is only changed with ``trust_owner``.
 """
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import re
@@ -21,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan, with_reasons
-from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import (
     entries,
     from_document,
@@ -49,6 +53,7 @@ from scaletrain_cli.spec.source import SET_OPTION
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
 
 SCHEMA = "scaletrain.run/v1"
 REVISION_SCHEMA = "scaletrain.revision/v1"
@@ -387,3 +392,72 @@ def is_elsewhere(run: RunDir, record: RunRecord) -> bool:
     if record.spec.cluster.traits.shared_run_directory or sent_run(run.path) is not None:
         return False
     return not any((run.attempt(number) / "attempt.json").is_file() for number in begun_here(run))
+
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CodeRecord:
+    """The record of a snapshot in run.json. ``sha256`` is of the text of listing(); ``uncommitted`` counts files."""
+
+    commit: str
+    uncommitted: int
+    sha256: str
+    files: int
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of its files without suffixes."""
+        return self.sha256[:12]
+
+    @property
+    def shown(self) -> str:
+        """Return the commit and the number of uncommitted files as short text."""
+        beside = f" and {self.uncommitted} uncommitted" if self.uncommitted else ""
+        return f"{self.name} (commit {self.commit[:10]}{beside}, {self.files} files, {self.bytes:,} bytes)"
+
+
+def code_file(run: RunDir, code: CodeRecord, suffix: str) -> Path:
+    """Return the path of the ``tar.gz``, ``sha256`` or ``patch`` of a snapshot in this run directory."""
+    name = f"{code.name}-{code.commit[:12]}" if suffix == "patch" else code.name  # the same files, of another commit
+    return run.path / "code" / f"{name}.{suffix}"
+
+
+def listing(hashes: Mapping[str, str]) -> str:
+    """Return the SHA-256 by path as text for ``sha256sum --check``, sorted. Paths contain no line breaks."""
+    return "".join(f"{hashes[path]}  {path}\n" for path in sorted(hashes))
+
+
+def paths_in(text: str) -> frozenset[str]:
+    """Return the paths in a listing."""
+    return frozenset(line.partition("  ")[2] for line in text.split("\n") if line)
+
+
+def hash_of(text: str) -> str:
+    """Return the hash of a listing, which names the snapshot."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def differences(folder: Path, text: str) -> list[str]:
+    """Return the files of the listing that are missing below ``folder`` or differ, as text."""
+    found = []
+    for line in filter(None, text.split("\n")):
+        expected, _, path = line.partition("  ")
+        try:
+            differs = file_hash(folder / path) != expected
+        except OSError:
+            found.append(f"{path} is missing")
+        else:
+            found += [f"{path} differs"] * differs
+    return found
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

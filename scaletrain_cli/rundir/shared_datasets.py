@@ -2,6 +2,9 @@
 
 Data that another user has prepared are used if this user can read them and they are whole, and otherwise prepared again
 under a separate name. The lock of one user never blocks another user.
+
+A run records one entry per source, for the settings that decide its dataset. A source that the run reads already keeps
+its dataset when another one is added, and when its files are touched, moved or deleted.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.attempts import request_growth, request_idle_end
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.launch.status import DAMAGED, RunStatus, run_statuses
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.report.reading import read_run_report
-from scaletrain_cli.rundir.attempt_requests import request_growth, request_idle_end
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.evaluations import Evaluation, write_evaluation, write_validation
 from scaletrain_cli.rundir.goodput import Ledger, write_ledger

@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.plan.result import Cost
 from scaletrain_cli.reasons import recorded
-from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.record import CodeRecord
 from scaletrain_cli.ui.submission import (
     cost_text,
     show_before_resuming,

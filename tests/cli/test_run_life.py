@@ -13,8 +13,8 @@ from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import CodeRecord
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.cli.conftest import replace_engine

@@ -13,10 +13,9 @@ from scaletrain_cli.launch.backends.slurm.job import time_is_up
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, usable_nodes
 from scaletrain_cli.launch.node.record import write_node_record
-from scaletrain_cli.launch.node_exclusion import exclusion
 from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.reasons import recorded
-from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
+from scaletrain_cli.rundir.bad_nodes import BadNode, exclusion, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.worker.failures import Failure, write_failure
 from tests.launch.conftest import MadeRun, MakeRun, make_spec
 from tests.launch.test_attempts import node, rank

@@ -14,7 +14,7 @@ import pytest
 
 from scaletrain_cli.cli.status import wait_for_end as wait_in_command
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
-from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts
+from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, request_idle_end
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, read_supervisor
 from scaletrain_cli.launch.backends.slurm import queue
@@ -25,7 +25,6 @@ from scaletrain_cli.launch.recover import delay_seconds, recover, recover_runs, 
 from scaletrain_cli.launch.restart import automatic_submissions, first_attempt_of_job
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.attempt_requests import request_idle_end
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.safe_files import touch

@@ -21,9 +21,8 @@ from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import recorded
-from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
-from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.record import CodeRecord, RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
 from tests.launch.conftest import MakeRun, make_plan, make_spec
 

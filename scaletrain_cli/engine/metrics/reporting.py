@@ -120,7 +120,7 @@ class MetricsLog:
     ) -> None:
         """Record losses and other measures after ``step`` steps, over ``samples`` samples, as a line of its own.
 
-        ``details``: figures for the file of the validation, see ``rundir.validations``.
+        ``details``: figures for the file of the validation, see ``rundir.evaluations``.
         """
         if not self._active:
             return

@@ -19,9 +19,8 @@ from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, as_reason, reason_from, recorded
-from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import CodeRecord, RunRecord
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.spec.backend_traits import BackendTraits, backend_traits
 

@@ -56,10 +56,17 @@ from scaletrain_cli.launch.resource_checks.checks import check_on_node
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import python_command, usable_cores
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of, paths_in
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
-from scaletrain_cli.rundir.record import RunRecord, read_record_of
+from scaletrain_cli.rundir.record import (
+    CodeRecord,
+    RunRecord,
+    code_file,
+    differences,
+    hash_of,
+    paths_in,
+    read_record_of,
+)
 from scaletrain_cli.safe_files import (
     closing_descriptor,
     expand_home,

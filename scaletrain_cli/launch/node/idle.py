@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scaletrain_cli.launch.attempts import read_idle_request, request_idle_end
 from scaletrain_cli.launch.node.heartbeats import LastBeat
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.attempt_requests import read_idle_request, request_idle_end
 from scaletrain_cli.rundir.documents import parse_json, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir

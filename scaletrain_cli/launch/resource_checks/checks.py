@@ -38,10 +38,9 @@ from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_
 from scaletrain_cli.launch.resource_checks.view import CheckResults, View, unwritable
 from scaletrain_cli.launch.resource_checks.weights import adapter_problems, weights_problems
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import RunRecord, code_file, paths_in
 from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec

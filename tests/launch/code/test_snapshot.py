@@ -13,7 +13,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
-from scaletrain_cli.rundir.code import differences, hash_of
+from scaletrain_cli.rundir.record import differences, hash_of
 from tests.launch.conftest import make_spec
 from tests.launch.working_tree import WorkingTree
 

@@ -19,9 +19,8 @@ from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, place_documents, read_record
+from scaletrain_cli.rundir.record import RunRecord, code_file, place_documents, read_record
 from scaletrain_cli.telemetry.run import read_telemetry
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import MadeRun, MakeRun, StartAgent, make_plan, make_spec

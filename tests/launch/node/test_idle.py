@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import ExitCode, SpecError
-from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts
+from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, read_idle_request, request_idle_end
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import exit_code_for
 from scaletrain_cli.launch.backends.kubernetes.termination_message import (
@@ -32,7 +32,6 @@ from scaletrain_cli.launch.status import idle_notice, run_status
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.notify.notices import Receiver, notice_of
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.attempt_requests import read_idle_request, request_idle_end
 from scaletrain_cli.rundir.journal import append_line, read_events
 from scaletrain_cli.spec.notify import NotifySpec
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun, StartAgent, make_spec

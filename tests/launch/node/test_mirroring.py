@@ -38,7 +38,7 @@ LARGE = (20_000_000,)  # takes longer than a test may
 @pytest.fixture(autouse=True)
 def time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for processes that were killed: theirs is the lowest priority, and a busy machine ends them late."""
-    for module in ("launch.mirroring", "launch.node.mirroring"):
+    for module in ("launch.mirroring", "launch.node.observer"):
         monkeypatch.setattr(f"scaletrain_cli.{module}._KILL_SECONDS", 600.0)
 
 

@@ -78,15 +78,14 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
 )
 from scaletrain_cli.launch.backends.kubernetes.session import require_kubectl, session_command
 from scaletrain_cli.launch.code import take_snapshot
-from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import reason_from, recorded
-from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.bad_nodes import Exclusion
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, read_failure, read_job
-from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.record import CodeRecord, RunRecord, read_record
 from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 

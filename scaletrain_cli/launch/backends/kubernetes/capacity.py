@@ -40,9 +40,8 @@ from scaletrain_cli.launch.backends.kubernetes.quota import (
     quantity_text,
     tolerated,
 )
-from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.bad_nodes import Exclusion, exclusion, read_bad_nodes
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import listed

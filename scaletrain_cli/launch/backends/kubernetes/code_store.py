@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import CodeRecord, code_file
 from scaletrain_cli.safe_files import make_folder, replace_file
 
 if TYPE_CHECKING:  # a pod imports this module before it can receive SIGTERM

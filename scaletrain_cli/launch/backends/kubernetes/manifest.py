@@ -37,9 +37,8 @@ from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.hub_fetch import ONLY
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, documents_of
+from scaletrain_cli.rundir.record import RunRecord, code_file, documents_of
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
 from scaletrain_cli.spec.pod_overrides import OWN_VARIABLES, items_of

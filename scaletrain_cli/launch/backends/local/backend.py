@@ -42,11 +42,10 @@ from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.own_processes import absolute_paths, python_command, usable_cores
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, reason_from
-from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.rundir.journal import read_lines_backwards, record_event
 from scaletrain_cli.rundir.paths import RunDir, list_runs, read_sweep_place
-from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.record import CodeRecord, RunRecord, read_record
 from scaletrain_cli.safe_files import locked, open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from scaletrain_cli.launch.backends.base import (
     PreflightResult,
     session_words,
 )
-from scaletrain_cli.launch.backends.cluster_view import ClusterView
+from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.backends.slurm.array import (
     ArrayPlan,
     array_script,
@@ -45,6 +46,7 @@ from scaletrain_cli.launch.backends.slurm.queue import (
     cancelled_by_another,
     failed_preparation,
     job_of_run,
+    job_state,
     jobs_of_runs,
     preparation_comment,
     submit_job,
@@ -59,18 +61,27 @@ from scaletrain_cli.launch.backends.slurm.site import (
     query_site,
     record_exclusion,
 )
-from scaletrain_cli.launch.backends.slurm.tables import commands_check, passed_on
+from scaletrain_cli.launch.backends.slurm.tables import (
+    AT_LEAST,
+    Limit,
+    Node,
+    call_slurm,
+    commands_check,
+    gpus,
+    moment,
+    passed_on,
+    resource_in_words,
+)
 from scaletrain_cli.launch.finding import Evidence, Finding
-from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.resource_checks.view import is_missing
 from scaletrain_cli.launch.submit import read_submission
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.bad_nodes import Exclusion
 from scaletrain_cli.rundir.paths import RunDir, read_sweep_place, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, preparation_name, read_job
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import CodeRecord, RunRecord
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
@@ -317,9 +328,9 @@ class SlurmBackend(Backend):
         return shutil.which("sinfo") is not None
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        from scaletrain_cli.launch.backends.slurm.cluster_view import slurm_view
-
-        return slurm_view(cluster)
+        states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
+        text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
+        return make_view(query_site(cluster), text)
 
     def checks(self) -> Iterator[Check]:
         yield commands_check()
@@ -363,7 +374,7 @@ def session_command(spec: RunSpec, run_folder: Path, node: JobNode) -> tuple[str
 
 def overlap_options(version: tuple[int, int] | None) -> Iterator[str]:
     """Yield the options by which the step waits for nothing; ``version`` of srun, None if it is unknown."""
-    yield "--overlap"
+    yield "--overlap"  # shares processors, memory and GPUs; before Slurm 22.05 processors only, and waits for the rest
     if version is not None and version < _SHARES_ALL:
         yield "--gres=none"
         yield "--mem=0"
@@ -381,3 +392,95 @@ def srun_version() -> tuple[int, int] | None:
         return None
     found = _VERSION.search(said)
     return (int(found[1]), int(found[2])) if found else None
+
+
+# Answers to `squeue --format=QUEUE`: job, user, state, reason, priority, nodes, GPUs per node, start, partition, name.
+QUEUE = "%A|%u|%T|%r|%Q|%D|%b|%S|%P|%j"
+_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
+
+
+def make_view(site: Site, queue: str) -> ClusterView:
+    """Return the view of this site and queue."""
+    rows = [line.split("|", 9) for line in queue.splitlines() if line.count("|") >= 9]
+    others = [row for row in rows if row[1] != site.user]
+    down = [f"{node.name} {node.state}" for node in site.nodes if not node.is_usable]
+    return ClusterView(
+        scheduler="slurm",
+        cluster=site.config.get("ClusterName", ""),
+        gpus=_gpu_rows(site.nodes),
+        nodes=tuple(NodesRow(state, count) for state, count in Counter(node.state for node in site.nodes).items()),
+        quotas=_quotas(site.limits),
+        queue=_mine(rows, site.user),
+        others_running=sum(row[2] in _RUNNING for row in others),
+        others_queued=sum(row[2] == "PENDING" for row in others),
+        warnings=(Reason("slurm.nodes-out-of-order", {"nodes": down}),) if down else (),
+    )
+
+
+def _gpu_rows(nodes: Sequence[Node]) -> tuple[GpuRow, ...]:
+    kinds = list(dict.fromkeys(kind for node in nodes for kind in node.gpus))
+    found = []
+    for kind in kinds:
+        having = [node for node in nodes if node.gpus.get(kind)]
+        usable = [node for node in having if node.is_usable]
+        total = sum(node.gpus[kind] for node in having)
+        in_order = sum(node.gpus[kind] for node in usable)
+        used = sum(min(node.gpus[kind], node.gpus_used.get(kind, 0)) for node in usable)
+        found.append(
+            GpuRow(
+                type=kind or "gpu",
+                total=total,
+                used=used,
+                free=in_order - used,
+                out_of_order=total - in_order,
+                nodes=len(having),
+                free_nodes=sum(not node.gpus_used.get(kind) for node in usable),
+            )
+        )
+    return tuple(found)
+
+
+def _quotas(limits: Sequence[Limit]) -> tuple[QuotaRow, ...]:
+    return tuple(
+        QuotaRow(
+            limit.owner,
+            limit.kind,
+            "time of a job, seconds" if limit.resource == "seconds" else resource_in_words(limit.resource),
+            limit.allowed,
+            limit.used,
+        )
+        for limit in limits
+        if limit.kind != AT_LEAST
+    )
+
+
+def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
+    waiting = sorted((row for row in rows if row[2] == "PENDING"), key=_order)
+    found = []
+    for row in [row for row in rows if row[1] == user and row[2] in (*_RUNNING, "SUSPENDED")] + [
+        row for row in waiting if row[1] == user
+    ]:
+        job_id, _, state, reason, _, nodes, per_node, start, partition, name = row
+        queued = state == "PENDING"
+        ahead = [other for other in waiting if other[8] == partition and _order(other) < _order(row)]
+        # gres:gpu:h100:8; none if the job requested none that way
+        counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
+        found.append(
+            QueueRow(
+                job_id=job_id,
+                name=name,
+                state="queued" if queued else job_state(state),
+                queue=partition,
+                nodes=int(nodes) if nodes.isdigit() else 0,
+                gpus=sum(counts.values()) * int(nodes) if counts and nodes.isdigit() else None,
+                ahead=len(ahead) if queued else None,
+                reason="" if reason == "None" else reason,
+                start=moment(start),
+            )
+        )
+    return tuple(found)
+
+
+def _order(row: Sequence[str]) -> tuple[int, int]:
+    """Return the scheduler's sort key: priority, highest first, then age."""
+    return -int(row[4]) if row[4].isdigit() else 0, int(re.sub(r"\D.*", "", row[0]) or 0)

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
-from scaletrain_cli.launch.attempts import read_attempt, read_attempts
+from scaletrain_cli.launch.attempts import growth_requests, read_attempt, read_attempts, request_growth, withdraw_growth
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, exclude_option, exclusion_for, has_gpus, query_site
@@ -29,7 +29,6 @@ from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.plan.reliability.node_sizes import Growth, growth, largest_usable
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.attempt_requests import growth_requests, request_growth, withdraw_growth
 from scaletrain_cli.rundir.checkpoints import committed_folders
 from scaletrain_cli.rundir.goodput import (
     newest_steps,

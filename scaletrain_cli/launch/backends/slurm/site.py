@@ -37,9 +37,8 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     reservations,
     settings,
 )
-from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.bad_nodes import Exclusion, exclusion, read_bad_nodes
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec, RunSpec

@@ -13,9 +13,8 @@ from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.code_store import code_url, fetch_code, upload_code
 from scaletrain_cli.launch.backends.kubernetes.manifest import documents_for, has_archive, manifest
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import documents_of, place_documents
+from scaletrain_cli.rundir.record import code_file, documents_of, place_documents
 from tests.data.remote.conftest import BUCKET, s3, s3_server  # noqa: F401
 from tests.data.remote.faults import FaultyProxy
 from tests.launch.backends.kubernetes.conftest import SETTINGS

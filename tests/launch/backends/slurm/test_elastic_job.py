@@ -12,7 +12,13 @@ from subprocess import CompletedProcess
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
+from scaletrain_cli.launch.attempts import (
+    begin_attempt,
+    growth_requests,
+    read_attempt,
+    read_growth_request,
+    request_growth,
+)
 from scaletrain_cli.launch.backends.slurm import growth, job
 from scaletrain_cli.launch.backends.slurm.growth import GrowthWatch, growths_in_vain, read_idle_nodes, waiting_jobs
 from scaletrain_cli.launch.backends.slurm.job import main
@@ -23,7 +29,6 @@ from scaletrain_cli.launch.node.record import NodeRecord, write_node_record
 from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.attempt_requests import growth_requests, read_growth_request, request_growth
 from scaletrain_cli.rundir.goodput import cost_so_far
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.record import read_record, read_size_plans, revisions
