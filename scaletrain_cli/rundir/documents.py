@@ -60,7 +60,7 @@ def read_content(path: Path) -> bytes | None:
                     raise ValueError(f"it has {size:,} bytes, more than {LARGEST_BYTES:,}")
                 return file.read(LARGEST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            if os.path.lexists(path):
+            if os.path.lexists(path) and not path.is_file():  # a file that is there now was written after the attempt
                 raise ValueError("it is not a regular file") from None
             return None
 

@@ -190,7 +190,7 @@ def test_scaletrain_is_added_unless_the_build_installs_it_from_the_files(install
 
 
 def test_without_a_checkout_the_package_comes_from_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.project_files.checkout", lambda: None)
+    monkeypatch.setattr("scaletrain_cli.cli.image.checkout", lambda: None)
     put(requirements__txt="torch==2.11.0\n")
     data = scaletrain("image", "-o", "-", "--json").data
     assert "'scaletrain[train,wandb]==0.1.0'" in data["text"]

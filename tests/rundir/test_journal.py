@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.rundir import journal
+from scaletrain_cli.rundir import documents, journal
 from scaletrain_cli.rundir.documents import DamagedError, read_document, undamaged_document
 from scaletrain_cli.rundir.journal import (
     append_line,
@@ -224,6 +224,17 @@ def test_an_unknown_line_is_skipped(tmp_path: Path, read: Read, line: str) -> No
 def test_a_named_pipe_as_journal_does_not_block_readers(tmp_path: Path, read: Read) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     assert read(tmp_path / "events.jsonl") == []
+
+
+def test_a_document_that_appears_while_it_is_looked_for_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(path: Path) -> None:
+        path.write_text("{}", encoding="utf-8")
+        raise FileNotFoundError
+
+    monkeypatch.setattr(documents, "open_to_read", too_early)
+    assert read_document(tmp_path / "submission.json") is None
 
 
 def test_a_named_pipe_or_an_invalid_document_is_damaged_and_named(tmp_path: Path) -> None:
