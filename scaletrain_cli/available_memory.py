@@ -20,13 +20,8 @@ _FILES = {
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that a job may still use: the minimum over the machine and each cgroup; None if unknown."""
-    try:
-        found = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    if found is None:
-        return None
-    return min([int(found[1]) * 1024, *_left_by_groups(root)])
+    found = _AVAILABLE.search(text_of(root / "proc/meminfo"))
+    return None if found is None else min([int(found[1]) * 1024, *_left_by_groups(root)])
 
 
 def used_bytes(root: Path = Path("/")) -> int | None:
@@ -34,18 +29,18 @@ def used_bytes(root: Path = Path("/")) -> int | None:
 
     Those of the lowest cgroup of this process that has a limit, else of the machine.
     """
-    for folder, version in _folders(root):
-        limit, usage, statistics = (_text(folder / name) for name in _FILES[version])
+    for folder, _, version in control_groups(root, "memory"):
+        limit, usage, statistics = (text_of(folder / name) for name in _FILES[version])
         if limit.strip().isdigit() and int(limit) < _NO_LIMIT and usage.strip().isdigit():
             return max(0, int(usage) - _reclaimable(statistics))
-    text = _text(root / "proc/meminfo")
+    text = text_of(root / "proc/meminfo")
     total, available = _TOTAL.search(text), _AVAILABLE.search(text)
     return None if total is None or available is None else 1024 * (int(total[1]) - int(available[1]))
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    for folder, version in _folders(root):
-        limit, usage, statistics = (_text(folder / name) for name in _FILES[version])
+    for folder, _, version in control_groups(root, "memory"):
+        limit, usage, statistics = (text_of(folder / name) for name in _FILES[version])
         if limit.strip().isdigit() and usage.strip().isdigit():  # "max": no limit here
             yield max(0, int(limit) - int(usage) + _reclaimable(statistics))
 
@@ -55,22 +50,23 @@ def _reclaimable(statistics: str) -> int:
     return sum(int(values.get(f"total_{name}", values.get(name, "0"))) for name in _RECLAIMED)
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield this process's cgroup and its ancestors: the limit of a job is above that of its step."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, Path, int]]:
+    """Yield folder, top folder and version of this process's cgroup and its ancestors, the lowest first.
+
+    The limit of a job is above that of its step.
+    """
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            version = 2 if controllers == "" else 1
-            top = root / "sys/fs/cgroup" if version == 2 else root / "sys/fs/cgroup/memory"
+        if controllers == "" or controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
             group = top / path.strip("/")
-            yield group, version
-            for parent in group.parents:
-                if parent.is_relative_to(top):
-                    yield parent, version
+            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
+                yield folder, top, 1 if controllers else 2
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the content of a file of the kernel; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return ""

@@ -256,41 +256,32 @@ def _rows(path: str | None) -> GivenData | None:
 
 def _fitting_spec(
     preset: str | None,
-    model: _Tuned | None,
+    tuned: _Tuned | None,
     gpu: str | None,
     gpus_per_node: int | None,
     nodes: int | None,
     scheduler: str | None,
 ) -> str:
     """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
-    from scaletrain_cli.spec import presets
+    from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.plan.data_size import data_size
+    from scaletrain_cli.spec import parse_spec, presets, set_steps, starting_spec
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 
-    if preset is not None and model is not None:
-        raise UsageError(f"{model.model.reference} and --preset {preset} are both given. Give only one.")
+    if preset is not None and tuned is not None:
+        raise UsageError(f"{tuned.model.reference} and --preset {preset} are both given. Give only one.")
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
     if scheduler is None:
-        scheduler = DEFAULT if preset is None and model is None and nodes in (None, 1) else _scheduler_here()
+        scheduler = DEFAULT if preset is None and tuned is None and nodes in (None, 1) else _scheduler_here()
     traits = backend_traits(scheduler)
-    gpu = gpu or ("cpu" if preset is None and model is None and traits.shared_run_directory else USUAL_GPU)
+    gpu = gpu or ("cpu" if preset is None and tuned is None and traits.shared_run_directory else USUAL_GPU)
     if traits.max_nodes is not None and nodes is not None and nodes > traits.max_nodes:
         raise UsageError(
             f"--nodes {nodes} requires slurm or kubernetes; {scheduler} runs on {traits.display_name} only."
         )
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
-    return _planned(preset, model, gpu, per_node, nodes, scheduler)
-
-
-def _planned(
-    preset: str | None, tuned: _Tuned | None, gpu: str, per_node: int, nodes: int | None, scheduler: str
-) -> str:
-    from scaletrain_cli.plan import make_plan
-    from scaletrain_cli.plan.data_size import data_size
-    from scaletrain_cli.spec import parse_spec, set_steps, starting_spec
-    from scaletrain_cli.spec.backend_traits import backend_traits
-
     count = nodes or 1
     model, data, lora = tuned or (None, None, False)
     while True:
@@ -305,7 +296,7 @@ def _planned(
         try:
             make_plan(spec)
         except InfeasibleError:
-            if nodes is None and backend_traits(scheduler).max_nodes != 1 and count < _MOST_NODES:
+            if nodes is None and traits.max_nodes != 1 and count < _MOST_NODES:
                 count *= 2
                 continue
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
@@ -124,22 +124,15 @@ def restore_run(
     (draft.path / _RECEIVED).unlink(missing_ok=True)
     mine = own_claim(draft)
     if mine is None or mine.token != found.owner.token:  # else a process was killed after it had claimed the run
-        claim = new_claim(
-            final,
-            found.owner.generation + 1,
-            from_step=checkpoint.step,
-            from_history=before.index.name,
-        )
+        generation = found.owner.generation + 1
+        claim = new_claim(final, generation, from_step=checkpoint.step, from_history=before.index.name)
         if not make_claim(found.store, draft, claim):
             raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": found.run_id, "place": found.place}))
     mark_complete(draft)
     if aside is not None and final.path.exists():
         final.path.rename(aside)
     draft.path.rename(final.path)
-    path = checkpoint_path(final.checkpoints, checkpoint.step)
-    restored = Checkpoint(
-        path, checkpoint.step, checkpoint.world_size, checkpoint.clean, checkpoint.attempt, checkpoint.files
-    )
+    restored = replace(checkpoint, path=checkpoint_path(final.checkpoints, checkpoint.step))
     owner = found.claims[-2] if mine is not None and mine.token == found.owner.token else found.owner
     return Restored(final, restored, list(damaged.values()), owner)
 
@@ -175,7 +168,7 @@ def _receive(
         target = checkpoint_path(draft.checkpoints, read.step)
         try:
             download_checkpoint(found.store, folder, read, target, advance)
-            return folder, Checkpoint(target, read.step, read.world_size, read.clean, read.attempt, read.files)
+            return folder, replace(read, path=target)
         except MirrorError as error:
             problem = str(error)
             shutil.rmtree(target, ignore_errors=True)
@@ -212,7 +205,7 @@ def complete_run(found: FoundRun, run: RunDir, step: int) -> Checkpoint:
         target = checkpoint_path(run.checkpoints, step)
         download_checkpoint(found.store, folder, read, target)  # before the history, which has attempts
         restore_history(found.store, found.index, run.path, keep_existing=True)
-        return Checkpoint(target, step, read.world_size, read.clean, read.attempt, read.files)
+        return replace(read, path=target)
     params = {"place": found.place, "run": found.run_id, "problems": f"that of step {step} is not valid"}
     raise MirrorError(Reason("mirror.no-checkpoint", params))
 

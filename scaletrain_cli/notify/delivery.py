@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import html
 import http.client
 import json
 import os
@@ -76,7 +77,8 @@ def message_of(notice: Notice, origin: Origin) -> dict[str, Any]:
 def slack_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message as Slack's incoming webhooks read it: ``text`` for notifications, ``blocks`` for the page."""
     title = f"{message['kind']}: {_CHANGES.get(message['change'], '')}{message['text']}"
-    mark, run, text = _MARKS.get(message["severity"], ""), _escaped(str(message["run_id"])), _escaped(title)
+    mark = _MARKS.get(message["severity"], "")
+    run, text = (html.escape(each, quote=False) for each in (str(message["run_id"]), title))  # as Slack requires
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(message["time"]))
     below = f"`scaletrain diagnose {run}` · `scaletrain explain {run}` · {when}"
     return {
@@ -86,11 +88,6 @@ def slack_message(message: Mapping[str, Any]) -> dict[str, Any]:
             {"type": "context", "elements": [{"type": "mrkdwn", "text": below}]},
         ],
     }
-
-
-def _escaped(text: str) -> str:
-    """Return the text with the three characters escaped that Slack interprets."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def deliver(notice: Notice, receiver: NotifySpec, origin: Origin, environment: Mapping[str, str]) -> Delivery:

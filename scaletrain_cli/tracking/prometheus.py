@@ -84,11 +84,7 @@ _FIGURES: dict[str, tuple[str, str, str]] = {
     "planned_steps": ("total_steps", "", "Optimizer steps of the whole run."),
     "planned_step_seconds": ("planned_step_seconds", "seconds", "Time of a step by the plan."),
     "ranks": ("ranks", "", "Ranks of the run."),
-    "measured_ranks": (
-        "measured_ranks",
-        "",
-        "Ranks whose telemetry is read, and of which the worst is named.",
-    ),
+    "measured_ranks": ("measured_ranks", "", "Ranks whose telemetry is read, and of which the worst is named."),
     "goodput_ratio": ("goodput", "ratio", "Share of the time spent on steps that were kept, over all attempts."),
     "remaining_seconds": ("remaining_seconds", "seconds", "Time until the last step, with saves and evaluations."),
     "cost_usd": ("cost_usd", "usd", "US dollars of all attempts so far."),
@@ -120,8 +116,10 @@ def families(
 
     for name, (key, unit, text) in _MEASURES.items():
         one(name, unit, text, [({}, values[key])] if key in values else [])
-    for group, label in (("loss/", "source"), ("validation_loss/", "source")):
-        sources = [({label: key.removeprefix(group)}, value) for key, value in values.items() if key.startswith(group)]
+    for group in ("loss/", "validation_loss/"):
+        sources = [
+            ({"source": key.removeprefix(group)}, value) for key, value in values.items() if key.startswith(group)
+        ]
         one(f"source_{group.rstrip('/')}", "", f"As {_PREFIX}{group.rstrip('/')}, of one source.", sources)
     if figures is not None:
         for name, (field, unit, text) in _FIGURES.items():

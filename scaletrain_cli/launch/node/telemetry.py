@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from scaletrain_cli.available_memory import available_bytes, used_bytes
+from scaletrain_cli.available_memory import available_bytes, control_groups, text_of, used_bytes
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.telemetry.series import SeriesWriter
@@ -98,29 +98,23 @@ class HostSampler:
 
     def _limited_groups(self) -> Iterator[_CpuGroup]:
         """Yield the control groups of this process whose CPU time is limited, the lowest first (version 2 or 1)."""
-        for line in _text(self._root / "proc/self/cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            top = self._root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            group = top / path.strip("/")
-            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-                limit = _text(folder / "cpu.max").split()
-                if controllers:
-                    limit = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-                statistics = _counters(_text(folder / "cpu.stat"))
-                if len(limit) == 2 and all(word.isdigit() and int(word) for word in limit):
-                    seconds = statistics["usage_usec"] / 1e6 if "usage_usec" in statistics else None
-                    if controllers:  # the files of cpuacct are beside those of cpu, or in a folder of its own
-                        names = (folder, self._root / "sys/fs/cgroup/cpuacct" / folder.relative_to(top))
-                        texts = [_text(name / "cpuacct.usage").strip() for name in names]
-                        seconds = next((int(text) / 1e9 for text in texts if text.isdigit()), None)
-                    yield _CpuGroup(
-                        cores=min(int(limit[0]) / int(limit[1]), float(len(os.sched_getaffinity(0)))),
-                        seconds=seconds,
-                        periods=statistics.get("nr_periods", 0.0),
-                        throttled_periods=statistics.get("nr_throttled", 0.0),
-                    )
+        for folder, top, version in control_groups(self._root, "cpu"):
+            limit = text_of(folder / "cpu.max").split()
+            if version == 1:
+                limit = [text_of(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+            statistics = _counters(text_of(folder / "cpu.stat"))
+            if len(limit) == 2 and all(word.isdigit() and int(word) for word in limit):
+                seconds = statistics["usage_usec"] / 1e6 if "usage_usec" in statistics else None
+                if version == 1:  # the files of cpuacct are beside those of cpu, or in a folder of its own
+                    names = (folder, self._root / "sys/fs/cgroup/cpuacct" / folder.relative_to(top))
+                    texts = [text_of(name / "cpuacct.usage").strip() for name in names]
+                    seconds = next((int(text) / 1e9 for text in texts if text.isdigit()), None)
+                yield _CpuGroup(
+                    cores=min(int(limit[0]) / int(limit[1]), float(len(os.sched_getaffinity(0)))),
+                    seconds=seconds,
+                    periods=statistics.get("nr_periods", 0.0),
+                    throttled_periods=statistics.get("nr_throttled", 0.0),
+                )
 
     def _traffic(self, now: float) -> dict[str, float | None]:
         import psutil
@@ -143,7 +137,7 @@ class HostSampler:
     def _infiniband(self, now: float) -> dict[str, float | None]:
         ports = sorted((self._root / _INFINIBAND).glob("*/ports/*"))
         # Ports that no cable has ever connected are no network; one that has gone down is.
-        self._has_infiniband = self._has_infiniband or any("ACTIVE" in _text(port / "state") for port in ports)
+        self._has_infiniband = self._has_infiniband or any("ACTIVE" in text_of(port / "state") for port in ports)
         if not self._has_infiniband:
             return {}
         received, sent = (
@@ -175,15 +169,8 @@ def _counters(text: str) -> dict[str, float]:
 
 
 def _number(path: Path) -> float:
-    text = _text(path).strip()
+    text = text_of(path).strip()
     return float(text) if text.isdigit() else 0.0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
 
 
 # Between two writes: an append to a network file system by each node of a large cluster.

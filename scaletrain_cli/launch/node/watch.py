@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scaletrain_cli.available_memory import control_groups, text_of
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
@@ -59,6 +60,7 @@ _PASSED_ON = (
     ExitCode.DO_NOT_REQUEUE,
 )
 _OOM_FIELD = "oom_kill"
+_OOM_FILES = {2: "memory.events", 1: "memory.oom_control"}  # by the version of control groups
 _ABORTS = ("SIGABRT", "SIGBUS", "SIGSEGV")  # NCCL's watchdog, a library's assertion, memory that went away
 _CODES_OF_STATES = {"T": "rank-stopped", "t": "rank-traced", "D": "rank-in-kernel", "R": "rank-busy"}
 logger = logging.getLogger(__name__)
@@ -69,30 +71,16 @@ def memory_kills(root: Path = Path("/")) -> int | None:
 
     The count starts with the memory cgroup, so only a difference means anything.
     """
-    for path in _memory_counters(root):
+    # This process's own cgroup first. In a container its path may be the host's and mean nothing here.
+    counters = [folder / _OOM_FILES[version] for folder, _, version in control_groups(root, "memory")]
+    for path in (*counters, root / "proc/vmstat"):
         try:
-            fields = dict(line.split()[:2] for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-        except (OSError, ValueError):
+            fields = dict(line.split()[:2] for line in text_of(path).splitlines() if line.strip())
+        except ValueError:
             continue
         if _OOM_FIELD in fields:
             return int(fields[_OOM_FIELD])
     return None
-
-
-def _memory_counters(root: Path) -> Iterator[Path]:
-    """Yield this process's own cgroup first. In a container its path may be the host's and mean nothing here."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for folder in (path.strip("/"), ""):
-            if controllers == "":
-                yield root / "sys/fs/cgroup" / folder / "memory.events"
-            elif "memory" in controllers.split(","):
-                yield root / "sys/fs/cgroup/memory" / folder / "memory.oom_control"
-    yield root / "proc/vmstat"
 
 
 def observed_failure(
