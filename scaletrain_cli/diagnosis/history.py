@@ -191,7 +191,7 @@ def kept_step(event: Mapping[str, Any]) -> int:
 
 
 def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -> History:
-    trained = [step for step in sorted(by_step) if _number(by_step[step].get("loss")) is not None]
+    trained = [step for step in sorted(by_step) if number_in(by_step[step].get("loss")) is not None]
     names = {name for step in trained for name in by_step[step] if name in COLUMNS or name.startswith(SOURCE_LOSS)}
     columns = {name: array("d", [_or_nan(by_step[step].get(name)) for step in trained]) for name in names}
     found = [_validation(step, by_step[step]) for step in sorted(by_step)]
@@ -200,20 +200,21 @@ def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -
 
 
 def _validation(step: int, row: Mapping[str, Any]) -> Validation | None:
-    loss = _number(row.get(VALIDATION_LOSS))
+    loss = number_in(row.get(VALIDATION_LOSS))
     if loss is None:
         return None
     prefix = f"{VALIDATION_LOSS}/"
     sources = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
-    known = {name: number for name, value in sources.items() if (number := _number(value)) is not None}
-    samples = (_number(row.get(f"validation_{name}")) for name in ("sequences", "images", "pairs"))
+    known = {name: number for name, value in sources.items() if (number := number_in(value)) is not None}
+    samples = (number_in(row.get(f"validation_{name}")) for name in ("sequences", "images", "pairs"))
     return Validation(step, loss, next((count for count in samples if count is not None), 0.0), known)
 
 
-def _number(value: Any) -> float | None:
+def number_in(value: Any) -> float | None:
+    """Return a value of a JSON document as a number; None if it is none."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _or_nan(value: Any) -> float:
-    number = _number(value)
+    number = number_in(value)
     return math.nan if number is None else number

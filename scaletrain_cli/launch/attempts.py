@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -276,9 +276,12 @@ def _write(run: RunDir, attempt: AttemptRecord) -> None:
     write_document(run.attempt(attempt.number) / "attempt.json", dataclasses.asdict(attempt))
 
 
-def request_growth(run: RunDir, attempt: int, why: Reason) -> None:
+StopCause = Literal["growth", "idle"]  # to restart on more nodes; because the ranks do nothing
+
+
+def request_stop(run: RunDir, attempt: int, cause: StopCause, why: Reason) -> None:
     """Record that the attempt is asked to stop. Raises OSError."""
-    write_document(run.attempt(attempt) / "growth.json", {"time": time.time(), **why.to_document()})
+    write_document(run.attempt(attempt) / f"{cause}.json", {"time": time.time(), **why.to_document()})
 
 
 def withdraw_growth(run: RunDir, attempt: int) -> None:
@@ -286,9 +289,9 @@ def withdraw_growth(run: RunDir, attempt: int) -> None:
     (run.attempt(attempt) / "growth.json").unlink(missing_ok=True)
 
 
-def read_growth_request(run: RunDir, attempt: int) -> Reason | None:
+def read_stop_request(run: RunDir, attempt: int, cause: StopCause) -> Reason | None:
     """Return why the attempt was asked to stop; None if it was not."""
-    data = read_document(run.attempt(attempt) / "growth.json")
+    data = read_document(run.attempt(attempt) / f"{cause}.json")
     return None if data is None else reason_from(data)
 
 
@@ -311,14 +314,3 @@ def growth_requests(run: RunDir) -> list[GrowthRequest]:
                 before = typed(int | None, data.get("params", {}).get("before"))
                 found.append(GrowthRequest(number, typed(float, data["time"]), before))
     return found
-
-
-def request_idle_end(run: RunDir, attempt: int, why: Reason) -> None:
-    """Record that the attempt is to end because it does nothing. Raises OSError."""
-    write_document(run.attempt(attempt) / "idle.json", {"time": time.time(), **why.to_document()})
-
-
-def read_idle_request(run: RunDir, attempt: int) -> Reason | None:
-    """Return why the attempt is to end; None if it does something, as far as is known."""
-    data = read_document(run.attempt(attempt) / "idle.json")
-    return None if data is None else reason_from(data)

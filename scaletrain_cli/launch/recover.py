@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts, read_idle_request
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts, read_stop_request
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason
@@ -83,7 +83,7 @@ def _is_lost(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | Non
             return job.exit_code == ExitCode.WRONG_NODES
         return bool(job.id) and not job.forgotten and scheduler.was_taken_away(run, job, None)
     if last.ended is None:
-        if read_idle_request(run, last.number) is not None:
+        if read_stop_request(run, last.number, "idle") is not None:
             return False
         end = unreported_end(run, record, last, job).exit_reason
         # Also of a job that its owner deleted, the ranks report an end as in a preemption.

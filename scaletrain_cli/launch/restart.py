@@ -20,8 +20,7 @@ from scaletrain_cli.launch.attempts import (
     end_attempt,
     read_attempt,
     read_attempts,
-    read_growth_request,
-    read_idle_request,
+    read_stop_request,
     revise_decision,
     with_outcome,
 )
@@ -246,13 +245,16 @@ def conclude_attempt(
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
     if stop_reason is not None and outcome.lost and not down:
         outcome = ended_with_its_job(outcome)
-    if outcome.reason in _ENDS_OF_IDLE and (idle := read_idle_request(run, number)) is not None:
+    if outcome.reason in _ENDS_OF_IDLE and (idle := read_stop_request(run, number, "idle")) is not None:
         outcome = _ended_idle(outcome, idle)
     elif outcome.reason in ("preempted", "out-of-grace") and time_is_up():
         outcome = dataclasses.replace(
             outcome, reason="time-limit", why=Reason("launch.out-of-time", {"end": outcome.why})
         )
-    elif outcome.reason in ("preempted", "out-of-grace") and (asked := read_growth_request(run, number)) is not None:
+    elif (
+        outcome.reason in ("preempted", "out-of-grace")
+        and (asked := read_stop_request(run, number, "growth")) is not None
+    ):
         outcome = dataclasses.replace(outcome, reason="resize", why=asked)
     if stop_reason is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
         decision = Decision.because(False, outcome.exit_code, stop_reason, left_to_scheduler=True)

@@ -36,7 +36,7 @@ from scaletrain_cli.mirror.history import HistoryWriter
 from scaletrain_cli.mirror.stores import LocalFileError, MirrorStore, Throttle
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import MANIFEST, Checkpoint, committed_folders, list_checkpoints
-from scaletrain_cli.rundir.journal import invalidated_steps, read_events, record_event
+from scaletrain_cli.rundir.journal import invalidated_steps, read_events, record_event, size_here
 from scaletrain_cli.rundir.mirror_state import MirrorState, mark_superseded, read_mirror_state, write_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
@@ -140,7 +140,7 @@ class Mirror:
         if changed:
             self._retain()
         self._seen = seen
-        if is_last or (is_due and self._size_of_events() != self._events_size):
+        if is_last or (is_due and size_here(self._run.events) != self._events_size):
             self._write_history()
         return True
 
@@ -306,15 +306,9 @@ class Mirror:
 
     def _write_history(self) -> None:
         assert self._history is not None
-        size = self._size_of_events()
+        size = size_here(self._run.events)
         self._history.write()
         self._events_size = size
-
-    def _size_of_events(self) -> int:
-        try:
-            return self._run.events.stat().st_size
-        except OSError:
-            return 0
 
     def _newest_step(self) -> int | None:
         return max((each.step for each in list_checkpoints(self._folder)), default=None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from scaletrain_cli.diagnosis.history import kept_step, metrics_place
+from scaletrain_cli.diagnosis.history import kept_step, metrics_place, number_in
 from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.evaluations import measures_in
 from scaletrain_cli.safe_files import open_to_read
@@ -171,12 +171,12 @@ def _validation(row: _Row) -> dict[str, Any]:
     prefix = f"{_VALIDATION_LOSS}/"
     return {
         "step": row.step,
-        "time": _number(row.values.get("time")),
-        "loss": _number(row.values.get(_VALIDATION_LOSS)),
+        "time": number_in(row.values.get("time")),
+        "loss": number_in(row.values.get(_VALIDATION_LOSS)),
         "sources": {
-            key.removeprefix(prefix): _number(value) for key, value in row.values.items() if key.startswith(prefix)
+            key.removeprefix(prefix): number_in(value) for key, value in row.values.items() if key.startswith(prefix)
         },
-        "measures": {key: _number(value) for key, value in measures_in(row.values).items()},
+        "measures": {key: number_in(value) for key, value in measures_in(row.values).items()},
     }
 
 
@@ -184,7 +184,7 @@ def _names(rows: Sequence[_Row]) -> list[str]:
     """Return the names of the columns that have a number in some row."""
     few = rows[:: max(1, len(rows) // 2000)]
     sources = sorted({key for row in few for key in row.values if key.startswith(_SOURCE_LOSS)})
-    return [name for name in (*COLUMNS, *sources) if any(_number(row.values.get(name)) is not None for row in few)]
+    return [name for name in (*COLUMNS, *sources) if any(number_in(row.values.get(name)) is not None for row in few)]
 
 
 def _latest(rows: Sequence[_Row]) -> list[_Row]:
@@ -207,7 +207,7 @@ def _table(rows: Sequence[_Row], names: Sequence[str], most_bins: int) -> dict[s
         lows: list[float | None] = []
         highs: list[float | None] = []
         for group in bins:
-            values = [(value, row.chosen) for row in group if (value := _number(row.values.get(name))) is not None]
+            values = [(value, row.chosen) for row in group if (value := number_in(row.values.get(name))) is not None]
             usual = [value for value, chosen in values if not chosen] or [value for value, _ in values]
             means.append(_short(math.fsum(usual) / len(usual)) if usual else None)
             lows.append(_short(min(value for value, _ in values)) if values else None)
@@ -216,7 +216,7 @@ def _table(rows: Sequence[_Row], names: Sequence[str], most_bins: int) -> dict[s
     middle = [group[len(group) // 2] for group in bins]
     return {
         "step": [group[-1].step for group in bins],
-        "time": [_number(row.values.get("time")) for row in middle],
+        "time": [number_in(row.values.get("time")) for row in middle],
         "attempt": [row.values.get("attempt") if type(row.values.get("attempt")) is int else None for row in middle],
         "columns": columns,
     }
@@ -230,10 +230,6 @@ def _bins(rows: Sequence[_Row], most: int) -> list[list[_Row]]:
     for row in rows:
         bins[(row.step - first) * most // (last - first + 1)].append(row)
     return [group for group in bins if group]
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _short(value: float) -> float:

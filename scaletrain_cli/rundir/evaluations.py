@@ -77,10 +77,13 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
 
 
 def forget_newer(run: RunDir, step: int) -> None:
-    """Remove the evaluations of later steps than ``step``, whose checkpoints were rolled back."""
+    """Remove the evaluations and validations of later steps than ``step``, which were rolled back."""
     for evaluation in read_evaluations(run):
         if evaluation.step > step:
             evaluation_path(run, evaluation.step).unlink(missing_ok=True)
+    for validation in read_validations(run):
+        if validation.step > step:
+            validation_path(run, validation.step).unlink(missing_ok=True)
 
 
 def log_evaluation(run: RunDir, evaluation: Evaluation) -> None:
@@ -182,10 +185,3 @@ def read_validation(run: RunDir, step: int) -> Validation | None:
 def read_validations(run: RunDir) -> list[Validation]:
     """Return all validations with a file, by step, without files that are damaged."""
     return undamaged_in(Validation, run.path / "evaluations", _VALIDATION_FILE)
-
-
-def forget_newer_validations(run: RunDir, step: int) -> None:
-    """Remove the files of later steps than ``step``, which were rolled back."""
-    for validation in read_validations(run):
-        if validation.step > step:
-            validation_path(run, validation.step).unlink(missing_ok=True)

@@ -134,6 +134,14 @@ def record_event(run: RunDir, event: str, **details: Any) -> None:
     append_line(run.events, {"time": round(time.time(), 3), "event": event, **details, **place})
 
 
+def size_here(path: Path) -> int:
+    """Return the bytes of a file that this host writes; 0 where it cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def file_size(path: Path) -> int:
     """Return the bytes of a file that another host may write; 0 if it does not exist."""
     try:

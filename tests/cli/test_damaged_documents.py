@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.attempts import request_growth, request_idle_end
+from scaletrain_cli.launch.attempts import request_stop
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.launch.status import DAMAGED, RunStatus, run_statuses
 from scaletrain_cli.reasons import recorded
@@ -64,8 +64,8 @@ def add_documents(run: RunDir) -> None:
     write_failure(run, 1, "rank-00000", Failure(0, "crash", "it was so", 1))
     write_mirror_state(run, MirrorState("/mirror", 1, 1.7e9, [2], 2, 1.7e9))
     mark_restored(run, "")
-    request_growth(run, 1, recorded("more nodes are free"))
-    request_idle_end(run, 1, recorded("it does nothing"))
+    request_stop(run, 1, "growth", recorded("more nodes are free"))
+    request_stop(run, 1, "idle", recorded("it does nothing"))
     mark_diagnosis(run, 1, is_over=True)
     write_evaluation(run, Evaluation(2, "r1", "done", 1.7e9, {"task/acc": 0.5}))
     write_validation(run, 2, {"top1": 0.5}, {"classes": [{"class": "a", "samples": 1, "top1": 0.5}]})

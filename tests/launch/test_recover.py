@@ -14,7 +14,7 @@ import pytest
 
 from scaletrain_cli.cli.status import wait_for_end as wait_in_command
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
-from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, request_idle_end
+from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, request_stop
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, read_supervisor
 from scaletrain_cli.launch.backends.slurm import queue
@@ -165,7 +165,7 @@ def test_how_the_job_before_ended_does_not_make_the_resumed_one_lost(
 
 def test_a_run_that_is_ended_as_idle_is_not_lost_although_its_end_was_not_reported(make_run: MakeRun) -> None:
     made = ended(make_run(), None, None)
-    request_idle_end(made.run, 1, Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"}))
+    request_stop(made.run, 1, "idle", Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"}))
     assert why_lost(made.run, made.record, GONE, SLURM) is None
 
 

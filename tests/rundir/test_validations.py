@@ -11,7 +11,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.evaluations import (
     Evaluation,
     best_step,
-    forget_newer_validations,
+    forget_newer,
     measures_in,
     read_evaluations,
     read_validation,
@@ -81,7 +81,7 @@ def test_damaged_files_are_passed_over_and_undone_steps_forgotten(run: RunDir) -
     with pytest.raises(UsageError, match="is damaged"):
         read_validation(run, 10)
     assert [one.step for one in read_validations(run)] == [20, 30]
-    forget_newer_validations(run, 20)
+    forget_newer(run, 20)
     assert [one.step for one in read_validations(run)] == [20]
 
 

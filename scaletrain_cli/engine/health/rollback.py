@@ -20,7 +20,7 @@ from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import json_number
-from scaletrain_cli.rundir.evaluations import forget_newer, forget_newer_validations
+from scaletrain_cli.rundir.evaluations import forget_newer
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -169,7 +169,6 @@ class GuardActions:
         if self.ranks.rank == 0:
             self.checkpointer.delete_newer(target.step)
             forget_newer(self.run, target.step)
-            forget_newer_validations(self.run, target.step)
             metrics.flush()  # the event records where these lines end in the file
             record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
             log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)

@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scaletrain_cli.launch.attempts import read_idle_request, request_idle_end
+from scaletrain_cli.launch.attempts import read_stop_request, request_stop
 from scaletrain_cli.launch.node.heartbeats import LastBeat
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import parse_json, write_document
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.journal import record_event, size_here
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import ClusterSpec
@@ -182,7 +181,7 @@ class IdleWatch:
 
     def _request(self) -> Reason | None:
         with contextlib.suppress(OSError):
-            return read_idle_request(self.run, self.attempt)
+            return read_stop_request(self.run, self.attempt, "idle")
         return None
 
     def _end_window(self, now: float, beats: Mapping[int, LastBeat], own_pids: Collection[int]) -> None:
@@ -212,10 +211,7 @@ class IdleWatch:
 
     def _size_of_metrics(self) -> int:
         """Return the bytes of metrics.jsonl, to which the first rank or the user's program adds steps."""
-        try:
-            return os.stat(self.run.metrics).st_size if self.node_rank == 0 else 0
-        except OSError:
-            return 0
+        return size_here(self.run.metrics) if self.node_rank == 0 else 0
 
     # ---- between the nodes ------------------------------------------------------------------------------------------
 
@@ -237,7 +233,7 @@ class IdleWatch:
         if seconds >= self.timeout_seconds and self._request() is None:
             why = Reason("launch.ended-idle", {"seconds": round(seconds), "what": self._what})
             try:
-                request_idle_end(self.run, self.attempt, why)  # first: without it the end would be a preemption
+                request_stop(self.run, self.attempt, "idle", why)  # first: without it the end would be a preemption
             except OSError as error:
                 logger.warning("the run is idle, and its end cannot be recorded: %s", error)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import HelperProcess, next_signal
 from scaletrain_cli.own_processes import python_command
+from scaletrain_cli.rundir.journal import size_here
 from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -44,7 +45,7 @@ class Observer(HelperProcess):
     _started: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._size_before = self._metrics_size()
+        self._size_before = size_here(self.run.metrics)
 
     def start_if_due(self) -> None:
         """Start the process if the attempt is old enough and is measured. Called about every second."""
@@ -78,13 +79,7 @@ class Observer(HelperProcess):
         self.launch(python_command(_MODULE, *words), "the run is not diagnosed while it trains")
 
     def _has_trained(self) -> bool:
-        return self._metrics_size() > self._size_before
-
-    def _metrics_size(self) -> int:
-        try:
-            return os.stat(self.run.metrics).st_size
-        except OSError:
-            return 0
+        return size_here(self.run.metrics) > self._size_before
 
 
 MODULE = "scaletrain_cli.launch.mirroring"

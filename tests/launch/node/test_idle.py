@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import ExitCode, SpecError
-from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, read_idle_request, request_idle_end
+from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, read_stop_request, request_stop
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import exit_code_for
 from scaletrain_cli.launch.backends.kubernetes.termination_message import (
@@ -218,7 +218,7 @@ def test_all_nodes_must_be_idle_and_each_gets_the_request(make_run: MakeRun) -> 
     assert first.names() == ["idle", "idle-over"]
     second.processes.cpu_seconds = 0.0
     ended = [(second.passes(60), first.passes(60)) for _ in range(22)]
-    assert ended[-1] == (read_idle_request(made.run, 1),) * 2
+    assert ended[-1] == (read_stop_request(made.run, 1, "idle"),) * 2
     assert ended[-1][0] is not None
 
 
@@ -269,7 +269,7 @@ def test_an_idle_run_ends_with_75_and_is_not_requeued_however_its_ranks_end(
     made = make_run("cluster.gpus_per_node=1")
     end_of_rank(made, exit_code, killed=killed)
     asked = Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"})
-    request_idle_end(made.run, 1, asked)
+    request_stop(made.run, 1, "idle", asked)
     decision = conclude_attempt(made.run, made.record, 1, first_attempt=1, time_is_up=lambda: True)
     assert (decision.requeue, decision.exit_code, decision.code) == (False, 75, "launch.stop-idle")
     ended = read_attempts(made.run)[-1]
@@ -280,7 +280,7 @@ def test_an_idle_run_ends_with_75_and_is_not_requeued_however_its_ranks_end(
 def test_a_finished_run_stays_finished_and_a_preemption_a_preemption(make_run: MakeRun) -> None:
     made = make_run("cluster.gpus_per_node=1")
     end_of_rank(made, 0)
-    request_idle_end(made.run, 1, Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"}))
+    request_stop(made.run, 1, "idle", Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"}))
     assert conclude_attempt(made.run, made.record, 1, first_attempt=1).code == "launch.stop-done"
     other = make_run("cluster.gpus_per_node=1", run_id="other")
     end_of_rank(other, 75)
@@ -306,7 +306,7 @@ def test_kubernetes_restarts_no_idle_gang_and_shows_its_end_without_its_volume(m
 def test_secrets_of_an_idle_run_are_removed(make_run: MakeRun) -> None:
     made = make_run("cluster.gpus_per_node=1")
     end_of_rank(made, 75)
-    request_idle_end(made.run, 1, Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"}))
+    request_stop(made.run, 1, "idle", Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"}))
     made.run.secrets.write_text("{}")
     conclude_run(made.run, conclude_attempt(made.run, made.record, 1, first_attempt=1))
     assert not made.run.secrets.exists()
@@ -377,7 +377,7 @@ def test_a_program_that_ends_with_0_when_it_is_asked_to_has_not_finished(
     made = make_run("cluster.idle_timeout=10s", f"code.command={json.dumps([sys.executable, '-c', server])}")
     agent = start_agent(made)
     assert agent.wait() == ExitCode.PREEMPTED
-    assert read_idle_request(made.run, 1) is not None
+    assert read_stop_request(made.run, 1, "idle") is not None
 
 
 @pytest.mark.process
@@ -393,7 +393,7 @@ def test_unused_gpus_of_a_program_without_heartbeats_end_it_also_without_telemet
     )
     agent = start_agent(made, found)
     assert agent.wait() == ExitCode.PREEMPTED
-    why = read_idle_request(made.run, 1)
+    why = read_stop_request(made.run, 1, "idle")
     assert why is not None
     assert why.params["what"] == "GPUs"
     assert not list((made.run.attempt(1) / "telemetry").glob("*"))

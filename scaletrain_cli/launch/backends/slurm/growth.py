@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
-from scaletrain_cli.launch.attempts import growth_requests, read_attempt, read_attempts, request_growth, withdraw_growth
+from scaletrain_cli.launch.attempts import growth_requests, read_attempt, read_attempts, request_stop, withdraw_growth
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, exclude_option, exclusion_for, has_gpus, query_site
@@ -177,7 +177,7 @@ class GrowthWatch:
         now = self.record.spec.cluster.nodes
         params = {"nodes": found.nodes, "before": now, "cost": found.cost_seconds, "gain": found.gain_seconds}
         why = Reason("launch.asked-to-grow", params)
-        request_growth(self.run, self.attempt, why)
+        request_stop(self.run, self.attempt, "growth", why)
         try:
             call_slurm(
                 ["scancel", "--signal=USR1", self.environment["SLURM_JOB_ID"]]

@@ -16,8 +16,8 @@ from scaletrain_cli.launch.attempts import (
     begin_attempt,
     growth_requests,
     read_attempt,
-    read_growth_request,
-    request_growth,
+    read_stop_request,
+    request_stop,
 )
 from scaletrain_cli.launch.backends.slurm import growth, job
 from scaletrain_cli.launch.backends.slurm.growth import GrowthWatch, growths_in_vain, read_idle_nodes, waiting_jobs
@@ -174,7 +174,7 @@ def test_the_end_of_an_attempt_that_was_asked_to_grow_is_a_resize_and_no_preempt
         node = NodeRecord(f"node-{rank:04d}-{name}", name, rank, 1, 1, 0.0, ended=1.0, exit_code=75)
         write_node_record(made.run, 1, node)
     params = {"nodes": 4, "before": 2, "cost": 30.0, "gain": 900.0}
-    request_growth(made.run, 1, Reason("launch.asked-to-grow", params))
+    request_stop(made.run, 1, "growth", Reason("launch.asked-to-grow", params))
     capfd.readouterr()
     assert say(made, "end", "--attempt=1", "--srun-exit-code=75") == 75
     assert capfd.readouterr().out == "requeue\n"
@@ -256,7 +256,7 @@ def test_ranks_are_asked_to_stop_once_nodes_are_idle_and_a_checkpoint_is_committ
     monkeypatch.setattr(growth, "call_slurm", slurm)
     watch.until_requested()
     assert watch.run.save_file.exists(), "a checkpoint was requested, not waited for"
-    why = read_growth_request(watch.run, 1)
+    why = read_stop_request(watch.run, 1, "growth")
     assert why is not None
     assert (why.code, why.params["nodes"], why.params["before"]) == ("launch.asked-to-grow", 4, 2)
     programs = [call.split()[0] for call in slurm.calls]
@@ -313,11 +313,11 @@ def test_a_request_is_withdrawn_if_the_ranks_cannot_be_signaled(
     monkeypatch.setattr(growth, "call_slurm", Slurm(answers(scancel="fails")))
     with pytest.raises(SchedulerError, match="Slurm refuses"):
         watch._request()
-    assert read_growth_request(watch.run, 1) is None
+    assert read_stop_request(watch.run, 1, "growth") is None
 
 
 def test_a_run_that_has_just_grown_is_not_stopped_again(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    request_growth(watch.run, 1, Reason("launch.asked-to-grow", {}))
+    request_stop(watch.run, 1, "growth", Reason("launch.asked-to-grow", {}))
     assert growth_requests(watch.run)[-1].time == pytest.approx(time.time(), abs=60)
     monkeypatch.setattr(growth, "call_slurm", Slurm({}))  # which answers nothing
     lives = iter([True] * 3)
@@ -354,7 +354,7 @@ def test_each_restart_that_brought_no_more_nodes_doubles_the_time_until_the_next
     run, spec = watch.run, watch.record.spec
     params = {"nodes": 4, "before": 2, "cost": 30.0, "gain": 900.0}
     for attempt in (1, 2):
-        request_growth(run, attempt, Reason("launch.asked-to-grow", params))
+        request_stop(run, attempt, "growth", Reason("launch.asked-to-grow", params))
         begin_attempt(run, spec, scheduler="slurm", job_id="42", nodes=("n1", "n2"), revision=1)
     assert growths_in_vain(run) == 2
     asked = growth_requests(run)[-1].time
@@ -369,9 +369,9 @@ def test_each_restart_that_brought_no_more_nodes_doubles_the_time_until_the_next
     monkeypatch.setattr(time, "time", lambda: asked + 4 * 3600 + 1)
     watch.until_requested()
     assert slurm.calls, "the watch looks again after four hours"
-    request_growth(run, 3, Reason("launch.asked-to-grow", params))
+    request_stop(run, 3, "growth", Reason("launch.asked-to-grow", params))
     begin_attempt(run, spec, scheduler="slurm", job_id="42", nodes=("n1", "n2", "n3", "n4"), revision=2)
     assert growths_in_vain(run) == 0
-    request_growth(run, 4, Reason("launch.asked-to-grow", params | {"before": 4}))
+    request_stop(run, 4, "growth", Reason("launch.asked-to-grow", params | {"before": 4}))
     begin_attempt(run, spec, scheduler="slurm", job_id="43", nodes=("n1", "n2"), revision=3)
     assert growths_in_vain(run) == 0, "another job may be under other limits"
