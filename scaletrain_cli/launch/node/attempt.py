@@ -44,9 +44,8 @@ from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, program_comm
 from scaletrain_cli.launch.node.record import (
     NodeRecord,
     RankRecord,
-    announce_end,
-    announce_failure,
-    has_ended,
+    announce,
+    is_announced,
     read_node_records,
     write_node_record,
 )
@@ -214,10 +213,10 @@ def _wait_for_other_nodes(run: RunDir, options: AgentOptions, nodes: int) -> Non
     """
     until = time.monotonic() + _TOGETHER_SECONDS
     with contextlib.suppress(ScaletrainError, OSError):
-        while nodes > 1 and not has_ended(run, options.attempt) and time.monotonic() < until:
+        while nodes > 1 and not is_announced(run, options.attempt, "ended") and time.monotonic() < until:
             records = read_node_records(run, options.attempt) if options.node_rank == 0 else []
             if sum(node.ended is not None for node in records) >= nodes:
-                announce_end(run, options.attempt)
+                announce(run, options.attempt, "ended")
             elif next_signal((signal.SIGTERM, signal.SIGINT), _TOGETHER_POLL_SECONDS) is not None:
                 return
 
@@ -280,7 +279,7 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
 
 def _record_failed_start(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
     write_failure(run, attempt, node.node, failure)
-    announce_failure(run, attempt)
+    announce(run, attempt, "failed")
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 

@@ -27,7 +27,7 @@ from scaletrain_cli.launch.exit_classification import OF_THE_CACHE
 from scaletrain_cli.launch.hub_fetch import MEASURES_ONLY, ONLY, FetchProgress, FetchStopped, environment_here, fetch
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import next_signal
-from scaletrain_cli.launch.node.record import has_failed
+from scaletrain_cli.launch.node.record import is_announced
 from scaletrain_cli.launch.shared_folder import is_of_one_machine
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -155,7 +155,7 @@ class _Stop:
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
-        if self._run.is_cancelled or has_failed(self._run, self._attempt):
+        if self._run.is_cancelled or is_announced(self._run, self._attempt, "failed"):
             return self._decide_to_stop()
         return decision(self._folder) == _STOPPED
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from dataclasses import dataclass
+from typing import Literal
 
 from scaletrain_cli.launch.node.processes import ProcessIdentity
 from scaletrain_cli.rundir.documents import documents_in, read_as, write_document
@@ -74,31 +75,15 @@ def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     return sorted(filter(None, found), key=lambda record: record.node_rank)
 
 
-def announce_failure(run: RunDir, attempt: int) -> None:
-    """Inform the agents of the other nodes that this attempt has failed. Raises OSError."""
-    touch(run.attempt(attempt) / "failed")
+# The attempt has failed; the ranks of a node hang, and all agents look for the hung one; all nodes have ended.
+Mark = Literal["failed", "hung", "ended"]
 
 
-def has_failed(run: RunDir, attempt: int) -> bool:
-    """Return whether an agent has announced a failure."""
-    return (run.attempt(attempt) / "failed").exists()
+def announce(run: RunDir, attempt: int, mark: Mark) -> None:
+    """Inform the agents of the other nodes. Raises OSError."""
+    touch(run.attempt(attempt) / mark)
 
 
-def announce_hang(run: RunDir, attempt: int) -> None:
-    """Have the agents of all nodes find the hung rank. Raises OSError."""
-    touch(run.attempt(attempt) / "hung")
-
-
-def is_hung(run: RunDir, attempt: int) -> bool:
-    """Return whether an agent has reported that its ranks hang."""
-    return (run.attempt(attempt) / "hung").exists()
-
-
-def announce_end(run: RunDir, attempt: int) -> None:
-    """Inform the agents of the other nodes that all nodes have ended. Raises OSError."""
-    touch(run.attempt(attempt) / "ended")
-
-
-def has_ended(run: RunDir, attempt: int) -> bool:
-    """Return whether the first node has announced that all nodes have ended."""
-    return (run.attempt(attempt) / "ended").exists()
+def is_announced(run: RunDir, attempt: int, mark: Mark) -> bool:
+    """Return whether an agent has announced this."""
+    return (run.attempt(attempt) / mark).exists()

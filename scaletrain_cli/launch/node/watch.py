@@ -30,7 +30,7 @@ from scaletrain_cli.launch.node.processes import (
     reap,
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
-from scaletrain_cli.launch.node.record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
+from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
@@ -285,9 +285,9 @@ class Watch:
         hung = None if self.preempted else self._stopped_rank()
         if hung is None and not self.preempted:
             hung = hung_rank(beats, time.monotonic())
-        if hung is not None or is_hung(self.run, self.options.attempt):
+        if hung is not None or is_announced(self.run, self.options.attempt, "hung"):
             self._end_hung_ranks(hung)
-        elif has_failed(self.run, self.options.attempt):
+        elif is_announced(self.run, self.options.attempt, "failed"):
             self._end_remaining("another node failed")
 
     def _stopped_rank(self) -> int | None:
@@ -299,7 +299,7 @@ class Watch:
         """Record the rank that causes the hang, and kill all: in a hung collective no rank can save a checkpoint."""
         attempt = self.options.attempt
         with _logging_disk_errors("the hang could not be announced"):
-            announce_hang(self.run, attempt)  # first, so that other nodes collect the stacks of the same moment
+            announce(self.run, attempt, "hung")  # first, so that other nodes collect the stacks of the same moment
         views = collect_stacks(self.local_ranks, self.run.attempt(attempt) / "stacks")
         suspect = find_suspect(views, self.cluster.nodes > 1)
         silent = max((view.silent_seconds for view in views), default=0.0)
@@ -314,7 +314,7 @@ class Watch:
             write_failure(self.run, attempt, self.node, failure)
             found = {"node": self.options.node_name, "rank": suspect.rank, "message": failure.message}
             record_event(self.run, "hang", attempt=attempt, **found)
-            announce_failure(self.run, attempt)
+            announce(self.run, attempt, "failed")
 
     def _forward(self, signum: int) -> None:
         """Pass a signal on to the ranks; the grace period begins with the first one."""
@@ -347,7 +347,7 @@ class Watch:
         self._end_remaining(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
         # Otherwise the other nodes would wait in a collective until their watchdog ends them.
         with _logging_disk_errors("the failure could not be announced to the other nodes"):
-            announce_failure(self.run, self.options.attempt)
+            announce(self.run, self.options.attempt, "failed")
 
     def _meaning(self, exit_code: int) -> int:
         """Return 75 for a program that a preemption ended, whatever its exit code, unless a retry cannot help.

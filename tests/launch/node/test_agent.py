@@ -15,7 +15,7 @@ import pytest
 from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
 from scaletrain_cli.launch.node.options import parse_options
-from scaletrain_cli.launch.node.record import RankRecord, has_ended, read_node_records
+from scaletrain_cli.launch.node.record import RankRecord, is_announced, read_node_records
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import add_revision
 from scaletrain_cli.telemetry.run import node_file, read_telemetry, telemetry_folder
@@ -290,7 +290,7 @@ def test_agents_that_end_together_wait_for_the_node_that_ends_last(make_run: Mak
     assert (agents[0].node.ended, agents[1].process.poll()) == (None, None)
     (made.run.path / "go").touch()
     assert [agent.wait() for agent in agents] == [0, 0]
-    assert has_ended(made.run, 1)
+    assert is_announced(made.run, 1, "ended")
 
 
 def test_an_agent_that_waits_for_the_others_ends_on_a_signal(make_run: MakeRun, start_agent: StartAgent) -> None:

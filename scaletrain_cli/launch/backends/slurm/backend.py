@@ -271,22 +271,18 @@ class SlurmBackend(Backend):
 
     def resource_problems(self, view: View) -> Iterator[Problem]:
         """Yield missing files of ``activate`` and ``container``, where their file system is visible here."""
-
-        def problem(key: str, reason: Reason, given: str) -> Problem:
-            return Problem.because(view.spec.where(key), key, reason, given)
-
         slurm, container = view.spec.cluster.slurm, view.spec.cluster.slurm.container
         if slurm.activate is not None and is_missing(slurm.activate):
-            yield problem("cluster.slurm.activate", Reason("slurm.no-activate-script"), slurm.activate)
+            yield view.problem("cluster.slurm.activate", Reason("slurm.no-activate-script"), slurm.activate)
         if container is None:
             return
         if container.image.startswith("/") and is_missing(container.image):
-            yield problem("cluster.slurm.container.image", Reason("slurm.no-image"), container.image)
+            yield view.problem("cluster.slurm.container.image", Reason("slurm.no-image"), container.image)
         for index, mount in enumerate(container.mounts):
             source = mount.partition(":")[0]
             if is_missing(source):
                 why = Reason("slurm.no-mount-source", {"source": source})
-                yield problem(f"cluster.slurm.container.mounts.{index}", why, mount)
+                yield view.problem(f"cluster.slurm.container.mounts.{index}", why, mount)
 
     def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
         """Return srun for a step that shares the resources of the running one, its devices too (Slurm 22.05)."""
