@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.diagnosis.curves import median, noise, smoothed
-from scaletrain_cli.diagnosis.findings import Change
+from scaletrain_cli.diagnosis.findings import Cause, Change
 from scaletrain_cli.diagnosis.history import History, read_history
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.documents import undamaged_document
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events
@@ -171,10 +173,19 @@ class Case:
         is_plain = isinstance(value, str | int | float | bool | list)
         return Change(key, place_of(key, self.spec_lines), value if is_plain else None, to)
 
-    def lower_rate(self, diverged_at: float = math.inf) -> Change:
-        """Return a third of the peak rate, or of the rate at which the loss rose, and no more than is usual."""
+    def cause(self, code: str, key: str | None = None, to: Any = None, /, **params: Any) -> Cause:
+        """Return a likely cause, by the code of its reason, and the change of a key of the spec that removes it."""
+        return Cause(Reason(code, params), None if key is None else self.change(key, to))
+
+    def rate_too_high(self, to: float | None = None) -> Cause:
+        """Return the cause that the learning rate is too high. ``to``: a better one, such as ``lower_rate``."""
+        return self.cause("diagnosis.cause-rate-too-high", "training.optimizer.lr", to, lr=self.peak_rate)
+
+    @property
+    def lower_rate(self) -> float:
+        """A third of the learning rate, and no more than is usual."""
         usual = _USUAL_RATES.get(self.spec.training.optimizer.name, math.inf)
-        return self.change("training.optimizer.lr", float(f"{min(usual, self.peak_rate / 3, diverged_at / 3):.1g}"))
+        return float(f"{min(usual, self.peak_rate / 3):.1g}")
 
     def events_named(self, *names: str) -> Iterator[Mapping[str, Any]]:
         """Yield the events with these names, oldest first."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median, noise, theil_sen
-from scaletrain_cli.diagnosis.findings import Cause, Finding
+from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.diagnosis.history import SOURCE_LOSS
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
@@ -61,13 +61,12 @@ def overfitting(case: Case) -> Iterator[Finding]:
         "step": validations[-1].step,
         "training": curve.now,
     }
-    stop = Cause(
-        Reason("diagnosis.cause-trained-too-long", {"step": validations[best].step}),
-        case.change("training.early_stopping.patience", 3),
+    stop = case.cause(
+        "diagnosis.cause-trained-too-long", "training.early_stopping.patience", 3, step=validations[best].step
     )
-    little = Cause(Reason("diagnosis.cause-little-data"), case.change("data"))
-    decay = Cause(Reason("diagnosis.cause-little-regularization"), case.change("training.optimizer.weight_decay"))
-    keep = Cause(Reason("diagnosis.cause-keep-best"), case.change("checkpoint.keep_best", "validation_loss"))
+    little = case.cause("diagnosis.cause-little-data", "data")
+    decay = case.cause("diagnosis.cause-little-regularization", "training.optimizer.weight_decay")
+    keep = case.cause("diagnosis.cause-keep-best", "checkpoint.keep_best", "validation_loss")
     causes = (little, stop, decay) if case.spec.checkpoint.keep_best else (little, stop, keep, decay)
     yield Finding(Reason("diagnosis.overfitting", evidence), "warning", "high", causes)
 
@@ -95,8 +94,8 @@ def validation_above_training(case: Case) -> Iterator[Finding]:
     gap, training = gaps[-1]
     epochs = case.epochs_at(validations[-1].step)
     evidence = {"validation": validations[-1].loss, "training": training, "gap": gap, "step": validations[-1].step}
-    other = Cause(Reason("diagnosis.cause-other-validation-data"), case.change("data"))
-    little = Cause(Reason("diagnosis.cause-little-data"), case.change("data"))
+    other = case.cause("diagnosis.cause-other-validation-data", "data")
+    little = case.cause("diagnosis.cause-little-data", "data")
     causes = (little, other) if epochs is not None and epochs > 1 else (other, little)
     yield Finding(Reason("diagnosis.validation-far-above", evidence), "warning", "medium", causes)
 
@@ -129,12 +128,11 @@ def underfitting(case: Case) -> Iterator[Finding]:
         return
     decay = case.spec.training.optimizer.weight_decay
     evidence = {"training": curve.now, "validation": loss, "reference": reference, "step": curve.steps[-1]}
-    strong = Cause(
-        Reason("diagnosis.cause-much-regularization", {"decay": decay}),
-        case.change("training.optimizer.weight_decay", min(0.1, decay / 10)),
+    strong = case.cause(
+        "diagnosis.cause-much-regularization", "training.optimizer.weight_decay", min(0.1, decay / 10), decay=decay
     )
-    small = Cause(Reason("diagnosis.cause-small-model"), case.change("model"))
-    rate = Cause(Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}), case.change("training.optimizer.lr"))
+    small = case.cause("diagnosis.cause-small-model", "model")
+    rate = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
     causes = (strong, small, rate) if decay > _MUCH_DECAY else (small, rate, strong)
     yield Finding(Reason("diagnosis.underfitting", evidence), "warning", "low", causes)
 
@@ -163,9 +161,9 @@ def source_stands_still(case: Case) -> Iterator[Finding]:
             continue
         uninformed = case.uninformed_loss
         evidence = {"source": source, "early": early, "now": now, "others": best}
-        unlearnable = Cause(Reason("diagnosis.cause-random-source", {"source": source}), case.change("data.sources"))
-        learned = Cause(Reason("diagnosis.cause-learned-source", {"source": source}), case.change("data.sources"))
-        rare = Cause(Reason("diagnosis.cause-rare-source", {"source": source}), case.change("data.sources"))
+        unlearnable = case.cause("diagnosis.cause-random-source", "data.sources", source=source)
+        learned = case.cause("diagnosis.cause-learned-source", "data.sources", source=source)
+        rare = case.cause("diagnosis.cause-rare-source", "data.sources", source=source)
         low = uninformed is not None and now < uninformed / 4
         causes = (learned, rare) if low else (unlearnable, rare)
         yield Finding(Reason("diagnosis.source-stands-still", evidence), "warning", "medium", causes)

@@ -45,12 +45,14 @@ def slow_saves(case: Case) -> Iterator[Finding]:
     evidence = {"seconds": seconds, "planned": planned, "blocked": blocked, "share": share, "interval": interval}
     serious = (share > _SHARE or late) and blocked >= _LEAST_SECONDS
     serious |= share > _LARGE_SHARE and blocked >= _LEAST_BLOCKED_SECONDS
-    storage = Cause(
-        Reason("diagnosis.cause-slow-checkpoint-storage", {"bytes": _median(saves, "bytes"), "seconds": seconds}),
-        case.change("cluster.storage_bandwidth"),
+    storage = case.cause(
+        "diagnosis.cause-slow-checkpoint-storage",
+        "cluster.storage_bandwidth",
+        bytes=_median(saves, "bytes"),
+        seconds=seconds,
     )
-    in_front = Cause(Reason("diagnosis.cause-synchronous-saves"), case.change("checkpoint.async", True))
-    often = Cause(Reason("diagnosis.cause-frequent-saves"), case.change("checkpoint.every", "auto"))
+    in_front = case.cause("diagnosis.cause-synchronous-saves", "checkpoint.async", True)
+    often = case.cause("diagnosis.cause-frequent-saves", "checkpoint.every", "auto")
     causes = (storage, often) if case.spec.checkpoint.asynchronous else (in_front, storage, often)
     severity: Severity = "warning" if serious else "note"
     code = Reason("diagnosis.saves-slow" if slow else "diagnosis.saves-block", evidence)
@@ -106,11 +108,11 @@ def restarts(case: Case) -> Iterator[Finding]:
     evidence = {"share": share, "restarts": again, "lost_work": goodput.lost_work, "set_up": set_up}
     evidence |= {"idle": goodput.idle}
     parts = {"lost_work": goodput.lost_work, "set_up": set_up, "idle": goodput.idle}
-    first = Cause(Reason("diagnosis.cause-ends", {"reason": why, "times": times}))
+    first = case.cause("diagnosis.cause-ends", reason=why, times=times)
     by_part = {
-        "lost_work": Cause(Reason("diagnosis.cause-rare-saves"), case.change("checkpoint.every", "auto")),
-        "set_up": Cause(Reason("diagnosis.cause-long-set-up")),
-        "idle": Cause(Reason("diagnosis.cause-queue")),
+        "lost_work": case.cause("diagnosis.cause-rare-saves", "checkpoint.every", "auto"),
+        "set_up": case.cause("diagnosis.cause-long-set-up"),
+        "idle": case.cause("diagnosis.cause-queue"),
     }
     second = by_part[max(parts, key=parts.__getitem__)]
     severity: Severity = "warning" if goodput.wall > _SHORT_RUN_SECONDS else "note"
@@ -124,15 +126,15 @@ def mirror(case: Case) -> Iterator[Finding]:
         return
     has = {"to": state.to, "step": state.step or 0}
     if state.problem is not None:
-        cause = Cause(Reason("diagnosis.cause-mirror-fails", {"cause": state.problem}))
+        cause = case.cause("diagnosis.cause-mirror-fails", cause=state.problem)
         yield Finding(Reason("diagnosis.mirror-failing", has), "warning", "high", (cause,))
         return
     saves, step_seconds = list(case.events_named("checkpoint"))[-20:], recent_steps_seconds(case)
     interval_seconds = _interval(saves) * (step_seconds or 0.0)
     lag = state.lag_seconds(state.updated)
     if lag > max(_MIRROR_LAG_SECONDS, _MIRROR_INTERVALS * interval_seconds):
-        rate = Cause(Reason("diagnosis.cause-mirror-slow"), case.change("checkpoint.mirror.bandwidth"))
-        often = Cause(Reason("diagnosis.cause-mirror-often"), case.change("checkpoint.mirror.every"))
+        rate = case.cause("diagnosis.cause-mirror-slow", "checkpoint.mirror.bandwidth")
+        often = case.cause("diagnosis.cause-mirror-often", "checkpoint.mirror.every")
         code = Reason("diagnosis.mirror-behind", has | {"lag": lag, "waiting": state.waiting_step or 0})
         yield Finding(code, "warning", "high", (rate, often))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median, spikes
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Finding, Severity
 from scaletrain_cli.reasons import Reason
 
 _RECENT = 200
@@ -43,11 +43,14 @@ def always_clipped(case: Case) -> Iterator[Finding]:
     if share <= _CLIPPED_SHARE or usual <= _CLIPPED_NORMS * limit:
         return
     evidence = {"share": share, "norm": usual, "limit": limit, "steps": len(recent)}
-    low = Cause(
-        Reason("diagnosis.cause-low-clipping", {"limit": limit, "norm": usual}),
-        case.change("training.gradient_clipping", max(1.0, float(f"{2 * usual:.1g}"))),
+    low = case.cause(
+        "diagnosis.cause-low-clipping",
+        "training.gradient_clipping",
+        max(1.0, float(f"{2 * usual:.1g}")),
+        limit=limit,
+        norm=usual,
     )
-    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr"))
+    high = case.rate_too_high()
     severity: Severity = "warning" if training.optimizer.name in _SCALED_BY_CLIPPING else "note"
     causes = (high, low) if usual > _HIGH_NORM else (low,)
     yield Finding(Reason("diagnosis.always-clipped", evidence), severity, "high", causes)
@@ -67,12 +70,12 @@ def norm_trend(case: Case) -> Iterator[Finding]:
         return
     early, now = median(after[: len(after) // 4]), median(after[-_FEWEST:])
     evidence = {"early": early, "now": now, "step": steps[-1]}
-    rate = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr"))
+    rate = case.rate_too_high()
     if early > 0 and now > _TREND * early:
-        decay = Cause(Reason("diagnosis.cause-growing-weights"), case.change("training.optimizer.weight_decay"))
+        decay = case.cause("diagnosis.cause-growing-weights", "training.optimizer.weight_decay")
         yield Finding(Reason("diagnosis.gradient-norm-grows", evidence), "warning", "medium", (rate, decay))
     elif now < _VANISHED * early and curve.now > curve.start / 2:
-        dead = Cause(Reason("diagnosis.cause-saturated"), case.change("model"))
+        dead = case.cause("diagnosis.cause-saturated", "model")
         yield Finding(Reason("diagnosis.gradient-vanishes", evidence), "warning", "medium", (rate, dead))
 
 
@@ -89,10 +92,10 @@ def norm_spikes(case: Case) -> Iterator[Finding]:
     worst = max(found, key=lambda spike: spike.peak / spike.level)
     evidence: dict[str, Any] = {"count": len(found), "steps": len(norms), "step": steps[worst.first]}
     evidence |= {"peak": worst.peak, "level": worst.level}
-    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())]
+    causes = [case.rate_too_high(case.lower_rate)]
     if not case.spec.training.gradient_clipping:
-        causes.append(Cause(Reason("diagnosis.cause-no-clipping"), case.change("training.gradient_clipping", 1.0)))
-    causes.append(Cause(Reason("diagnosis.cause-bad-batch", {"step": evidence["step"]}), case.change("data")))
+        causes.append(case.cause("diagnosis.cause-no-clipping", "training.gradient_clipping", 1.0))
+    causes.append(case.cause("diagnosis.cause-bad-batch", "data", step=evidence["step"]))
     yield Finding(Reason("diagnosis.gradient-norm-spikes", evidence), "warning", "medium", tuple(causes))
 
 
@@ -102,8 +105,8 @@ def dead_gradients(case: Case) -> Iterator[Finding]:
         norms = [norm for norm in event.get("norms", ()) if isinstance(norm, int | float)]
         evidence = {"step": event.get("step", 0), "norm": max(norms, default=0.0), "steps": len(norms)}
         causes = (
-            Cause(Reason("diagnosis.cause-saturated"), case.change("model")),
-            Cause(Reason("diagnosis.cause-ignored-targets"), case.change("data")),
+            case.cause("diagnosis.cause-saturated", "model"),
+            case.cause("diagnosis.cause-ignored-targets", "data"),
         )
         yield Finding(Reason("diagnosis.gradients-dead", evidence), "error", "high", causes)
 
@@ -132,8 +135,8 @@ def loss_scale(case: Case) -> Iterator[Finding]:
         return
     evidence: dict[str, Any] = {"scale": now, "first": scales[0], "skipped": sum(skipped), "steps": len(skipped)}
     causes = (
-        Cause(Reason("diagnosis.cause-fp16-range"), case.change("training.precision", "bf16")),
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate()),
+        case.cause("diagnosis.cause-fp16-range", "training.precision", "bf16"),
+        case.rate_too_high(case.lower_rate),
     )
     severity: Severity = "error" if now <= settings.minimum else "warning"
     yield Finding(Reason("diagnosis.loss-scale-collapses", evidence), severity, "high", causes)

@@ -12,7 +12,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Finding, Severity
 from scaletrain_cli.diagnosis.telemetry_rows import grown, share, worst
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
@@ -149,14 +149,14 @@ def gpu_errors(case: Case) -> Iterator[Finding]:
         errors = grown(series, "uncorrected_errors")
         if errors > 0:
             evidence = {"gpu": gpu, "errors": errors}
-            causes = (Cause(Reason("diagnosis.cause-failing-gpu", {"gpu": gpu})),)
+            causes = (case.cause("diagnosis.cause-failing-gpu", gpu=gpu),)
             yield Finding(Reason("diagnosis.gpu-errors", evidence), "warning", "high", causes)
             continue
         hours = (series.times[-1] - series.times[0]) / 3600 if len(series.times) > 1 else 0.0
         replays = grown(series, "pcie_replays")
         if hours > 0 and replays / max(hours, 0.1) > _REPLAYS_PER_HOUR:
             evidence = {"gpu": gpu, "replays": replays, "seconds": 3600 * hours}
-            causes = (Cause(Reason("diagnosis.cause-pcie-link", {"gpu": gpu})),)
+            causes = (case.cause("diagnosis.cause-pcie-link", gpu=gpu),)
             yield Finding(Reason("diagnosis.pcie-replays", evidence), "note", "high", causes)
 
 
@@ -173,8 +173,8 @@ def cpu_throttled(case: Case) -> Iterator[Finding]:
     busy = share(case, case.telemetry.nodes[node], "cpu_utilization")
     evidence = {"node": node, "share": part, "utilization": busy}
     causes = (
-        Cause(Reason("diagnosis.cause-cpu-quota"), case.change("cluster")),
-        Cause(Reason("diagnosis.cause-many-workers"), case.change("data.loader.workers")),
+        case.cause("diagnosis.cause-cpu-quota", "cluster"),
+        case.cause("diagnosis.cause-many-workers", "data.loader.workers"),
     )
     severity: Severity = "warning" if part > _MUCH_THROTTLED else "note"
     yield Finding(Reason("diagnosis.cpu-throttled", evidence), severity, "high", causes)
@@ -195,9 +195,9 @@ def memory_short(case: Case) -> Iterator[Finding]:
             continue
         evidence = {"node": node, "available": min(available[-5:]), "total": total}
         causes = (
-            Cause(Reason("diagnosis.cause-many-workers"), case.change("data.loader.workers")),
-            Cause(Reason("diagnosis.cause-host-memory"), case.change("layout.offload")),
-            Cause(Reason("diagnosis.cause-leak")),
+            case.cause("diagnosis.cause-many-workers", "data.loader.workers"),
+            case.cause("diagnosis.cause-host-memory", "layout.offload"),
+            case.cause("diagnosis.cause-leak"),
         )
         yield Finding(Reason("diagnosis.node-memory-short", evidence), "warning", "high", causes)
         return

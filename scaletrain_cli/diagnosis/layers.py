@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding
+from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.reasons import Reason
 
 _CHECKS = 3
@@ -37,9 +37,9 @@ def dead_layers(case: Case) -> Iterator[Finding]:
     if not dead and not silent:
         return
     causes = (
-        Cause(Reason("diagnosis.cause-saturated"), case.change("model")),
-        Cause(Reason("diagnosis.cause-zero-weights"), case.change("model.initializer_range")),
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr")),
+        case.cause("diagnosis.cause-saturated", "model"),
+        case.cause("diagnosis.cause-zero-weights", "model.initializer_range"),
+        case.rate_too_high(),
     )
     if dead:
         name = min(dead, key=lambda layer: (dead[layer][0], layer))
@@ -70,11 +70,9 @@ def exploding_layers(case: Case) -> Iterator[Finding]:
         times, name, value, usual = worst
         evidence = {"layer": name, "what": what, "value": value, "usual": usual, "times": times}
         causes = (
-            Cause(Reason("diagnosis.cause-large-layer"), case.change("model.initializer_range")),
-            Cause(
-                Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr")
-            ),
-            Cause(Reason("diagnosis.cause-growing-weights"), case.change("training.optimizer.weight_decay")),
+            case.cause("diagnosis.cause-large-layer", "model.initializer_range"),
+            case.rate_too_high(),
+            case.cause("diagnosis.cause-growing-weights", "training.optimizer.weight_decay"),
         )
         yield Finding(Reason("diagnosis.layer-exploding", evidence), "warning", "high", causes)
         return
@@ -92,9 +90,8 @@ def update_ratio(case: Case) -> Iterator[Finding]:
         if usual and min(values) > max(_UPDATE_TIMES * usual, _LEAST_UPDATE):
             evidence = {"layer": name, "ratio": min(values), "usual": usual}
             causes = (
-                Cause(Reason("diagnosis.cause-small-weights"), case.change("model.initializer_range")),
-                Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}),
-                      case.change("training.optimizer.lr")),
+                case.cause("diagnosis.cause-small-weights", "model.initializer_range"),
+                case.rate_too_high(),
             )  # fmt: skip
             yield Finding(Reason("diagnosis.update-ratio", evidence), "warning", "low", causes)
             return

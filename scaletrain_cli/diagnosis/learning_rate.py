@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Finding, Severity
 from scaletrain_cli.diagnosis.telemetry_rows import FEWEST, recent
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
@@ -51,10 +51,12 @@ def too_high(case: Case) -> Iterator[Finding]:
     assert curve is not None
     evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "rate": rise.rate, "lr": case.peak_rate}
     causes = (
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate(rise.rate)),
-        Cause(
-            Reason("diagnosis.cause-short-warm-up", {"steps": case.spec.training.schedule.warmup_steps}),
-            case.change("training.schedule.warmup_steps", _usual_warm_up(case)),
+        case.rate_too_high(min(case.lower_rate, float(f"{rise.rate / 3:.1g}"))),
+        case.cause(
+            "diagnosis.cause-short-warm-up",
+            "training.schedule.warmup_steps",
+            _usual_warm_up(case),
+            steps=case.spec.training.schedule.warmup_steps,
         ),
     )
     yield Finding(Reason("diagnosis.learning-rate-too-high", evidence), "warning", "medium", causes)
@@ -74,14 +76,8 @@ def warm_up_too_short(case: Case) -> Iterator[Finding]:
     warm_up, usual = case.spec.training.schedule.warmup_steps, _usual_warm_up(case)
     evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "steps": warm_up, "usual": usual}
     causes = (
-        Cause(
-            Reason("diagnosis.cause-short-warm-up", {"steps": warm_up}),
-            case.change("training.schedule.warmup_steps", usual),
-        ),
-        Cause(
-            Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}),
-            case.lower_rate(),
-        ),
+        case.cause("diagnosis.cause-short-warm-up", "training.schedule.warmup_steps", usual, steps=warm_up),
+        case.rate_too_high(case.lower_rate),
     )
     yield Finding(Reason("diagnosis.warm-up-too-short", evidence), "warning", "medium", causes)
 
@@ -104,18 +100,25 @@ def too_low(case: Case) -> Iterator[Finding]:
         return
     if curve.start - curve.now > _LITTLE_FALL * curve.start:
         return
-    so_far = _sum_of_rates(case)
+    # The sum of the rates of all steps so far, between measured steps by their mean.
+    steps, rates = case.history.known("learning_rate")
+    parts = [rates[0] * steps[0]] if steps else []
+    for at in range(1, len(steps)):
+        parts.append((steps[at] - steps[at - 1]) * (rates[at] + rates[at - 1]) / 2)
+    so_far = math.fsum(parts)
     most = so_far + case.peak_rate * max(0, total - last)
     if most >= model.initializer_range:
         return
     share = so_far / model.initializer_range
     evidence = {"lr": case.peak_rate, "share": share, "start": curve.start, "now": curve.now, "steps": last}
     to = float(f"{case.peak_rate * 10 * model.initializer_range / most:.0e}")
-    cause = Cause(
-        Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}),
-        case.change("training.optimizer.lr", min(to, 1e-3) if to > case.peak_rate else to),
+    cause = case.cause(
+        "diagnosis.cause-rate-too-low",
+        "training.optimizer.lr",
+        min(to, 1e-3) if to > case.peak_rate else to,
+        lr=case.peak_rate,
     )
-    few = Cause(Reason("diagnosis.cause-few-steps", {"steps": total}), case.change("training.steps"))
+    few = case.cause("diagnosis.cause-few-steps", "training.steps", steps=total)
     code = Reason("diagnosis.learning-rate-too-low", evidence)
     if total < _SHORT_RUN:
         yield Finding(code, "note", "low", (few, cause))
@@ -143,8 +146,8 @@ def batch_too_large(case: Case) -> Iterator[Finding]:
     evidence = {"batch": batch, "scale": scale, "times": 1 + batch / scale, "lr": case.peak_rate}
     smaller = max(1, 2 ** round(math.log2(scale)))
     causes = (
-        Cause(Reason("diagnosis.cause-large-batch"), case.change("training.global_batch_size", smaller)),
-        Cause(Reason("diagnosis.cause-rate-for-batch", {"lr": case.peak_rate}), case.change("training.optimizer.lr")),
+        case.cause("diagnosis.cause-large-batch", "training.global_batch_size", smaller),
+        case.cause("diagnosis.cause-rate-for-batch", "training.optimizer.lr", lr=case.peak_rate),
     )
     severity: Severity = "warning" if batch > _MUCH_WASTE * scale else "note"
     yield Finding(Reason("diagnosis.batch-too-large", evidence), severity, "low", causes)
@@ -179,12 +182,3 @@ def _usual_warm_up(case: Case) -> int:
     optimizer, total = case.spec.training.optimizer, case.spec.total_steps
     by_moments = math.ceil(2 / (1 - optimizer.betas[1])) if optimizer.name in _ADAM and optimizer.betas[1] < 1 else 0
     return max(1, min(total // 10, max(by_moments, math.ceil(_WARM_UP_SHARE * total))))
-
-
-def _sum_of_rates(case: Case) -> float:
-    """Return the sum of the learning rates of all steps so far, between measured steps by their mean."""
-    steps, rates = case.history.known("learning_rate")
-    parts = [rates[0] * steps[0]] if steps else []
-    for at in range(1, len(steps)):
-        parts.append((steps[at] - steps[at - 1]) * (rates[at] + rates[at - 1]) / 2)
-    return math.fsum(parts)

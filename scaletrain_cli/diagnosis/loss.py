@@ -8,7 +8,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, Curve
 from scaletrain_cli.diagnosis.curves import autocorrelation, deviation, median, residuals, spikes, swing, theil_sen
-from scaletrain_cli.diagnosis.findings import Cause, Change, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 
@@ -38,25 +38,36 @@ def first_loss(case: Case) -> Iterator[Finding]:
     if not case.is_fresh_text or not isinstance(model, ModelSpec) or not steps or steps[0] != 1:
         return
     expected, loss = math.log(model.vocab_size), case.history.column("loss")[0]
-    low, high = (1 - _FIRST_LOSS_SHARE) * expected, (1 + _FIRST_LOSS_SHARE) * expected
-    high += model.hidden_size * _USUAL_DEVIATION**2 / 2
+    low, high = first_loss_band(model)
     if low <= loss <= high:
         return
     evidence = {"loss": loss, "expected": expected, "vocab_size": model.vocab_size, "low": low, "high": high}
     if loss > high:
-        spread = {"given": model.initializer_range, "usual": _USUAL_DEVIATION}
-        wide = Cause(
-            Reason("diagnosis.cause-wide-weights", spread), case.change("model.initializer_range", _USUAL_DEVIATION)
-        )
-        other = Cause(Reason("diagnosis.cause-targets-of-other-tokens"), case.change("data.tokenizer"))
+        wide, other = high_first_loss(case, model)
         causes = (wide, other) if model.initializer_range > _USUAL_DEVIATION else (other, wide)
         yield Finding(Reason("diagnosis.first-loss-high", evidence), "warning", "high", causes)
         return
-    causes = (
-        Cause(Reason("diagnosis.cause-visible-targets"), case.change("data")),
-        Cause(Reason("diagnosis.cause-small-vocabulary"), case.change("model.vocab_size")),
-    )
-    yield Finding(Reason("diagnosis.first-loss-low", evidence), "warning", "high", causes)
+    yield Finding(Reason("diagnosis.first-loss-low", evidence), "warning", "high", low_first_loss(case))
+
+
+def first_loss_band(model: ModelSpec) -> tuple[float, float]:
+    """Return the lowest and the highest first loss of a new language model, in nats (see ``first_loss``)."""
+    expected = math.log(model.vocab_size)
+    spread = model.hidden_size * _USUAL_DEVIATION**2 / 2
+    return (1 - _FIRST_LOSS_SHARE) * expected, (1 + _FIRST_LOSS_SHARE) * expected + spread
+
+
+def high_first_loss(case: Case, model: ModelSpec) -> tuple[Cause, Cause]:
+    """Return the causes of a first loss above the band: wide weights, and targets of other tokens."""
+    spread = {"given": model.initializer_range, "usual": _USUAL_DEVIATION}
+    wide = case.cause("diagnosis.cause-wide-weights", "model.initializer_range", _USUAL_DEVIATION, **spread)
+    return wide, case.cause("diagnosis.cause-targets-of-other-tokens", "data.tokenizer")
+
+
+def low_first_loss(case: Case) -> tuple[Cause, Cause]:
+    """Return the causes of a first loss below the band."""
+    visible = case.cause("diagnosis.cause-visible-targets", "data")
+    return visible, case.cause("diagnosis.cause-small-vocabulary", "model.vocab_size")
 
 
 def diverging(case: Case) -> Iterator[Finding]:
@@ -124,12 +135,11 @@ def flat(case: Case) -> Iterator[Finding]:
         return
     evidence = {"start": start, "now": curve.now, "steps": curve.steps[-1], "noise": curve.noise}
     norms = [norm for norm in case.history.column("grad_norm")[half:] if norm == norm]
-    rate = case.change("training.optimizer.lr")
-    low = Cause(Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}), rate)
-    data = Cause(Reason("diagnosis.cause-nothing-to-learn"), case.change("data"))
-    dead = Cause(Reason("diagnosis.cause-no-gradient", {"norm": median(norms) if norms else 0.0}))
+    low = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
+    data = case.cause("diagnosis.cause-nothing-to-learn", "data")
+    dead = case.cause("diagnosis.cause-no-gradient", norm=median(norms) if norms else 0.0)
     lost = max(curve.smooth) > curve.start + margin
-    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), rate)
+    high = case.rate_too_high()
     ranked = (high, data, low) if lost else (dead, low, data) if norms and median(norms) < 1e-6 else (low, data, dead)
     yield Finding(Reason("diagnosis.loss-flat", evidence), "warning", "medium", ranked)
 
@@ -150,10 +160,7 @@ def oscillating(case: Case) -> Iterator[Finding]:
     if correlation > _OSCILLATION or band < _OSCILLATION_SHARE * abs(median(half)):
         return
     evidence = {"correlation": correlation, "band": band, "now": curve.now, "steps": len(half)}
-    causes = (
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate()),
-        Cause(Reason("diagnosis.cause-alternating-data"), case.change("data")),
-    )
+    causes = (case.rate_too_high(case.lower_rate), case.cause("diagnosis.cause-alternating-data", "data"))
     yield Finding(Reason("diagnosis.loss-oscillating", evidence), "warning", "medium", causes)
 
 
@@ -181,8 +188,8 @@ def swinging(case: Case) -> Iterator[Finding]:
     beta = optimizer.betas[0] if adam else optimizer.momentum
     key = "training.optimizer.betas" if adam else "training.optimizer.momentum"
     to: Any = [0.9, optimizer.betas[1]] if adam else 0.9
-    momentum = Cause(Reason("diagnosis.cause-much-momentum", {"beta": beta}), case.change(key, to))
-    rate = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())
+    momentum = case.cause("diagnosis.cause-much-momentum", key, to, beta=beta)
+    rate = case.rate_too_high(case.lower_rate)
     causes = (momentum, rate) if beta > 0.9 and optimizer.name != "sgd" else (rate, momentum)
     yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", causes)
 
@@ -215,10 +222,11 @@ def spiking(case: Case) -> Iterator[Finding]:
         worst_step = (recorded[-1].get("steps") or [recorded[-1].get("from_step", recorded[-1].get("step", 0))])[0]
         evidence |= {"step": worst_step, "peak": max(losses, default=0.0)}
         evidence |= {"level": recorded[-1].get("median_loss") or 0.0}
-    bad_batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": evidence["step"]}), case.change("data"))
-    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())
+    bad_batch = case.cause("diagnosis.cause-bad-batch", "data", step=evidence["step"])
+    high = case.rate_too_high(case.lower_rate)
     beta = case.spec.training.optimizer.betas[1]
-    slow = Cause(Reason("diagnosis.cause-slow-second-moment", {"beta": beta}), _lower_beta(case))
+    betas = [case.spec.training.optimizer.betas[0], 0.95]
+    slow = case.cause("diagnosis.cause-slow-second-moment", "training.optimizer.betas", betas, beta=beta)
     unstable = (high, slow, bad_batch) if beta > 0.95 else (high, bad_batch)
     causes = unstable if many or stays else (bad_batch, high)
     severity: Severity = "warning" if stays or many or rolled or recorded else "note"
@@ -245,9 +253,9 @@ def not_finite(case: Case) -> Iterator[Finding]:
     earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
     usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
     evidence = {"step": step, "count": len(found) or len(logged), "norm": before, "usual_norm": usual}
-    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())
-    batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": step}), case.change("data"))
-    half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))
+    high = case.rate_too_high(case.lower_rate)
+    batch = case.cause("diagnosis.cause-bad-batch", "data", step=step)
+    half = case.cause("diagnosis.cause-fp16-overflow", "training.precision", "bf16")
     grows = usual > 0 and before > 10 * usual
     ranked = [high, batch] if grows else [batch, high]
     if case.spec.training.precision == "fp16":
@@ -282,17 +290,9 @@ def _is_dense(curve: Curve) -> bool:
 
 def _too_high(case: Case) -> tuple[Cause, ...]:
     warm_up = case.spec.training.schedule.warmup_steps
-    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.lower_rate())]
+    causes = [case.rate_too_high(case.lower_rate)]
     if not case.spec.training.gradient_clipping:
-        causes.append(Cause(Reason("diagnosis.cause-no-clipping"), case.change("training.gradient_clipping", 1.0)))
-    causes.append(
-        Cause(
-            Reason("diagnosis.cause-short-warm-up", {"steps": warm_up}), case.change("training.schedule.warmup_steps")
-        )
-    )
-    causes.append(Cause(Reason("diagnosis.cause-changed-data"), case.change("data")))
+        causes.append(case.cause("diagnosis.cause-no-clipping", "training.gradient_clipping", 1.0))
+    causes.append(case.cause("diagnosis.cause-short-warm-up", "training.schedule.warmup_steps", steps=warm_up))
+    causes.append(case.cause("diagnosis.cause-changed-data", "data"))
     return tuple(causes)
-
-
-def _lower_beta(case: Case) -> Change:
-    return case.change("training.optimizer.betas", [case.spec.training.optimizer.betas[0], 0.95])

@@ -18,9 +18,8 @@ _FEWEST = 400
 _FEWEST_ROWS, _FEWEST_STEPS = 8, 100
 _GROWTH = 0.02
 _STEADY = 0.5
-_FULL = 0.95
-_ABOVE_PLAN = 0.1
-_LEAST_BYTES = 256e6
+FULL = 0.95
+ABOVE_PLAN, LEAST_BYTES = 0.1, 256e6
 
 
 def growing(case: Case) -> Iterator[Finding]:
@@ -48,12 +47,8 @@ def growing(case: Case) -> Iterator[Finding]:
     if case.on_cpu and not reaches:
         return
     severity: Severity = "warning" if reaches else "note"
-    free_blocks = (Cause(Reason("diagnosis.cause-free-blocks")),) if case.on_cpu else ()
-    causes = (
-        *free_blocks,
-        Cause(Reason("diagnosis.cause-leak")),
-        Cause(Reason("diagnosis.cause-larger-batches"), case.change("data")),
-    )
+    free_blocks = (case.cause("diagnosis.cause-free-blocks"),) if case.on_cpu else ()
+    causes = (*free_blocks, case.cause("diagnosis.cause-leak"), case.cause("diagnosis.cause-larger-batches", "data"))
     code = Reason("diagnosis.memory-grows-full" if reaches else "diagnosis.memory-grows", evidence)
     yield Finding(code, severity, "low" if case.on_cpu else "medium", causes)
 
@@ -69,20 +64,20 @@ def nearly_full(case: Case) -> Iterator[Finding]:
     outside = case.plan.memory.peak - case.plan.memory.reserved if case.plan.memory.reserved else 0
     reserved = [stage.figures["reserved"].measured for stage in case.measured.stages if "reserved" in stage.figures]
     capacity = case.plan.memory.capacity
-    if not reserved or capacity <= 0 or max(reserved) + outside <= _FULL * capacity:
+    if not reserved or capacity <= 0 or max(reserved) + outside <= FULL * capacity:
         return
     used = max(reserved) + outside
     evidence = {"used": used, "capacity": capacity, "share": used / capacity}
-    layout = case.plan.layout
-    smaller = max(1, layout.micro_batch_size // 2)
-    causes = (
-        Cause(
-            Reason("diagnosis.cause-large-micro-batch", {"micro_batch": layout.micro_batch_size}),
-            case.change("training.micro_batch_size", smaller),
-        ),
-        Cause(Reason("diagnosis.cause-no-recompute"), case.change("layout.activation_checkpointing", "full")),
-    )
+    recompute = case.cause("diagnosis.cause-no-recompute", "layout.activation_checkpointing", "full")
+    causes = (large_micro_batch(case), recompute)
     yield Finding(Reason("diagnosis.memory-nearly-full", evidence), "warning", "high", causes)
+
+
+def large_micro_batch(case: Case) -> Cause:
+    """Return the cause that the micro-batch is too large, with half of it."""
+    size = case.plan.layout.micro_batch_size
+    key = "training.micro_batch_size"
+    return case.cause("diagnosis.cause-large-micro-batch", key, max(1, size // 2), micro_batch=size)
 
 
 def above_plan(case: Case) -> Iterator[Finding]:
@@ -96,13 +91,13 @@ def above_plan(case: Case) -> Iterator[Finding]:
         (figure.measured - figure.planned, name, figure)
         for stage in case.measured.stages
         for name, figure in stage.figures.items()
-        if name != "reserved" and figure.measured - figure.planned > max(_LEAST_BYTES, _ABOVE_PLAN * figure.planned)
+        if name != "reserved" and figure.measured - figure.planned > max(LEAST_BYTES, ABOVE_PLAN * figure.planned)
     ]
     if not found:
         return
     _, name, figure = max(found, key=lambda each: each[0])
     evidence = {"part": name.replace("_", " "), "measured": figure.measured, "planned": figure.planned}
-    cause = Cause(Reason("diagnosis.cause-plan-is-low"))
+    cause = case.cause("diagnosis.cause-plan-is-low")
     yield Finding(Reason("diagnosis.memory-above-plan", evidence), "note", "high", (cause,))
 
 

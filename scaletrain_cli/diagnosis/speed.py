@@ -44,16 +44,25 @@ def data_wait(case: Case) -> Iterator[Finding]:
     loader = case.spec.data.loader
     recorded = next((event.get("workers") for event in reversed(events)), None)
     workers = recorded if isinstance(recorded, int) else loader.workers if isinstance(loader.workers, int) else None
-    few = Cause(Reason("diagnosis.cause-chosen-workers"), case.change("data.loader.workers"))
+    few = case.cause("diagnosis.cause-chosen-workers", "data.loader.workers")
     if workers is not None:
-        more = case.change("data.loader.workers", max(2, 2 * workers))
-        few = Cause(Reason("diagnosis.cause-few-workers", {"workers": workers}), more)
+        few = few_workers(case, workers)
     evidence = {"share": share, "rank": rank, "wait": wait}
-    slow = Reason("diagnosis.cause-slow-storage", {"prefetch": loader.prefetch})
-    causes: tuple[Cause, ...] = (few, Cause(slow, case.change("data.loader.prefetch")))
+    causes: tuple[Cause, ...] = (few, slow_storage(case))
     if case.spec.code.own_program:
-        causes = (Cause(Reason("diagnosis.cause-own-loader")),)
+        causes = (case.cause("diagnosis.cause-own-loader"),)
     yield Finding(Reason("diagnosis.data-wait", evidence), severity, "high", causes)
+
+
+def few_workers(case: Case, workers: int) -> Cause:
+    """Return the cause that ``workers`` processes for each rank are too few to read its batches."""
+    return case.cause("diagnosis.cause-few-workers", "data.loader.workers", max(2, 2 * workers), workers=workers)
+
+
+def slow_storage(case: Case) -> Cause:
+    """Return the cause that the storage is slow, against which reading further ahead helps."""
+    prefetch = case.spec.data.loader.prefetch
+    return case.cause("diagnosis.cause-slow-storage", "data.loader.prefetch", prefetch=prefetch)
 
 
 def slow_rank(case: Case) -> Iterator[Finding]:
@@ -75,8 +84,8 @@ def slow_rank(case: Case) -> Iterator[Finding]:
     share = (own - others) / step if step else 0.0
     evidence = {"rank": latest["rank"], "seconds": own, "others": others, "share": min(1.0, max(0.0, share))}
     causes = (
-        Cause(Reason("diagnosis.cause-slow-node", {"rank": latest["rank"]})),
-        Cause(Reason("diagnosis.cause-uneven-data"), case.change("data.loader.workers")),
+        case.cause("diagnosis.cause-slow-node", rank=latest["rank"]),
+        case.cause("diagnosis.cause-uneven-data", "data.loader.workers"),
     )
     yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "high", causes)
 
@@ -103,17 +112,15 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     ranked: list[tuple[float, Cause]] = [
         (
             shares["data"],
-            Cause(
-                Reason("diagnosis.cause-waits-for-data", {"share": shares["data"]}), case.change("data.loader.workers")
-            ),
+            case.cause("diagnosis.cause-waits-for-data", "data.loader.workers", share=shares["data"]),
         ),
-        (shares["rank"], Cause(Reason("diagnosis.cause-slow-rank-holds", {"share": shares["rank"]}))),
+        (shares["rank"], case.cause("diagnosis.cause-slow-rank-holds", share=shares["rank"])),
     ]
     ranked = [(share, cause) for share, cause in ranked if share > _WAIT_SHARE]
     rest = max(0.0, 1 - sum(share for share, _ in ranked))
     largest = max(parts, key=parts.__getitem__)
     unknown = {"share": rest, "part": largest, "seconds": parts[largest]}
-    ranked.append((rest, Cause(Reason("diagnosis.cause-not-recorded", unknown))))
+    ranked.append((rest, case.cause("diagnosis.cause-not-recorded", **unknown)))
     ranked.sort(key=lambda pair: -pair[0])
     evidence = {"measured": measured, "planned": planned, "times": measured / planned}
     much = max(_MUCH_SLOWER, case.plan.p90_ratio)
@@ -138,8 +145,8 @@ def slowing_down(case: Case) -> Iterator[Finding]:
     waits = [[row[2] for row in part if row[2] == row[2]] for part in (rows[10:110], rows[-100:])]
     waited = median(waits[1]) - median(waits[0]) if all(waits) else 0.0
     evidence = {"early": early, "now": now, "times": now / early, "wait": max(0.0, waited)}
-    data = Cause(Reason("diagnosis.cause-growing-wait", {"wait": waited}), case.change("data.loader.workers"))
-    device = Cause(Reason("diagnosis.cause-slower-device"))
+    data = case.cause("diagnosis.cause-growing-wait", "data.loader.workers", wait=waited)
+    device = case.cause("diagnosis.cause-slower-device")
     causes = (data, device) if waited > (now - early) / 2 else (device, data) if waited > 0 else (device,)
     severity: Severity = "warning" if now > _SLOWING_MUCH * early and not case.on_cpu else "note"
     yield Finding(Reason("diagnosis.slowing-down", evidence), severity, "medium", causes)

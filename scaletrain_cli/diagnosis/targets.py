@@ -56,11 +56,11 @@ def targets_visible(case: Case) -> Iterator[Finding]:
     if validations and validations[-1].loss >= max(2 * limit, 3 * curve.now):
         return
     evidence = {"now": curve.now, "step": first, "uninformed": uninformed, "limit": limit}
-    causes: tuple[Cause, ...] = (Cause(Reason("diagnosis.cause-one-class"), case.change("data")),)
+    causes: tuple[Cause, ...] = (case.cause("diagnosis.cause-one-class", "data"),)
     if is_text:
         causes = (
-            Cause(Reason("diagnosis.cause-unshifted-labels"), case.change("data")),
-            Cause(Reason("diagnosis.cause-repetitive-data"), case.change("data")),
+            case.cause("diagnosis.cause-unshifted-labels", "data"),
+            case.cause("diagnosis.cause-repetitive-data", "data"),
         )
     yield Finding(Reason("diagnosis.targets-visible", evidence), "warning", "medium", causes)
 
@@ -102,12 +102,12 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
     model = case.spec.model
     lost = max(curve.smooth) > curve.start * 1.05
     lost |= isinstance(model, ModelSpec) and case.peak_rate > model.initializer_range
-    rate = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr"))
-    shifted = Cause(Reason("diagnosis.cause-shifted-labels"), case.change("data"))
-    shuffled = Cause(Reason("diagnosis.cause-shuffled-tokens"), case.change("data"))
-    small = Cause(Reason("diagnosis.cause-small-model"), case.change("model"))
+    rate = case.rate_too_high()
+    shifted = case.cause("diagnosis.cause-shifted-labels", "data")
+    shuffled = case.cause("diagnosis.cause-shuffled-tokens", "data")
+    small = case.cause("diagnosis.cause-small-model", "model")
     causes: tuple[Cause, ...]
-    low = Cause(Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}), case.change("training.optimizer.lr"))
+    low = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
     causes = (rate, shifted) if lost else (shifted, rate, shuffled, small)
     if case.spec.training.optimizer.name in ("sgd", "momentum"):  # far slower than Adam on text
         causes = (low, shifted, shuffled, small)
@@ -125,7 +125,7 @@ def repeated_passages(case: Case) -> Iterator[Finding]:
     if dataset is None or share is None or share <= _REPEATED:
         return
     evidence = {"share": share, "tokens": dataset.train_tokens}
-    causes = (Cause(Reason("diagnosis.cause-duplicates"), case.change("data")),)
+    causes = (case.cause("diagnosis.cause-duplicates", "data"),)
     yield Finding(Reason("diagnosis.data-duplicated", evidence), "warning", "high", causes)
 
 
@@ -148,8 +148,8 @@ def many_epochs(case: Case) -> Iterator[Finding]:
     falls = [fall for fall, _ in _falls(case, _borders(case))]
     evidence = {"epochs": epochs, "tokens": dataset.train_tokens, "fall": max(0.0, median(falls)) if falls else 0.0}
     severity: Severity = "warning" if epochs > _MANY_EPOCHS else "note"
-    few = Cause(Reason("diagnosis.cause-little-data"), case.change("data"))
-    long = Cause(Reason("diagnosis.cause-many-epochs"), case.change("training.steps"))
+    few = case.cause("diagnosis.cause-little-data", "data")
+    long = case.cause("diagnosis.cause-many-epochs", "training.steps")
     yield Finding(Reason("diagnosis.data-repeated", evidence), severity, "high", (few, long))
 
 
@@ -172,10 +172,10 @@ def stairs(case: Case) -> Iterator[Finding]:
         largest = max(range(len(falls)), key=lambda number: falls[number][0])
         evidence: dict[str, Any] = {"count": len(steps), "fall": falls[largest][0], "step": borders[largest]}
         if code == "stairs":
-            known = Cause(Reason("diagnosis.cause-little-data"), case.change("data"))
+            known = case.cause("diagnosis.cause-little-data", "data")
             yield Finding(Reason("diagnosis.loss-stairs", evidence), "warning", "medium", (known,))
         else:
-            again = Cause(Reason("diagnosis.cause-sampler-restarts"), case.change("data"))
+            again = case.cause("diagnosis.cause-sampler-restarts", "data")
             yield Finding(Reason("diagnosis.loss-falls-at-resume", evidence), "warning", "medium", (again,))
 
 

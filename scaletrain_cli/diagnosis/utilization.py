@@ -59,8 +59,8 @@ def host_bound(case: Case) -> Iterator[Finding]:
     if layout.gradient_accumulation_steps > 1:
         causes.append(_small_micro_batch(case, 2 * layout.micro_batch_size))
     if not layout.compile:
-        causes.append(Cause(Reason("diagnosis.cause-not-compiled"), case.change("training.compile", True)))
-    causes.append(Cause(Reason("diagnosis.cause-small-kernels"), case.change("model")))
+        causes.append(case.cause("diagnosis.cause-not-compiled", "training.compile", True))
+    causes.append(case.cause("diagnosis.cause-small-kernels", "model"))
     severity: Severity = "warning" if usual < _VERY_IDLE else "note"
     yield Finding(Reason("diagnosis.host-bound", evidence), severity, "medium", tuple(causes))
 
@@ -85,15 +85,15 @@ def communication(case: Case) -> Iterator[Finding]:
     serious = of_step > _MUCH_ON_CPU and seconds >= _LEAST_SECONDS if case.on_cpu else of_step > _MUCH_COMMUNICATION
     evidence = {"share": of_step, "seconds": seconds, "planned": time.exposed_communication, "ranks": len(known)}
     errors = worst({node: grown(series, "infiniband_errors") for node, series in case.telemetry.nodes.items()})
-    causes = [Cause(Reason("diagnosis.cause-slow-link"), case.change("cluster.internode"))]
+    causes = [case.cause("diagnosis.cause-slow-link", "cluster.internode")]
     if errors is not None and errors[1] > 0:
         params = {"node": errors[0], "errors": errors[1]}
-        causes.insert(0, Cause(Reason("diagnosis.cause-link-errors", params)))
+        causes.insert(0, case.cause("diagnosis.cause-link-errors", **params))
     layout = case.plan.layout
     if layout.gradient_accumulation_steps == 1 or layout.micro_batch_size == 1:
-        causes.append(Cause(Reason("diagnosis.cause-small-batch"), case.change("training.global_batch_size")))
+        causes.append(case.cause("diagnosis.cause-small-batch", "training.global_batch_size"))
     if layout.zero_stage == 3:
-        causes.append(Cause(Reason("diagnosis.cause-sharded-weights"), case.change("layout.zero_stage", 1)))
+        causes.append(case.cause("diagnosis.cause-sharded-weights", "layout.zero_stage", 1))
     yield Finding(
         Reason("diagnosis.communication-bound", evidence), "warning" if serious else "note", "medium", tuple(causes)
     )
@@ -123,8 +123,8 @@ def slow_work(case: Case) -> Iterator[Finding]:
         return
     evidence = {"rank": rank, "seconds": seconds, "others": others, "share": excess / step if step else 0.0}
     causes = (
-        Cause(Reason("diagnosis.cause-slow-node", {"rank": rank})),
-        Cause(Reason("diagnosis.cause-uneven-data"), case.change("data.loader.workers")),
+        case.cause("diagnosis.cause-slow-node", rank=rank),
+        case.cause("diagnosis.cause-uneven-data", "data.loader.workers"),
     )
     yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "medium", causes)
 
@@ -138,13 +138,13 @@ def throttled(case: Case) -> Iterator[Finding]:
     hot = worst({gpu: share(case, series, "throttled_by_heat") for gpu, series in gpus.items()})
     if hot is not None and hot[1] > _HEAT_SHARE:
         gpu, evidence = hot[0], _of_gpu(case, *hot)
-        cooling = Cause(Reason("diagnosis.cause-cooling", {"gpu": gpu}))
+        cooling = case.cause("diagnosis.cause-cooling", gpu=gpu)
         yield Finding(Reason("diagnosis.gpu-hot", evidence), "warning", "high", (cooling,))
         return
     slowed = worst({gpu: share(case, series, "throttled_by_hardware") for gpu, series in gpus.items()})
     if slowed is not None and slowed[1] > _HARDWARE_SHARE:
         gpu, evidence = slowed[0], _of_gpu(case, *slowed)
-        power = Cause(Reason("diagnosis.cause-power-supply", {"gpu": gpu}))
+        power = case.cause("diagnosis.cause-power-supply", gpu=gpu)
         yield Finding(Reason("diagnosis.gpu-slowed-by-hardware", evidence), "warning", "high", (power,))
         return
     clocks = levels(case, gpus, "sm_clock_hertz")
@@ -153,12 +153,12 @@ def throttled(case: Case) -> Iterator[Finding]:
         others = median([clock for other, clock in clocks.items() if other != gpu])
         if clocks[gpu] < _SLOW_CLOCK * others:
             evidence = _of_gpu(case, gpu, 1 - clocks[gpu] / others)
-            clock = Cause(Reason("diagnosis.cause-clock-limit", {"gpu": gpu}))
+            clock = case.cause("diagnosis.cause-clock-limit", gpu=gpu)
             yield Finding(Reason("diagnosis.gpu-slow-clock", evidence), "warning", "high", (clock,))
             return
     limited = worst({gpu: share(case, series, "throttled_by_power") for gpu, series in gpus.items()})
     if limited is not None and limited[1] > _POWER_SHARE:
-        usual = Cause(Reason("diagnosis.cause-power-limit"))
+        usual = case.cause("diagnosis.cause-power-limit")
         evidence = _of_gpu(case, *limited)
         yield Finding(Reason("diagnosis.gpu-at-power-limit", evidence), "note", "high", (usual,))
 
@@ -215,7 +215,7 @@ def needless_recomputation(case: Case) -> Iterator[Finding]:
     if gain < 0.05:
         return
     evidence = {"mode": layout.activation_checkpointing, "used": used, "peak": peak, "capacity": capacity, "gain": gain}
-    cause = Cause(Reason("diagnosis.cause-recomputes"), case.change("layout.activation_checkpointing", "none"))
+    cause = case.cause("diagnosis.cause-recomputes", "layout.activation_checkpointing", "none")
     severity: Severity = "warning" if gain > 0.15 else "note"
     yield Finding(Reason("diagnosis.recomputation-needless", evidence), severity, "medium", (cause,))
 
@@ -258,7 +258,7 @@ def low_utilization(case: Case) -> Iterator[Finding]:
         "expected": planned_step_seconds(case),
     }
     severity: Severity = "warning" if measured < 0.5 * planned else "note"
-    causes = tuple(cause for _, cause in parts) or (Cause(Reason("diagnosis.cause-not-split")),)
+    causes = tuple(cause for _, cause in parts) or (case.cause("diagnosis.cause-not-split"),)
     yield Finding(Reason("diagnosis.utilization-low", evidence), severity, "medium", causes)
 
 
@@ -272,7 +272,7 @@ def _of_gpu(case: Case, gpu: str, part: float) -> dict[str, Any]:
 
 def _small_micro_batch(case: Case, size: int) -> Cause:
     params = {"micro_batch": case.plan.layout.micro_batch_size}
-    return Cause(Reason("diagnosis.cause-small-micro-batch", params), case.change("training.micro_batch_size", size))
+    return case.cause("diagnosis.cause-small-micro-batch", "training.micro_batch_size", size, **params)
 
 
 def _planned(case: Case, micro_batch: int, checkpointing: str) -> RunPlan | None:

@@ -463,7 +463,7 @@ def test_values_that_are_not_finite_are_an_error_until_training_goes_on() -> Non
 
 @pytest.mark.parametrize(("rate", "proposed"), [(6e-4, 2e-4), (1e6, 1e-3)])
 def test_a_lower_learning_rate_is_a_third_and_never_above_usual_ones(rate: float, proposed: float) -> None:
-    assert case(f"training.optimizer.lr={rate}").lower_rate().to == proposed
+    assert case(f"training.optimizer.lr={rate}").lower_rate == proposed
 
 
 def test_runs_of_few_steps_have_no_warning_for_what_they_have_no_time_for() -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from tests.launch.conftest import PROJECT
 
-_CODE = re.compile(r'\bReason\(\s*"([a-z]+)\.([a-z0-9-]+)"')
+_CODE = re.compile(r'\b(?:Reason|cause)\(\s*"([a-z]+)\.([a-z0-9-]+)"')
 
 
 def test_every_code_in_the_source_has_a_text() -> None:

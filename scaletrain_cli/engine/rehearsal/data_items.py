@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.diagnosis.findings import Cause
+from scaletrain_cli.diagnosis.loss import first_loss_band, high_first_loss, low_first_loss
 from scaletrain_cli.diagnosis.rehearsal import Item
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSamples
@@ -28,9 +29,7 @@ _MOST_IGNORED = 0.9
 _READ = 512  # samples whose labels or contents are compared
 _MOST_ALIKE = 0.99  # share of one label among images
 _MOST_DUPLICATES = 0.2
-_LOSS_SHARE = 0.1  # band of the first loss of a language model around ln V, as scaletrain_cli.diagnosis.loss has it
-_USUAL_DEVIATION = 0.02
-_WIDE_BAND = 3.0  # the same for other models, whose first outputs are not equal
+_WIDE_BAND = 3.0  # of the first loss, for models without a text, whose first outputs are not equal
 _MOST_CHANGE = 1e-3  # of hidden states that must not change, relative to their root mean square
 _MOST_CHANGE_OF_EXPERTS = 2e-2  # where other tokens change the sizes of matrix products
 
@@ -70,15 +69,15 @@ def labels(trials: Trials) -> Item:
     }
     if counted == 0 or ignored > _MOST_IGNORED:
         causes = (
-            Cause(Reason("rehearsal.cause-masked-answers"), trials.case.change("data.loss_on")),
-            Cause(Reason("rehearsal.cause-long-prompts"), trials.case.change("model.seq_len")),
-            Cause(Reason("rehearsal.cause-cut-answers"), trials.case.change("data.truncation")),
+            trials.case.cause("rehearsal.cause-masked-answers", "data.loss_on"),
+            trials.case.cause("rehearsal.cause-long-prompts", "model.seq_len"),
+            trials.case.cause("rehearsal.cause-cut-answers", "data.truncation"),
         )
         return Item("labels", "failed", Reason("rehearsal.labels-ignored", {"share": ignored}), figures, causes)
     if shares[1] < _LEAST_SHARE:
         offset = max(shares, key=shares.__getitem__)
         params = {"share": min(1.0, shares[1]), "offset": offset, "offset_share": min(1.0, shares[offset])}
-        cause = Cause(Reason("rehearsal.cause-other-labels"), trials.case.change("data"))
+        cause = trials.case.cause("rehearsal.cause-other-labels", "data")
         return Item("labels", "failed", Reason("rehearsal.labels-not-next", params), figures, (cause,))
     wrong = _wrong_offset(trials, batches, figures)
     if wrong is not None:
@@ -99,8 +98,8 @@ def _wrong_offset(trials: Trials, batches: Sequence[MicroBatch], figures: dict[s
         return None
     params = {"offset": best, "loss": losses[best], "expected_loss": losses[1]}
     causes = (
-        Cause(Reason("rehearsal.cause-other-tokenizer"), trials.case.change("data.tokenizer")),
-        Cause(Reason("rehearsal.cause-other-weights"), trials.case.change("model.weights")),
+        trials.case.cause("rehearsal.cause-other-tokenizer", "data.tokenizer"),
+        trials.case.cause("rehearsal.cause-other-weights", "model.weights"),
     )
     return Item("labels", "failed", Reason("rehearsal.labels-other-offset", params), figures, causes)
 
@@ -125,7 +124,7 @@ def _labels_of_images(trials: Trials) -> Item:
     label, most = kinds.most_common(1)[0]
     figures = {"samples": len(found), "different_labels": len(kinds), "largest_share": round(most / len(found), 4)}
     if most > _MOST_ALIKE * len(found):
-        cause = Cause(Reason("rehearsal.cause-constant-labels"), trials.case.change("data"))
+        cause = trials.case.cause("rehearsal.cause-constant-labels", "data")
         params = {"share": most / len(found), "label": str(label), "samples": len(found)}
         return Item("labels", "failed", Reason("rehearsal.labels-constant", params), figures, (cause,))
     params = {"samples": len(found), "different": len(kinds), "share": most / len(found)}
@@ -141,7 +140,7 @@ def _captions(trials: Trials) -> Item:
     figures = {"captions": len(tokens), "different_captions": len(set(tokens)), "largest_share": round(most, 4)}
     alike = trials.largest(most)
     if alike > 0.5:
-        cause = Cause(Reason("rehearsal.cause-constant-captions"), trials.case.change("data"))
+        cause = trials.case.cause("rehearsal.cause-constant-captions", "data")
         return Item("labels", "failed", Reason("rehearsal.captions-alike", {"share": alike}), figures, (cause,))
     params = {"samples": len(tokens), "different": len(set(tokens)), "share": most}
     return Item("labels", "passed", Reason("rehearsal.labels-vary", params), figures)
@@ -162,8 +161,8 @@ def duplicates(trials: Trials) -> Item:
     params = {"samples": int(samples), "count": int(repeated), "share": share}
     if share > _MOST_DUPLICATES:
         causes = (
-            Cause(Reason("rehearsal.cause-repeated-data"), trials.case.change("data")),
-            Cause(Reason("rehearsal.cause-no-deduplication"), trials.case.change("data.pipeline")),
+            trials.case.cause("rehearsal.cause-repeated-data", "data"),
+            trials.case.cause("rehearsal.cause-no-deduplication", "data.pipeline"),
         )
         return Item("duplicates", "failed", Reason("rehearsal.duplicates", params), figures, causes)
     return Item("duplicates", "passed", Reason("rehearsal.few-duplicates", params), figures)
@@ -214,34 +213,21 @@ def first_loss(trials: Trials) -> Item:
     loss = trials.step(trials.batches(1), 0.0).loss
     trials.restore()
     if isinstance(spec.model, ModelSpec):
-        low = (1 - _LOSS_SHARE) * expected
-        high = (1 + _LOSS_SHARE) * expected + spec.model.hidden_size * _USUAL_DEVIATION**2 / 2
-        spread: tuple[Cause, ...] = (
-            Cause(
-                Reason(
-                    "diagnosis.cause-wide-weights", {"given": spec.model.initializer_range, "usual": _USUAL_DEVIATION}
-                ),
-                case.change("model.initializer_range", _USUAL_DEVIATION),
-            ),
-        )
-        other = Cause(Reason("diagnosis.cause-targets-of-other-tokens"), case.change("data.tokenizer"))
+        low, high = first_loss_band(spec.model)
+        above: tuple[Cause, ...] = high_first_loss(case, spec.model)
+        below: tuple[Cause, ...] = low_first_loss(case)
     else:
         low, high = expected / _WIDE_BAND, expected * _WIDE_BAND
-        spread = ()
-        other = Cause(Reason("rehearsal.cause-other-labels"), case.change("data"))
+        above = below = (case.cause("rehearsal.cause-other-labels", "data"),)
     figures = {"loss": finite(loss), "expected": finite(expected), "low": finite(low), "high": finite(high)}
     params = {"loss": finite(loss), "expected": expected, "low": low, "high": high}
     if not math.isfinite(loss):
+        spread = above[:1] if isinstance(spec.model, ModelSpec) else ()
         return Item("first-loss", "failed", Reason("rehearsal.first-loss-not-finite", params), figures, spread)
     if loss > high:
-        return Item("first-loss", "failed", Reason("rehearsal.first-loss-high", params), figures, (*spread, other))
+        return Item("first-loss", "failed", Reason("rehearsal.first-loss-high", params), figures, above)
     if loss < low:
-        causes: tuple[Cause, ...] = (
-            Cause(Reason("diagnosis.cause-visible-targets"), case.change("data")),
-            Cause(Reason("diagnosis.cause-small-vocabulary"), case.change("model.vocab_size")),
-        )
-        causes = causes if isinstance(spec.model, ModelSpec) else (other,)
-        return Item("first-loss", "failed", Reason("rehearsal.first-loss-low", params), figures, causes)
+        return Item("first-loss", "failed", Reason("rehearsal.first-loss-low", params), figures, below)
     return Item("first-loss", "passed", Reason("rehearsal.first-loss-usual", params), figures)
 
 
@@ -294,7 +280,7 @@ def causality(trials: Trials) -> Item:
         beyond = float((moved / scale)[others].max())
     beyond = trials.largest(beyond)
     figures = {"change_of_earlier_tokens": finite(seen), "change_of_other_documents": finite(beyond), "limit": most}
-    attention = Cause(Reason("rehearsal.cause-attention"), None)
+    attention = trials.case.cause("rehearsal.cause-attention")
     if seen > most:
         return Item("causality", "failed", Reason("rehearsal.sees-later", {"change": seen}), figures, (attention,))
     if beyond > most:

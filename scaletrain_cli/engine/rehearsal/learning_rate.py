@@ -57,7 +57,7 @@ def learning_rate(trials: Trials) -> Item:
     }
     if found.rate is None:
         params = {"low": tried[0], "high": tried[-1] if tried else _LAST}
-        cause = Cause(Reason("diagnosis.cause-nothing-to-learn"), case.change("data"))
+        cause = case.cause("diagnosis.cause-nothing-to-learn", "data")
         return Item("learning-rate", "failed", Reason("rehearsal.no-rate-learns", params), figures, (cause,))
     return _decided(trials, found, figures)
 

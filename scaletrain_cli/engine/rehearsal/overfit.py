@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from scaletrain_cli.diagnosis.findings import Cause
 from scaletrain_cli.diagnosis.rehearsal import Item
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
@@ -82,9 +81,9 @@ def overfit(trials: Trials) -> Item:
     if len(losses) < _MOST_STEPS and (share <= _ON_THE_WAY or falls(losses, floor)):
         return Item("overfit", "passed", Reason("rehearsal.overfit-on-the-way", params), figures)
     causes = (
-        Cause(Reason("rehearsal.cause-other-labels"), case.change("data")),
-        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": rate}), case.change("training.optimizer.lr")),
-        Cause(Reason("rehearsal.cause-detached"), case.change("training.trainable")),
+        case.cause("rehearsal.cause-other-labels", "data"),
+        case.cause("diagnosis.cause-rate-too-high", "training.optimizer.lr", lr=rate),
+        case.cause("rehearsal.cause-detached", "training.trainable"),
     )
     if not math.isfinite(losses[-1]):
         params |= {"end": None, "start": finite(losses[0])}

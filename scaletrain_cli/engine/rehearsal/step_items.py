@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from scaletrain_cli.diagnosis.curves import deviation, median
-from scaletrain_cli.diagnosis.findings import Cause
+from scaletrain_cli.diagnosis.memory import ABOVE_PLAN, FULL, LEAST_BYTES, large_micro_batch
 from scaletrain_cli.diagnosis.rehearsal import Item
+from scaletrain_cli.diagnosis.speed import few_workers, slow_storage
 from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
@@ -31,8 +32,6 @@ _LEAST_NORM = 1e-7
 _MOST_SPREAD = 100.0  # of the norms after the first steps, the largest over the median
 _WAIT_SHARE, _LEAST_WAIT_SECONDS = 0.1, 0.01
 _BURST_SECONDS, _BURST_BATCHES = 5.0, 8
-_ABOVE_PLAN, _LEAST_BYTES = 0.1, 256e6  # as scaletrain_cli.diagnosis.memory has them
-_FULL = 0.95
 
 
 @dataclass(frozen=True)
@@ -144,14 +143,12 @@ def gradients(trials: Trials, steps: Steps) -> Item:
         "losses": [finite(loss) for loss in losses],
         "tensors_without_gradient": len(steps.untouched),
     }
-    rate = Cause(
-        Reason("diagnosis.cause-rate-too-high", {"lr": trials.peak_rate}), case.change("training.optimizer.lr")
-    )
+    rate = case.rate_too_high()
     if len(known) < len(norms) or not all(map(math.isfinite, losses)):
         if case.spec.training.precision == "fp16" and len(known) > 1:
             known = known or [0.0]  # the first descent of the loss scale
         else:
-            half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))
+            half = case.cause("diagnosis.cause-fp16-overflow", "training.precision", "bf16")
             causes = (half, rate) if case.spec.training.precision == "fp16" else (rate,)
             at = next(
                 at for at, norm in enumerate(norms, 1) if not math.isfinite(norm) or not math.isfinite(losses[at - 1])
@@ -160,13 +157,13 @@ def gradients(trials: Trials, steps: Steps) -> Item:
     usual, largest = median(known), max(known)
     params = {"steps": len(norms), "norm": usual, "largest": largest, "least": min(known)}
     if usual < _LEAST_NORM:
-        causes = (Cause(Reason("diagnosis.cause-no-gradient", {"norm": usual})),)
+        causes = (case.cause("diagnosis.cause-no-gradient", norm=usual),)
         return Item("gradients", "failed", Reason("rehearsal.norm-zero", params), figures, causes)
     if steps.untouched:
         names = list(steps.untouched[:3])
         figures["without_gradient"] = list(steps.untouched[:20])
         untouched = {"count": len(steps.untouched), "names": names, "steps": len(norms)}
-        cause = Cause(Reason("rehearsal.cause-detached"), case.change("training.trainable"))
+        cause = case.cause("rehearsal.cause-detached", "training.trainable")
         return Item("gradients", "failed", Reason("rehearsal.without-gradient", untouched), figures, (cause,))
     if largest > _MOST_SPREAD * usual:
         return Item("gradients", "failed", Reason("rehearsal.norm-jumps", params), figures, (rate,))
@@ -192,8 +189,8 @@ def speed(trials: Trials, steps: Steps) -> Item:
     params = {"measured": measured, "planned": planned, "times": times, "spread": spread, "steps": len(steps.seconds)}
     if times > max(_SLOWER, trials.case.plan.p90_ratio) and not trials.case.on_cpu:
         causes = (
-            Cause(Reason("rehearsal.cause-slow-step"), trials.case.change("layout")),
-            Cause(Reason("rehearsal.cause-other-device"), trials.case.change("cluster.gpu")),
+            trials.case.cause("rehearsal.cause-slow-step", "layout"),
+            trials.case.cause("rehearsal.cause-other-device", "cluster.gpu"),
         )
         return Item("speed", "failed", Reason("rehearsal.slower-than-plan", params), figures, causes)
     return Item("speed", "passed", Reason("rehearsal.step-time", params), figures)
@@ -211,14 +208,7 @@ def _memory(trials: Trials, steps: Steps) -> Item:
     measured = read_measured(trials.trainer.run)
     figures: dict[str, Any] = {"peak_bytes": int(steps.memory_bytes), "capacity_bytes": plan.capacity}
     figures |= {"planned_peak_bytes": plan.peak}
-    layout = case.plan.layout
-    smaller = max(1, layout.micro_batch_size // 2)
-    causes = (
-        Cause(
-            Reason("diagnosis.cause-large-micro-batch", {"micro_batch": layout.micro_batch_size}),
-            case.change("training.micro_batch_size", smaller),
-        ),
-    )
+    causes = (large_micro_batch(case),)
     if measured is not None:
         parts = measured.stages[measured.worst].figures
         figures["parts"] = {name: {"planned": each.planned, "measured": each.measured} for name, each in parts.items()}
@@ -226,13 +216,13 @@ def _memory(trials: Trials, steps: Steps) -> Item:
             excess = each.measured - each.planned
             if name in ("allocated", "reserved") and case.on_cpu:
                 continue
-            if excess > _ABOVE_PLAN * each.planned and excess > _LEAST_BYTES:
+            if excess > ABOVE_PLAN * each.planned and excess > LEAST_BYTES:
                 params = {"part": name.replace("_", " "), "measured": each.measured, "planned": each.planned}
                 return Item("memory", "failed", Reason("diagnosis.memory-above-plan", params), figures, causes)
     outside = 0 if case.on_cpu else max(0, plan.peak - plan.reserved)
     used = steps.memory_bytes + outside
     params = {"used": used, "capacity": plan.capacity, "share": used / plan.capacity, "planned": plan.peak}
-    if plan.capacity > 0 and used > _FULL * plan.capacity:
+    if plan.capacity > 0 and used > FULL * plan.capacity:
         return Item("memory", "failed", Reason("diagnosis.memory-nearly-full", params), figures, causes)
     return Item("memory", "passed", Reason("rehearsal.memory-as-planned", params), figures)
 
@@ -260,13 +250,7 @@ def data_rate(trials: Trials, steps: Steps) -> Item:
     params = {"seconds": each, "step": trials.step_seconds, "share": share, "busy": busy}
     waits_long = share > _WAIT_SHARE and waits / max(1, len(steps.waits)) > _LEAST_WAIT_SECONDS
     if waits_long or (busy > 1 and each > _LEAST_WAIT_SECONDS):
-        loader = case.spec.data.loader
-        more = Cause(
-            Reason("diagnosis.cause-few-workers", {"workers": trainer.readers}),
-            case.change("data.loader.workers", max(2, 2 * trainer.readers)),
-        )
-        slow = Reason("diagnosis.cause-slow-storage", {"prefetch": loader.prefetch})
-        causes = (more, Cause(slow, case.change("data.loader.prefetch")))
+        causes = (few_workers(case, trainer.readers), slow_storage(case))
         return Item("data-rate", "failed", Reason("rehearsal.data-slow", params), figures, causes)
     return Item("data-rate", "passed", Reason("rehearsal.data-fast", params), figures)
 
@@ -315,13 +299,13 @@ def restore(trials: Trials, step: int) -> Item:
     tolerance = 0.0 if case.on_cpu else _TOLERANCE * abs(first)
     if kinds:
         params |= {"kinds": kinds}
-        cause = Cause(Reason("rehearsal.cause-damaged-storage"), case.change("checkpoint.dir"))
+        cause = case.cause("rehearsal.cause-damaged-storage", "checkpoint.dir")
         return Item("restore", "failed", Reason("rehearsal.restored-other-state", params), figures, (cause,))
     if not abs(again - first) <= tolerance and math.isfinite(first):
         params |= {"loss": again, "expected": first}
         return Item("restore", "failed", Reason("rehearsal.restored-other-loss", params), figures)
     if seconds > max(_LEAST_SLOW_SECONDS, _SLOW_SAVE * planned):
-        cause = Cause(Reason("rehearsal.cause-slow-checkpoints"), case.change("checkpoint.dir"))
+        cause = case.cause("rehearsal.cause-slow-checkpoints", "checkpoint.dir")
         return Item("restore", "failed", Reason("rehearsal.save-slow", params), figures, (cause,))
     return Item("restore", "passed", Reason("rehearsal.restored", params), figures)
 
