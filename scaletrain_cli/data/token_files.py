@@ -68,8 +68,8 @@ class _OpenFiles:
         self._open, self._lock = OrderedDict(), threading.Lock()
 
 
-_FILES = _OpenFiles()
-os.register_at_fork(after_in_child=_FILES.begin_in_child)
+OPEN_FILES = _OpenFiles()
+os.register_at_fork(after_in_child=OPEN_FILES.begin_in_child)
 
 
 class PreparedFile(Protocol):
@@ -143,11 +143,11 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the file; the next read opens it again."""
-        _FILES.close([self._path])
+        OPEN_FILES.close([self._path])
 
     def _bytes(self, start: int, stop: int) -> bytes:
         try:
-            content = _FILES.read(self._path, start, stop - start)
+            content = OPEN_FILES.read(self._path, start, stop - start)
         except OSError as error:
             raise CorruptDataError(self._path, error.strerror or str(error)) from error
         if len(content) != stop - start:

@@ -6,7 +6,6 @@ compared with the index, so that an image that has changed since is found when i
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
@@ -27,8 +26,8 @@ from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf
 from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
 from scaletrain_cli.data.sources.libraries import require
-from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, is_remote, read_range
-from scaletrain_cli.data.token_files import LocalFile
+from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, SeekableFile, is_remote, read_range
+from scaletrain_cli.data.token_files import OPEN_FILES, LocalFile
 from scaletrain_cli.errors import DoNotRequeueError, UsageError
 from scaletrain_cli.hub.cache import cache_folder, path_in_cache
 from scaletrain_cli.reasons import Reason
@@ -36,7 +35,6 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.spec.image_files import FOLDER, TABLES
 
-_MOST_OPEN = 64  # files of a process
 _MOST_TABLES = 8
 _MOST_ROWS_BYTES = 64 << 20  # of decoded groups of rows, beside the one that is read
 _ENDS = 1 << 17  # numbers of a file that are read at a time
@@ -273,36 +271,16 @@ class _LooseImages(_Images):
 
 
 class _Shards(_Images):
-    """Local files, each opened once and kept open while there are not too many."""
+    """Local files."""
 
     def __init__(self, paths: list[str], separator: str = ":") -> None:
         self._paths, self._separator = paths, separator
-        self._open: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()
-        self._process = os.getpid()
 
     def place(self, about: _Record, name: str) -> str:
         return f"{self._paths[about.file]}{self._separator}{name}"
 
     def _read(self, about: _Record, name: str) -> bytes:
-        with self._lock:
-            return os.pread(self._descriptor(about.file), about.length, about.offset)
-
-    def _descriptor(self, file: int) -> int:
-        if self._process != os.getpid():  # forked: the parent closes its own
-            self._open, self._process = OrderedDict(), os.getpid()
-        if file in self._open:
-            self._open.move_to_end(file)
-        else:
-            while len(self._open) >= _MOST_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[file]
-
-    def __del__(self) -> None:
-        if self._process == os.getpid():
-            for descriptor in self._open.values():
-                os.close(descriptor)
+        return OPEN_FILES.read(Path(self._paths[about.file]), about.offset, about.length)
 
 
 class _Cached:
@@ -440,30 +418,17 @@ class _RowsOfTables(_Images):
             del self._groups[key]
 
 
-class _CachedStream(io.RawIOBase):
+class _CachedStream(SeekableFile):
     """A remote file as a seekable binary file that is read through the cache."""
 
     def __init__(self, file: _Cached) -> None:
-        self._file, self._place = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._file.file.size}[whence]
-        self._place = max(0, base + offset)
-        return self._place
+        super().__init__(file.file.size)
+        self._file = file
 
     def readinto(self, buffer: Any) -> int:
-        content = self._file.read(self._place, self._place + len(buffer))
+        content = self._file.read(self.place, self.place + len(buffer))
         buffer[: len(content)] = content
-        self._place += len(content)
+        self.place += len(content)
         return len(content)
 
 

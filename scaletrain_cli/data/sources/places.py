@@ -234,18 +234,11 @@ def _code(text: str) -> str:
     return found[1] if found else ""
 
 
-class RemoteStream(io.RawIOBase):
-    """A remote file as a seekable binary file. Reads ahead, more with every read that follows the one before."""
+class SeekableFile(io.RawIOBase):
+    """The base of binary files of ``size`` bytes that are read from any place. ``place``: of the next byte."""
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file, self._place = file, 0
-        self._ready, self._start = b"", 0  # bytes that were read, and the place of the first one
-        self._ahead = _SMALLEST_READ
-
-    @property
-    def name(self) -> str:
-        """The path of the file."""
-        return self._file.path
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
 
     def readable(self) -> bool:
         """Return True."""
@@ -257,26 +250,41 @@ class RemoteStream(io.RawIOBase):
 
     def tell(self) -> int:
         """Return the place of the next byte."""
-        return self._place
+        return self.place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Change the place of the next byte, and return it."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._file.size}[whence]
-        self._place = max(0, base + offset)
-        return self._place
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
+        self.place = max(0, base + offset)
+        return self.place
+
+
+class RemoteStream(SeekableFile):
+    """A remote file as a seekable binary file. Reads ahead, more with every read that follows the one before."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        super().__init__(file.size)
+        self._file = file
+        self._ready, self._start = b"", 0  # bytes that were read, and the place of the first one
+        self._ahead = _SMALLEST_READ
+
+    @property
+    def name(self) -> str:
+        """The path of the file."""
+        return self._file.path
 
     def readinto(self, buffer: Any) -> int:
         """Read at most as many bytes as the buffer has. Raises PlaceError and UnavailableError."""
-        wanted = min(len(buffer), max(0, self._file.size - self._place))
+        wanted = min(len(buffer), max(0, self.size - self.place))
         if not wanted:
             return 0
-        if not self._start <= self._place < self._start + len(self._ready):
-            follows = self._place == self._start + len(self._ready)
+        if not self._start <= self.place < self._start + len(self._ready):
+            follows = self.place == self._start + len(self._ready)
             self._ahead = min(2 * self._ahead, _LARGEST_READ) if follows and self._ready else _SMALLEST_READ
-            stop = min(self._file.size, self._place + max(wanted, self._ahead))
-            self._ready, self._start = read_range(self._file, self._place, stop), self._place
-        first = self._place - self._start
+            stop = min(self.size, self.place + max(wanted, self._ahead))
+            self._ready, self._start = read_range(self._file, self.place, stop), self.place
+        first = self.place - self._start
         part = self._ready[first : first + wanted]
         buffer[: len(part)] = part
-        self._place += len(part)
+        self.place += len(part)
         return len(part)

@@ -90,7 +90,7 @@ def test_threads_read_at_the_same_time_through_few_open_files(tmp_path: Path, mo
         half = len(joined) // 2
         starts = [index * LENGTH if index < half else (index - half) * LENGTH + half * LENGTH + 1 for index in order]
         assert rows.tolist() == [tokens[start : start + LENGTH + 1].tolist() for start in starts]
-    assert len(token_files._FILES._open) <= 2
+    assert len(token_files.OPEN_FILES._open) <= 2
 
 
 def test_sources_are_read_in_another_process_through_files_of_its_own(tmp_path: Path) -> None:
