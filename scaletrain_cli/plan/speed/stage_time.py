@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.architecture import Architecture, architecture
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
-from scaletrain_cli.plan.catalogue.networks import Link
-from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
+from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import attends_by_document, fuses_attention, has_documents, loss_chunks
 from scaletrain_cli.plan.memory.parameter_groups import stage_tensors
@@ -26,11 +26,11 @@ from scaletrain_cli.plan.speed.communication import (
     data_traffic,
     exposed,
 )
-from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
+from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds, rates
 from scaletrain_cli.plan.speed.offload import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
 from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens
-from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage, trains_before_head
+from scaletrain_cli.plan.trained_stages import TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
 
 # Rate of the memory-efficient kernel, which takes a mask, relative to FlashAttention-2, which takes none (torch,
@@ -109,36 +109,54 @@ class _Parts:
     offload_copy: float  # one copy of a block's activations between device and host
 
 
-def stage_times(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    rate: Rates,
-    link: Link,
-    profile: FrameworkProfile,
-    per_rank: Architecture,
-    blocks: tuple[int, ...],
-    stages: tuple[Stage, ...],
-    trained: TrainedStage,
-) -> list[MicroBatchTime]:
-    """Return the time of one micro-batch on each of the pipeline ``stages``; equal ones have the same object.
+class StepSetting(NamedTuple):
+    """What the times of a layout's stages depend on.
 
     ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages; ``blocks``: the
     number of blocks on each stage; ``trained``: what trains.
     """
-    parts = _parts(spec, layout, device, rate, link, profile, trained)
+
+    spec: RunSpec
+    layout: Layout
+    device: Accelerator
+    rate: Rates
+    link: Link
+    profile: FrameworkProfile
+    per_rank: Architecture
+    blocks: tuple[int, ...]
+    trained: TrainedStage
+
+
+def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> StepSetting:
+    """Return what the times of a layout depend on, with the rates and the profile of the device."""
+    framework = framework_of(spec)
+    profile = framework.profile_on(device)
+    return StepSetting(
+        spec,
+        layout,
+        device,
+        rates(device, spec.training.precision),
+        cluster_link(spec.cluster, device),
+        compiled_profile(profile) if layout.compile else profile,
+        architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel),
+        framework.pipeline_split(spec, layout.pipeline_parallel),
+        trained,
+    )
+
+
+def stage_times(setting: StepSetting, stages: tuple[Stage, ...]) -> list[MicroBatchTime]:
+    """Return the time of one micro-batch on each of the pipeline ``stages``; equal ones have the same object."""
+    parts, model, trained = _parts(setting), setting.spec.transformer, setting.trained
     known: dict[object, MicroBatchTime] = {}
     found = []
-    places_differ = bool(trained.runs) or spec.transformer.has_pattern
+    places_differ = bool(trained.runs) or model.has_pattern
     for stage, first in zip(stages, first_alike(stages), strict=True):
         key: object = first
         if places_differ:
-            runs = trained.blocks_of(spec.transformer, stage)
+            runs = trained.blocks_of(model, stage)
             key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
         if key not in known:
-            runs = trained.blocks_of(spec.transformer, stage)
-            sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
-            known[key] = _stage(spec, layout, rate, link, profile, parts, stage, runs, sizes)
+            known[key] = _stage(setting, parts, stage)
         found.append(known[key])
     return found
 
@@ -162,19 +180,12 @@ class StageSizes(NamedTuple):
     trained: int
 
 
-def stage_sizes(
-    spec: RunSpec,
-    layout: Layout,
-    per_rank: Architecture,
-    blocks: tuple[int, ...],
-    stage: Stage,
-    trained: TrainedStage,
-) -> StageSizes:
+def stage_sizes(setting: StepSetting, stage: Stage) -> StageSizes:
     """Return the parameters on one rank of a pipeline stage."""
-    if not trained.runs:
-        parameters = stage_parameters(per_rank, blocks, stage.position, stage.start)
+    if not setting.trained.runs:
+        parameters = stage_parameters(setting.per_rank, setting.blocks, stage.position, stage.start)
         return StageSizes(parameters, parameters)
-    tensors = stage_tensors(spec, layout, stage, trained)
+    tensors = stage_tensors(setting.spec, setting.layout, stage, setting.trained)
     learned = sum(group.elements for group, *_ in tensors.trained)
     return StageSizes(learned + sum(group.elements for group, *_ in tensors.frozen), learned)
 
@@ -190,15 +201,8 @@ def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int
     return found
 
 
-def _parts(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    rate: Rates,
-    link: Link,
-    profile: FrameworkProfile,
-    trained: TrainedStage,
-) -> _Parts:
+def _parts(setting: StepSetting) -> _Parts:
+    spec, layout, device, rate, link, profile, _, _, trained = setting
     model, work = spec.transformer, _rank_work(spec, layout, device)
 
     def block(training: BlockTraining, experts: bool) -> PartTime:
@@ -207,48 +211,33 @@ def _parts(
     # The chunked loss computes the gradient of the hidden states whether or not anything before them trains.
     arriving = layout.cross_entropy == "chunked" or trains_before_head(model, trained)
     head = head_time(model, work, profile, rate, trained.head, arriving)
+    # Each chunk of the loss adds to the head's fp32 gradient: it reads two tensors of its size and writes one, 12
+    # bytes per parameter. The log-probabilities of ``dpo`` are computed again, because their gradients follow from the
+    # loss of the pair (engine/model/loss.py ``_ChunkedTokens``).
+    chunks, backward = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy), head.backward
+    if trained.head:
+        entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
+        backward += memory_seconds(chunks * entries * 12, 2 * chunks, rate)
     return _Parts(
         block=block,
         forwards=recomputed_forwards(spec, layout),
         embedding=embedding_time(model, work, rate, trained.embedding),
-        head=_chunked(head, spec, layout, rate, work, trained.head),
+        head=PartTime(head.forward, backward + (head.forward if computes_logits_again(spec, layout) else 0.0)),
         traffic=block_traffic(spec, layout, link, profile),
         boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap),
         offload_copy=activation_offload_seconds(spec, layout, device),
     )
 
 
-def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, work: RankWork, trained: bool) -> PartTime:
-    """Return the time of head and loss with what a loss in chunks adds to the backward pass.
-
-    If the head trains (``trained``), each chunk adds to its fp32 gradient, which reads two tensors of the head's size
-    and writes one, 12 bytes per parameter. The log-probabilities of ``dpo`` are computed again, because their gradients
-    follow from the loss of the pair (engine/model/loss.py ``_ChunkedTokens``).
-    """
-    chunks, backward = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy), head.backward
-    if trained:
-        entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
-        backward += memory_seconds(chunks * entries * 12, 2 * chunks, rate)
-    return PartTime(head.forward, backward + (head.forward if computes_logits_again(spec, layout) else 0.0))
-
-
-def _stage(
-    spec: RunSpec,
-    layout: Layout,
-    rate: Rates,
-    link: Link,
-    profile: FrameworkProfile,
-    parts: _Parts,
-    stage: Stage,
-    runs: tuple[BlockRun, ...],
-    sizes: StageSizes,
-) -> MicroBatchTime:
-    """Return the time of one micro-batch on one stage; ``runs``: its blocks, ``sizes``: its parameters on one rank."""
+def _stage(setting: StepSetting, parts: _Parts, stage: Stage) -> MicroBatchTime:
+    """Return the time of one micro-batch on one stage."""
+    spec, layout, _, rate, link, profile, *_ = setting
+    sizes = stage_sizes(setting, stage)
     count, first, last = stage.blocks, stage.first, stage.last
     forwards, traffic, blocking = parts.forwards, parts.traffic, launches_block(spec)
     forward = backward = recompute = communication = host = 0.0
     modules = spec.transformer.sublayers_per_block / 2  # of a whole block, for which traffic and host work are
-    for run in runs:
+    for run in setting.trained.blocks_of(spec.transformer, stage):
         part = parts.block(run.training, run.experts)
         reached = backward_products(spec.transformer, run.training, run.experts).reached
         again = forwards if reached else 0.0

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture, architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
-from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
+from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
 from scaletrain_cli.plan.muon import muon_seconds, muon_sent_bytes
@@ -27,15 +25,17 @@ from scaletrain_cli.plan.speed.communication import (
     stall_seconds,
     tied_seconds,
 )
-from scaletrain_cli.plan.speed.kernels import Rates, rates
+from scaletrain_cli.plan.speed.kernels import rates
 from scaletrain_cli.plan.speed.offload import offload_seconds
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import (
     MicroBatchTime,
     StageSizes,
+    StepSetting,
     stage_sizes,
     stage_times,
+    step_setting,
     time_stages,
 )
 from scaletrain_cli.plan.stages import Stage, zero_shards
@@ -49,6 +49,10 @@ _MOST_STAGES = 64
 # none.
 _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
+# Seconds of a step that add up over the stages of a run.
+_ADDED = (
+    *("step", "compute", "exposed_communication", "bubble", "optimizer", "data_wait", "recompute", "stall_seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -93,29 +97,21 @@ def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) 
     if len(stages) > 1:
         return [StepSeconds.of(time) for time, _ in plan_times(spec, layouts, device)]
     found = []
-    for layout, micro_batch in _micro_batches(spec, layouts, device, stages[0]):
-        stage = _step_of_stage(spec, layout, device, stages[0], micro_batch)
+    for micro_batch in _micro_batches(spec, layouts, device, stages[0]):
+        stage = _step_of_stage(micro_batch)
         found.append(StepSeconds(stage.step + stage.waited, stage.compute, stage.communication, stage.optimizer))
     return found
 
 
 def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]) -> Time:
     """Return the mean of the times of a run's stages over its steps; rates follow from the mean step."""
-    shares = [stage.steps / spec.total_steps for stage in stages]
-
-    pairs = list(zip(shares, times, strict=True))
-    step = sum(share * time.step for share, time in pairs)
+    pairs = [(stage.steps / spec.total_steps, time) for stage, time in zip(stages, times, strict=True)]
+    means = {name: sum(share * getattr(time, name) for share, time in pairs) for name in _ADDED}
+    step = means["step"]
     longest = max(pairs, key=lambda pair: pair[0])[1]
     return replace(
         longest,
-        step=step,
-        compute=sum(share * time.compute for share, time in pairs),
-        exposed_communication=sum(share * time.exposed_communication for share, time in pairs),
-        bubble=sum(share * time.bubble for share, time in pairs),
-        optimizer=sum(share * time.optimizer for share, time in pairs),
-        data_wait=sum(share * time.data_wait for share, time in pairs),
-        recompute=sum(share * time.recompute for share, time in pairs),
-        stall_seconds=sum(share * time.stall_seconds for share, time in pairs),
+        **means,
         to_train=step * spec.total_steps,
         tokens_per_second=longest.tokens_per_second * longest.step / step,
         tokens_per_second_per_gpu=longest.tokens_per_second_per_gpu * longest.step / step,
@@ -133,13 +129,9 @@ def trained_stage_time(
 
 
 class _MicroBatch(NamedTuple):
-    """What the step times of layouts share if these differ only in the number of micro-batches per step."""
+    """The pipeline stages of a layout, with the time of one micro-batch on each."""
 
-    rate: Rates
-    link: Link
-    profile: FrameworkProfile
-    per_rank: Architecture
-    blocks: tuple[int, ...]
+    setting: StepSetting
     held: tuple[Stage, ...]
     stages: list[MicroBatchTime]
 
@@ -166,48 +158,31 @@ class _StepOfStage(NamedTuple):
 def _trained_stage_times(
     spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
 ) -> list[tuple[Time, Network]]:
-    return [
-        _step_time(spec, layout, device, trained, micro_batch)
-        for layout, micro_batch in _micro_batches(spec, layouts, device, trained)
-    ]
+    return [_step_time(micro_batch) for micro_batch in _micro_batches(spec, layouts, device, trained)]
 
 
 def _micro_batches(
     spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
-) -> Iterator[tuple[Layout, _MicroBatch]]:
+) -> Iterator[_MicroBatch]:
     """Yield layouts that differ only in the number of micro-batches, with the time of one, which they share."""
-    micro_batch = None
+    found = None
     for layout in layouts:
         # With a second copy of weights, only the first micro-batch gathers them over all ranks.
-        if micro_batch is None or layout.zero_secondary_shard_size > 1:
-            micro_batch = _micro_batch(spec, layout, device, trained)
-        yield layout, micro_batch
+        if found is None or layout.zero_secondary_shard_size > 1:
+            setting = step_setting(spec, layout, device, trained)
+            held = time_stages(setting.per_rank, setting.blocks)
+            found = _MicroBatch(setting, held, stage_times(setting, held))
+        yield found._replace(setting=found.setting._replace(layout=layout))
 
 
-def _micro_batch(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> _MicroBatch:
-    model = spec.transformer
-    framework = framework_of(spec)
-    profile = framework.profile_on(device)
-    if layout.compile:
-        profile = compiled_profile(profile)
-    rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
-    per_rank = architecture(model, layout.tensor_parallel, layout.expert_parallel)
-    blocks = framework.pipeline_split(spec, layout.pipeline_parallel)
-    held = time_stages(per_rank, blocks)
-    stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks, held, trained)
-    return _MicroBatch(rate, link, profile, per_rank, blocks, held, stages)
-
-
-def _step_of_stage(
-    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, micro_batch: _MicroBatch
-) -> _StepOfStage:
-    rate, link, profile, per_rank, blocks, every_held, stages = micro_batch
+def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
+    setting, stages = micro_batch.setting, micro_batch.stages
+    spec, layout, _, _, link, profile, per_rank, _, trained = setting
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
-    for stage, held in zip(stages, every_held, strict=True):
+    for stage, held in zip(stages, micro_batch.held, strict=True):
         if id(stage) not in once:
-            sizes = stage_sizes(spec, layout, per_rank, blocks, held, trained)
-            once[id(stage)] = _once_per_step(spec, layout, device, rate, link, profile, stage, sizes, held)
+            once[id(stage)] = _once_per_step(setting, stage, held)
     schedule = one_forward_one_backward(
         [stage.seconds for stage in stages],
         m,
@@ -226,7 +201,11 @@ def _step_of_stage(
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
-    waited = _data_wait(spec, layout, step)
+    # Reading the tokens, minus the step, because loaders read ahead.
+    given = spec.cluster.storage_bandwidth
+    size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
+    read = size * layout.global_batch_size * (spec.units_per_sample + 1) / spec.cluster.nodes
+    waited = max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)
     return _StepOfStage(
         step=step,
         compute=compute,
@@ -241,10 +220,9 @@ def _step_of_stage(
     )
 
 
-def _step_time(
-    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, micro_batch: _MicroBatch
-) -> tuple[Time, Network]:
-    found = _step_of_stage(spec, layout, device, trained, micro_batch)
+def _step_time(micro_batch: _MicroBatch) -> tuple[Time, Network]:
+    spec, layout, device, *_, trained = micro_batch.setting
+    found = _step_of_stage(micro_batch)
     stages, step = micro_batch.stages, found.step + found.waited
     tokens = layout.global_batch_size * spec.units_per_sample
     needed = tokens * stage_flops_per_token(spec.transformer, trained)
@@ -273,15 +251,11 @@ def _step_time(
 
 def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: int) -> PerStepBytes:
     """Return the bytes that a rank of pipeline stage ``position`` sends per step while the first parameters train."""
-    framework, trained = framework_of(spec), trained_stages(spec)[0]
-    link = cluster_link(spec.cluster, device)
-    per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-    blocks = framework.pipeline_split(spec, layout.pipeline_parallel)
-    stage = time_stages(per_rank, blocks)[position]
-    sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
-    profile = framework.profile_on(device)
-    data = data_traffic(spec, layout, link, profile, sizes.parameters, stage.blocks, sizes.trained)
-    sent = data.sent + _beside_gradients(spec, layout, link, stage, sizes.trained)[1]
+    setting = step_setting(spec, layout, device, trained_stages(spec)[0])
+    stage = time_stages(setting.per_rank, setting.blocks)[position]
+    sizes = stage_sizes(setting, stage)
+    data = data_traffic(spec, layout, setting.link, setting.profile, sizes.parameters, stage.blocks, sizes.trained)
+    sent = data.sent + _beside_gradients(spec, layout, setting.link, stage, sizes.trained)[1]
     return sent_bytes(spec, layout, stage, sent)
 
 
@@ -295,18 +269,10 @@ def _beside_gradients(spec: RunSpec, layout: Layout, link: Link, held: Stage, tr
     return seconds, sent
 
 
-def _once_per_step(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    rate: Rates,
-    link: Link,
-    profile: FrameworkProfile,
-    stage: MicroBatchTime,
-    sizes: StageSizes,
-    held: Stage,
-) -> _OncePerStep:
-    """Return what the stage ``held`` does once per step; ``sizes``: the parameters of one rank."""
+def _once_per_step(setting: StepSetting, stage: MicroBatchTime, held: Stage) -> _OncePerStep:
+    """Return what the stage ``held`` does once per step."""
+    spec, layout, device, _, link, profile, *_ = setting
+    sizes = stage_sizes(setting, held)
     data = data_traffic(spec, layout, link, profile, sizes.parameters, held.blocks, sizes.trained)
     # With v chunks per stage, the traffic of a chunk may also overlap passes of the stage's other chunks.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
@@ -315,7 +281,7 @@ def _once_per_step(
     overlaps = 0.0 if stage.blocking else 1.0
     reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout, profile))
     gather = exposed(data.gather, windows * forward, overlaps * profile.gather_overlap)
-    optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained, sizes.parameters)
+    optimizer = _optimizer_seconds(setting, sizes)
     outer, beside = _beside_gradients(spec, layout, link, held, sizes.trained)
     if has_muon(spec):
         settings = spec.training.optimizer.muon
@@ -324,26 +290,11 @@ def _once_per_step(
     return _OncePerStep(reduce + gather + outer, optimizer, data.sent + beside)
 
 
-def _optimizer_seconds(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    rate: Rates,
-    profile: FrameworkProfile,
-    trained: int,
-    parameters: int,
-) -> float:
+def _optimizer_seconds(setting: StepSetting, sizes: StageSizes) -> float:
+    spec, layout, device, rate, _, profile, *_ = setting
     shards = 1 if layout.zero_stage == 0 else zero_shards(layout)
-    updated, held = -(-trained // shards), -(-parameters // shards)
+    updated, held = -(-sizes.trained // shards), -(-sizes.parameters // shards)
     host = 0.0 if rate.is_cpu else profile.step_host + (profile.zero_host if layout.zero_stage else 0.0)
     if layout.offload != "none":
         return host + offload_seconds(spec, layout, device, updated, held)
     return host + updated * max(0.0, profile.optimizer - lighter_update_bytes(spec)) / rate.memory
-
-
-def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
-    """Return the seconds that a step waits for tokens: reading them, minus the step, because loaders read ahead."""
-    given = spec.cluster.storage_bandwidth
-    size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
-    read = size * layout.global_batch_size * (spec.units_per_sample + 1) / spec.cluster.nodes
-    return max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)
