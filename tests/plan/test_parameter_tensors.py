@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from scaletrain_cli.plan.architecture import architecture
-from scaletrain_cli.plan.memory.parameter_groups import Group, ends_of, stage_groups
+from scaletrain_cli.plan.memory.parameter_groups import Group, stage_groups
 from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.plan.specs import model_of, spec_of
@@ -64,11 +64,11 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
             shard_experts(built, Mesh(tensor=Axis(tensor)))
             kinds = model.block_runs(stage.start, stage.blocks)
             assert sum(blocks for experts, blocks in kinds if not experts) == stage.dense
-            counted = stage_groups(model, tensor, 1, kinds, ends_of(stage))
+            ends = {"first": stage.first, "last": stage.last}
+            matrices, vectors = stage_groups(model, tensor, 1, stage.start, stage.blocks, **ends)
             found = [(p.numel(), p.ndim > 1 and not name.endswith("bias")) for name, p in built.named_parameters()]
-            assert sizes(counted.matrices) == [elements for elements, decays in found if decays]
-            assert sizes(counted.vectors) == [elements for elements, decays in found if not decays]
-            assert not counted.experts.runs
+            assert sizes(matrices.group) == [elements for elements, decays in found if decays]
+            assert sizes(vectors.group) == [elements for elements, decays in found if not decays]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
 def test_the_tensors_add_up_to_the_architecture(model: ModelSpec, tensor: int, expert: int) -> None:
     expert = expert if model.num_experts else 1
     whole = architecture(model, tensor, expert)
-    groups = stage_groups(model, tensor, expert, model.block_runs(0, model.num_hidden_layers), "both")
-    assert sum(group.elements for group in groups) == whole.parameters
-    of_experts = groups.experts.elements + groups.expert_biases.elements
+    groups = stage_groups(model, tensor, expert, 0, model.num_hidden_layers, first=True, last=True)
+    assert sum(each.group.elements for each in groups) == whole.parameters
+    of_experts = sum(each.group.elements for each in groups if each.experts)
     assert of_experts == (model.moe_layers * whole.block.routed if expert > 1 else 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -92,29 +91,13 @@ class StageTensors(NamedTuple):
     largest_quantized: int = 0
 
 
-class StageGroups(NamedTuple):
-    """The parameter groups of one pipeline stage if everything trains; DeepSpeed skips empty ones."""
-
-    matrices: Group
-    vectors: Group
-    experts: Group
-    expert_biases: Group
-
-    @property
-    def shared(self) -> tuple[SharedGroup, ...]:
-        """Return the groups that are not empty."""
-        marked = zip(self, (False, False, True, True), strict=True)
-        return tuple(SharedGroup(group, experts) for group, experts in marked if group.runs)
-
-
 def stage_tensors(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> StageTensors:
     """Return the tensors of one rank of a pipeline stage while it trains what ``trained`` states."""
     model, tensor, expert = spec.transformer, layout.tensor_parallel, layout.expert_parallel
     if not trained.runs:
-        if model.block_types:
-            return StageTensors(_hybrid_groups(model, tensor, expert, stage.start, stage.blocks, ends_of(stage)).shared)
-        kinds = model.block_runs(stage.start, stage.blocks)
-        return StageTensors(stage_groups(model, tensor, expert, kinds, ends_of(stage)).shared)
+        return StageTensors(
+            stage_groups(model, tensor, expert, stage.start, stage.blocks, first=stage.first, last=stage.last)
+        )
     return _named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained)
 
 
@@ -159,12 +142,8 @@ def elements_in_small_tensors(model: ModelSpec, tensor: int, most: int) -> int:
     if model.adapter is not None:
         sizes = (-(-each.numel // (1 if each.tensor_dim is None else tensor)) for each in model_parameters(model))
         return sum(size for size in sizes if size <= most)
-    layers = model.num_hidden_layers
-    if model.block_types:
-        groups = _hybrid_groups(model, tensor, 1, 0, layers, "both")
-    else:
-        groups = stage_groups(model, tensor, 1, model.block_runs(0, layers), "both")
-    return sum(each.group.in_tensors_up_to(most) for each in groups.shared)
+    groups = stage_groups(model, tensor, 1, 0, model.num_hidden_layers, first=True, last=True)
+    return sum(each.group.in_tensors_up_to(most) for each in groups)
 
 
 @lru_cache(maxsize=1024)
@@ -178,20 +157,16 @@ def most_groups(model: ModelSpec, tensor: int, expert: int, stages: tuple[Stage,
 
 @lru_cache(maxsize=4096)
 def stage_groups(
-    model: ModelSpec, tensor: int, expert: int, kinds: tuple[tuple[bool, int], ...], ends: str
-) -> StageGroups:
-    """Return the parameter groups of blocks if all train; ``kinds``: runs of blocks, as (has experts, blocks).
+    model: ModelSpec, tensor: int, expert: int, start: int, blocks: int, *, first: bool, last: bool
+) -> tuple[SharedGroup, ...]:
+    """Return the parameter groups of ``blocks`` blocks if all train, without empty ones, which DeepSpeed skips.
 
-    ``tensor`` and ``expert``: degrees of parallelism. ``ends``: see ``ends_of``.
+    ``tensor`` and ``expert``: degrees of parallelism. ``first``, ``last``: with what is before and after all blocks.
     """
-    per_rank = architecture(model, tensor, expert)
-    opening, closing = _ends(model, per_rank, ends)
-    parts = (
-        (opening, 1),
-        *((_block(model, tensor, expert, experts=experts), blocks) for experts, blocks in kinds),
-        (closing, 1),
-    )
-    return _grouped(parts)
+    opening, closing = _ends(model, architecture(model, tensor, expert), first=first, last=last)
+    parts = [(opening, 1), *_runs_of_blocks(model, tensor, expert, start, blocks), (closing, 1)]
+    runs = [tuple((part[kind], times) for part, times in parts if times and part[kind]) for kind in range(4)]
+    return tuple(SharedGroup(Group(found), experts=kind >= 2) for kind, found in enumerate(runs) if found)
 
 
 class BlockMatrices(NamedTuple):
@@ -209,64 +184,43 @@ def matrices_in_order(
 
     The last are none if the head is the embedding. Of a block of a hybrid model all matrices count as one.
     """
-    per_rank, layers = architecture(model, tensor, expert), model.num_hidden_layers
-    opening, closing = _ends(model, per_rank, "both")
-    runs: list[tuple[BlockMatrices, int]] = []
-    if model.block_types:
-        for block, times in per_rank.kinds(0, layers):
-            stacked = (block.routed,) if block.routed else ()
-            runs.append((BlockMatrices((), (block.shared - block.vectors, *stacked)), times))
-        return opening.matrices, tuple(runs), closing.matrices
-    attention = tuple(each.on_rank(tensor, 1) for each in attention_matrices(model))
-    for experts, times in model.block_runs(0, layers):
-        matrices, _, apart, _ = _block(model, tensor, expert, experts=experts)
-        runs.append((BlockMatrices(attention, (*matrices[len(attention) :], *apart)), times))
+    opening, closing = _ends(model, architecture(model, tensor, expert), first=True, last=True)
+    attention = () if model.block_types else tuple(each.on_rank(tensor, 1) for each in attention_matrices(model))
+    runs = [
+        (BlockMatrices(attention, (*part.matrices[len(attention) :], *part.experts)), times)
+        for part, times in _runs_of_blocks(model, tensor, expert, 0, model.num_hidden_layers)
+    ]
     return opening.matrices, tuple(runs), closing.matrices
 
 
-def _hybrid_groups(model: ModelSpec, tensor: int, expert: int, first: int, count: int, ends: str) -> StageGroups:
-    """Return the parameter groups of a hybrid model, with one matrix and one vector for each block.
+def _runs_of_blocks(model: ModelSpec, tensor: int, expert: int, start: int, blocks: int) -> list[tuple[Tensors, int]]:
+    """Return the tensors of runs of equal blocks, and how many blocks each has.
 
-    The engine builds no such blocks, so its tensors are not counted one by one.
+    Of a block of a hybrid model all matrices count as one, and all vectors: the engine builds no such blocks.
     """
-    per_rank = architecture(model, tensor, expert)
-    opening, closing = _ends(model, per_rank, ends)
-    parts = [(opening, 1)]
-    for block, times in per_rank.kinds(first, count):
+    if not model.block_types:
+        runs = model.block_runs(start, blocks)
+        return [(_block(model, tensor, expert, experts=experts), times) for experts, times in runs]
+    found = []
+    for block, times in architecture(model, tensor, expert).kinds(start, blocks):
         stacked = (block.routed,) if block.routed else ()
         matrices = (block.shared - block.vectors, *(() if expert > 1 else stacked))
-        parts.append((Tensors(matrices, (block.vectors,), stacked if expert > 1 else ()), times))
-    parts.append((closing, 1))
-    return _grouped(parts)
+        found.append((Tensors(matrices, (block.vectors,), stacked if expert > 1 else ()), times))
+    return found
 
 
-def _grouped(parts: Sequence[tuple[Tensors, int]]) -> StageGroups:
-    """Return the parameter groups of parts, each repeated some times."""
-    return StageGroups(
-        *(
-            Group(tuple((part[kind], times) for part, times in parts if times and part[kind]))
-            for kind in range(len(Tensors._fields))
-        )
-    )
-
-
-def ends_of(stage: Stage) -> str:
-    """Return which ends of the model a stage holds: ``first``, ``last``, ``both`` or ``none``."""
-    return {(True, True): "both", (True, False): "first", (False, True): "last"}.get((stage.first, stage.last), "none")
-
-
-def _ends(model: ModelSpec, per_rank: Architecture, ends: str) -> tuple[Tensors, Tensors]:
+def _ends(model: ModelSpec, per_rank: Architecture, *, first: bool, last: bool) -> tuple[Tensors, Tensors]:
     """Return the tensors before and after the blocks; with a tied head, the last stage has a copy of the embedding."""
     opening = closing = Tensors()
-    norm = _norm(model)
-    if ends in ("first", "both"):
+    norm = (model.hidden_size,) * (2 if model.has_norm_bias else 1)
+    if first:
         positions = per_rank.embedding - per_rank.table - (sum(norm) if model.embedding_norm else 0)
         opening = Tensors(
             (per_rank.table, positions) if positions else (per_rank.table,), norm if model.embedding_norm else ()
         )
-    elif ends == "last" and model.tie_word_embeddings:
+    elif last and model.tie_word_embeddings:
         opening = Tensors((per_rank.table,))
-    if ends in ("last", "both"):
+    if last:
         closing = Tensors((per_rank.head,) if per_rank.head else (), norm)
     return opening, closing
 
@@ -279,7 +233,3 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         apart = expert > 1 and each.experts > 0
         kinds[2 * apart + (not each.is_matrix)].append(each.on_rank(tensor, expert))
     return Tensors(*map(tuple, kinds))
-
-
-def _norm(model: ModelSpec) -> tuple[int, ...]:
-    return (model.hidden_size,) * (2 if model.has_norm_bias else 1)
