@@ -20,6 +20,7 @@ from scaletrain_cli.plan.architecture import (
     window_keys,
 )
 from scaletrain_cli.plan.memory.activations import token_activations
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.stages import engine_stages, stage_shard
@@ -241,7 +242,7 @@ def test_a_state_space_layer_has_the_flops_of_megatron_lm() -> None:
 def test_a_block_with_less_inside_keeps_less_for_its_backward_pass() -> None:
     def saved(*kinds: str) -> int:
         model = model_of("nemotron-h-8b", block_types=list(kinds), num_hidden_layers=len(kinds))
-        return token_activations(model, 2).saved
+        return token_activations(model, BlockKernels(2)).saved
 
     assert saved("attention", "mamba") < saved("attention", "mamba+mlp")
     assert saved("mlp", "mamba") == pytest.approx((saved("mamba+mlp")) / 2, rel=1e-3)

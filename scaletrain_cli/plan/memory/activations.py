@@ -9,7 +9,7 @@ operations that it does not recompute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from scaletrain_cli.plan.block_graph import WHOLE, BlockTraining, backward_products
@@ -104,53 +104,32 @@ class TokenActivations:
 
 
 def token_activations(
-    model: ModelSpec,
-    element_bytes: int,
-    tensor_parallel: int = 1,
-    fused_attention: bool = True,
-    *,
-    experts: bool | None = None,
-    sequence_parallel: int = 1,
-    context_parallel: int = 1,
-    compiled: bool = False,
-    training: BlockTraining = WHOLE,
-    keeps_inputs: bool = False,
-    adapter_dropout: bool = False,
-    adapter_element: int = 0,
-    dora: bool = False,
-    repeats: bool = False,
-    fused_norms: bool = True,
-    keeps_activated: bool = False,
+    model: ModelSpec, kernels: BlockKernels, *, experts: bool | None = None, training: BlockTraining = WHOLE
 ) -> TokenActivations:
     """Return the activation bytes per token of one transformer block on one rank.
 
-    Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
-    activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
-    ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
-    ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``. Of a hybrid model
-    the bytes of a block with experts, or without, are the mean over those of its layers. ``fused_norms``: RMSNorm
-    saves no fp32 values. ``keeps_activated``: an eager gated MLP saves its activated gate, too, which the engine's does
-    not.
+    Tensor parallelism divides everything except the inputs and outputs of the two norms. ``experts``: whether the
+    block's MLP is a mixture of experts (None: if the model has experts). ``training``: what trains in the block. Of a
+    hybrid model the bytes of a block with experts, or without, are the mean over those of its layers.
     """
+    is_moe = bool(model.num_experts) and experts is not False
+    if materializes_scores(model):
+        kernels = replace(kernels, fused=False)
     if model.block_types:
-        kernels = BlockKernels(element_bytes, tensor_parallel, sequence_parallel, fused_attention, repeats=repeats)
-        return _hybrid_activations(model, kernels, experts if experts is not None else model.num_experts > 0, compiled)
-    t, hidden, keeps = tensor_parallel, model.hidden_size, keeps_activated and not compiled
-    of_norm = _norm(model, element_bytes, fused_norms or compiled)
-    fused = fused_attention and not materializes_scores(model)
-    attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled, repeats)
+        return _hybrid_activations(model, kernels, is_moe)
+    t, hidden, element_bytes, compiled = kernels.tensor, model.hidden_size, kernels.element, kernels.compiled
+    of_norm, attention = _norm(model, kernels), _attention(model, kernels)
     # Beside their norms, attention and MLP save their inputs: the outputs of norms before them, or the hidden states.
     norms = 2 * of_norm + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
     if model.norm_position == "pre_and_post":
         norms += 2 * (of_norm - element_bytes * hidden)
     routing = 0
-    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), keeps)
-    if model.num_experts and experts is not False:
-        mlp, mlp_gradients, routing = _experts(model, element_bytes, t, compiled, keeps)
+    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), kernels)
+    if is_moe:
+        mlp, mlp_gradients, routing = _experts(model, kernels)
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
             norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
     saved = norms + attention + element_bytes * mlp + routing
-    first_norm = of_norm
 
     def working(saved: int, attention: int, *, mixes: bool) -> int:
         """Return the gradients alive at once; ``mixes``: the core of attention has a backward pass.
@@ -158,12 +137,12 @@ def token_activations(
         When it begins, all that was saved after attention has been freed.
         """
         in_mlp = element_bytes * (2 * hidden + mlp_gradients)
-        if not mixes or (fused and not model.kv_lora_rank and context_parallel == 1):
+        if not mixes or (kernels.fused and not model.kv_lora_rank and kernels.context == 1):
             return in_mlp
         gradients = _attention_gradients
-        if fused:
-            gradients = _latent_gradients if context_parallel == 1 else _ring_gradients
-        freed = max(0, saved - attention - first_norm)
+        if kernels.fused:
+            gradients = _latent_gradients if kernels.context == 1 else _ring_gradients
+        freed = max(0, saved - attention - of_norm)
         return max(in_mlp, gradients(model, element_bytes, t) - freed)
 
     whole = TokenActivations(
@@ -174,12 +153,9 @@ def token_activations(
     )
     if training.is_whole:
         return whole
-    is_moe = bool(model.num_experts) and experts is not False
     products = backward_products(model, training, is_moe)
     if not products.reached:
         return TokenActivations(0, 0, 0, 0)  # no backward pass comes here
-    adapters = (adapter_dropout, adapter_element, dora)
-    kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, *adapters, repeats)
     saved, attention = frozen_activation_bytes(model, training, is_moe, kernels)
     return TokenActivations(
         saved=min(saved, whole.saved) if compiled and not training.adapters else saved,
@@ -200,31 +176,30 @@ def _attention_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     return scores + element_bytes * (2 * model.hidden_size + 2 * heads * value)
 
 
-def _attention(
-    model: ModelSpec, element_bytes: int, t: int, fused: bool, sequence_parallel: int, compiled: bool, repeats: bool
-) -> int:
+def _attention(model: ModelSpec, kernels: BlockKernels) -> int:
+    element_bytes, t, sequence_parallel = kernels.element, kernels.tensor, kernels.sequence
     heads = -(-model.num_attention_heads // t)
     if model.kv_lora_rank:
         attention = latent_core_bytes(model, element_bytes, heads, sequence_parallel, kept=True)
         for size in (model.q_lora_rank, model.kv_lora_rank):
             attention += rms_norm_bytes(size, element_bytes) if size else 0
-        attention += 0 if compiled else latent_view_bytes(model, element_bytes)
+        attention += 0 if kernels.compiled else latent_view_bytes(model, element_bytes)
         attention += indexer_bytes(model, element_bytes)
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
         # for attention with a mask, or to divide the heads of a tensor rank over the sequence ranks
-        repeated = repeats or (sequence_parallel > 1 and keys // model.head_dim % sequence_parallel)
+        repeated = kernels.repeats or (sequence_parallel > 1 and keys // model.head_dim % sequence_parallel)
         # Query, key, value, the output (which is the input of the output projection), one log-sum-exp per head.
         attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
         attention += element_bytes * queries if sequence_parallel > 1 else 0  # Ulysses' all-to-all copies the output
         if model.qk_norm:
             # RMSNorm saves its input. Its output goes into the rotary embedding, which saves nothing.
-            over_ranks = t > 1 and model.qk_norm_scope == "projection" and not compiled
+            over_ranks = t > 1 and model.qk_norm_scope == "projection" and not kernels.compiled
             normalized = norm_over_ranks_bytes(model, element_bytes) if over_ranks else element_bytes
             rows = (queries + keys) // model.head_dim if model.qk_norm_scope == "head" else 2
             attention += (queries + keys) * normalized + _FP32 * rows
-    return attention if fused else attention + score_bytes(model, element_bytes, heads)
+    return attention if kernels.fused else attention + score_bytes(model, element_bytes, heads)
 
 
 def _latent_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
@@ -250,27 +225,27 @@ def _ring_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     return gradients + (2 * element_bytes + 3 * _FP32) * pairs
 
 
-def _mlp(model: ModelSpec, inner: int, keeps_activated: bool = False) -> tuple[int, int]:
+def _mlp(model: ModelSpec, inner: int, kernels: BlockKernels) -> tuple[int, int]:
     """Return the elements per token of an MLP of width ``inner``: (saved, gradients alive at once)."""
-    if model.has_gated_mlp:
-        return (4 if keeps_activated else 3) * inner, 3 * inner  # gate, up, product, and the activated gate
+    if model.has_gated_mlp:  # gate, up, product, and the activated gate
+        return (4 if kernels.keeps_activated and not kernels.compiled else 3) * inner, 3 * inner
     return 2 * inner, inner  # before and after GELU
 
 
-def _experts(model: ModelSpec, element_bytes: int, t: int, compiled: bool, keeps: bool = False) -> tuple[int, int, int]:
+def _experts(model: ModelSpec, kernels: BlockKernels) -> tuple[int, int, int]:
     """Return elements per token of routed and shared experts, (saved, gradients alive at once), and router bytes."""
-    routed, hidden = model.num_experts_per_tok, model.hidden_size
+    routed, hidden, t = model.num_experts_per_tok, model.hidden_size, kernels.tensor
     inner = -(-model.expert_size // t)
-    mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, keeps)
-    copies = 3 if compiled else 2  # dispatched input and output; compiled: also the output before its return
+    mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, kernels)
+    copies = 3 if kernels.compiled else 2  # dispatched input and output; compiled: also the output before its return
     mlp, gradients = routed * (mlp + copies * hidden), routed * gradients
-    mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), keeps)[0]
+    mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), kernels)[0]
     mlp += hidden + 1 if model.shared_expert_gate else 0  # both factors
     routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
-    return mlp, gradients, routing + (_FP32 * hidden if element_bytes < _FP32 else 0)
+    return mlp, gradients, routing + (_FP32 * hidden if kernels.element < _FP32 else 0)
 
 
-def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool, compiled: bool) -> TokenActivations:
+def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool) -> TokenActivations:
     """Return the mean activations per token of the blocks of a hybrid model with experts, or without.
 
     Each part of a block has a norm before it, whose output is its input. The gradients alive at once are those of the
@@ -278,33 +253,31 @@ def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool, 
     """
     t, hidden, element = kernels.tensor, model.hidden_size, kernels.element
     kinds = [kind for kind in model.parts_between(0, model.num_hidden_layers) if kind[0].experts == experts]
-    fused = kernels.fused and not materializes_scores(model)
-    mixing = _attention(model, element, t, fused, kernels.sequence, compiled, kernels.repeats)
-    scan = mamba_bytes(model, element, t)
-    mlp, of_mlp = _mlp(model, -(-model.intermediate_size // t))
-    sparse, of_sparse, routing = _experts(model, element, t, compiled) if model.num_experts else (0, 0, 0)
+    mixing, scan, of_norm = _attention(model, kernels), mamba_bytes(model, element, t), _norm(model, kernels)
+    mlp, of_mlp = _mlp(model, -(-model.intermediate_size // t), kernels)
+    sparse, of_sparse, routing = _experts(model, kernels) if model.num_experts else (0, 0, 0)
     saved = attention = working = blocks = 0
     for parts, times in kinds:
-        own = parts.sublayers * _norm(model, element) + (mixing if parts.attention else 0)
+        own = parts.sublayers * of_norm + (mixing if parts.attention else 0)
         own += (scan[0] if parts.mamba else 0) + (element * mlp if parts.mlp else 0)
         own += element * sparse + routing if parts.experts else 0
         saved, blocks = saved + times * own, blocks + times
         attention += times * mixing if parts.attention else 0
         inner = element * max(of_mlp if parts.mlp else 0, of_sparse if parts.experts else 0)
         gradients = max(inner, scan[1] if parts.mamba else 0)
-        if parts.attention and not fused:
+        if parts.attention and not kernels.fused:
             gradients = max(gradients, _attention_gradients(model, element, t))
         working = max(working, 2 * element * hidden + gradients)
     count = max(blocks, 1)
     return TokenActivations(-(-saved // count), -(-attention // count), element * hidden, working)
 
 
-def _norm(model: ModelSpec, element_bytes: int, fused: bool = True) -> int:
-    if model.norm_kind == "rmsnorm" and not fused:  # fp32 input, the normalized value, the output, and the inverse root
-        return model.hidden_size * (_FP32 + 2 * element_bytes) + _FP32
-    if model.norm_kind == "rmsnorm":
-        return rms_norm_bytes(model.hidden_size, element_bytes)
-    return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and inverse root
+def _norm(model: ModelSpec, kernels: BlockKernels) -> int:
+    of_rms_norm = rms_norm_bytes(model.hidden_size, kernels.element)
+    if model.norm_kind != "rmsnorm":
+        return of_rms_norm + _FP32  # LayerNorm: also the mean
+    # Beside its output, one that is not fused saves the fp32 input and the normalized value.
+    return of_rms_norm + (0 if kernels.fused_norms or kernels.compiled else _FP32 * model.hidden_size)
 
 
 def rms_norm_bytes(size: int, element_bytes: int) -> int:
@@ -405,7 +378,7 @@ def loss_bytes(
     """
     entries = -(-model.vocab_size // tensor_parallel)
     hidden, head = tokens * model.hidden_size, entries * model.hidden_size
-    kept = tokens * _layer_norm_bytes(model.hidden_size, element_bytes)
+    kept = tokens * (2 * element_bytes * model.hidden_size + 2 * _FP32)
     if model.norm_kind == "rmsnorm":
         kept = tokens * rms_norm_bytes(model.hidden_size, element_bytes)
     entry = _ENTRY + (_FP32 if model.final_logit_softcapping else 0)  # tanh keeps its output
@@ -423,7 +396,3 @@ def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:
     if cross_entropy == "chunked":
         return -(-tokens // LOSS_CHUNK_TOKENS)
     return -(-model.vocab_size // model.hidden_size) if cross_entropy == "liger" else 0
-
-
-def _layer_norm_bytes(size: int, element_bytes: int) -> int:
-    return 2 * element_bytes * size + 2 * _FP32

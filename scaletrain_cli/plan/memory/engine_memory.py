@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -37,7 +36,7 @@ from scaletrain_cli.plan.memory.engine_states import (
     trained_bytes,
     trained_groups,
 )
-from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes
@@ -183,14 +182,12 @@ class _Activations:
     def __init__(self, spec: RunSpec, layout: Layout, device: Accelerator, program: Program = ENGINE_PROGRAM) -> None:
         self._model, adapter = spec.transformer, spec.transformer.adapter
         self._recompute, self._tokens = recomputation(spec, layout), local_tokens(spec, layout)
-        self._of_block = functools.partial(
-            token_activations,
-            spec.transformer,
+        self._kernels = BlockKernels(
             weight_bytes(spec.training.precision),
             layout.tensor_parallel,
+            layout.sequence_parallel,
+            layout.context_parallel,
             fuses_attention(spec, device),
-            sequence_parallel=layout.sequence_parallel,
-            context_parallel=layout.context_parallel,
             compiled=spec.training.compile is True,  # auto falls back to eager blocks, which must fit too
             keeps_inputs=layout.zero_stage == 3,
             adapter_dropout=adapter is not None and adapter.dropout > 0,
@@ -206,7 +203,7 @@ class _Activations:
         """Return the activations per token of one block."""
         found = self._known.get((training, experts))
         if found is None:
-            found = self._of_block(experts=experts and bool(self._model.num_experts), training=training)
+            found = token_activations(self._model, self._kernels, experts=experts, training=training)
             self._known[training, experts] = found
         return found
 

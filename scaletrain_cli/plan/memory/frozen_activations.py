@@ -23,17 +23,21 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class BlockKernels:
-    """Bytes per element, tensor and sequence ranks, and kernels with which a rank runs a block."""
+    """Bytes per activation element, the ranks that share a block, and the kernels with which one runs it."""
 
     element: int
     tensor: int = 1
     sequence: int = 1
+    context: int = 1
     fused: bool = True  # attention has a fused kernel and no dropout
+    compiled: bool = False
     keeps_inputs: bool = False  # frozen layers save their inputs, too
     adapter_dropout: bool = False
     adapter_element: int = 0  # bytes per element of adapters; 0: as all others
     dora: bool = False
-    repeats: bool = False  # keys and values are repeated for attention with a mask
+    repeats: bool = False  # keys and values are repeated for attention with a mask (``repeats_keys``)
+    fused_norms: bool = True  # RMSNorm saves no fp32 values
+    keeps_activated: bool = False  # an eager gated MLP saves its activated gate, too, which the engine's does not
 
     @property
     def adapter_bytes(self) -> int:

@@ -12,6 +12,7 @@ from scaletrain_cli.engine.metrics.memory_measurement import watching_activation
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.plan.memory.activations import Recomputation, stage_activation_bytes, token_activations
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.plan.specs import model_of
@@ -46,7 +47,7 @@ def test_blocks_save_what_is_planned(
     made, tokens = model(spec, again, dtype), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     with watching_activations(made) as saved:
         made(tokens, tokens).backward()
-    per_token = token_activations(spec, dtype.itemsize)
+    per_token = token_activations(spec, BlockKernels(dtype.itemsize))
     planned = stage_activation_bytes(per_token, BATCH * LENGTH, LAYERS, again, 1)
     assert saved.bytes == pytest.approx(planned, rel=0.05)
 
@@ -71,7 +72,7 @@ def test_a_compiled_block_saves_less_and_that_is_planned(
     made, tokens = model(spec, again, torch.bfloat16, compiled=True), torch.zeros(batch, LENGTH, dtype=torch.int64)
     with watching_activations(made) as saved:
         made(tokens, tokens).backward()
-    per_token = token_activations(spec, 2, compiled=True)
+    per_token = token_activations(spec, BlockKernels(2, compiled=True))
     planned = stage_activation_bytes(per_token, batch * LENGTH, 1, again, 1)
     assert saved.bytes == pytest.approx(planned, rel=0.05)
 

@@ -16,6 +16,7 @@ from scaletrain_cli.engine.model.causal_lm import TokenContext
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.activations import token_activations
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.fresh_model import build_model
@@ -130,5 +131,5 @@ def test_the_backward_pass_of_unfused_attention_needs_the_gradients_of_scores(
         gradient, saved = torch.ones_like(out), live.now
         live.peak = 0
         out.backward(gradient)
-    measured, planned = (live.peak - saved) / 512, token_activations(model, precision.itemsize).working
+    measured, planned = (live.peak - saved) / 512, token_activations(model, BlockKernels(precision.itemsize)).working
     assert measured <= planned <= 1.15 * measured

@@ -14,7 +14,7 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM, TokenContext
 from scaletrain_cli.plan.architecture import block_attention_flops
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products, block_flops, block_graph
 from scaletrain_cli.plan.memory.activations import token_activations
-from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.trained_stages import stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.engine.fresh_model import build_model
@@ -136,7 +136,10 @@ def test_a_pass_saves_and_computes_what_is_planned(name: str, what: str, reached
     model, precision = MODELS[name], torch.bfloat16 if len(what) % 2 else torch.float32
     modules = trained_modules(model, TRAINED[what])
     measured = Saved(model, modules, reached, precision)
-    planned = sum(token_activations(model, precision.itemsize, training=one).saved for one in blocks(modules, reached))
+    planned = sum(
+        token_activations(model, BlockKernels(precision.itemsize), training=one).saved
+        for one in blocks(modules, reached)
+    )
     # rotary tables are the same for all blocks; LayerNorm's statistics have 16 bits on a CPU
     tables = 2 * 4 * model.rotary_dim / BATCH if model.positions == "rotary" and measured.saved else 0
     assert planned == pytest.approx(measured.saved - tables, abs=16)

@@ -14,33 +14,34 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from tests.plan.specs import model_of, spec_of
 
 
 def test_a_gpt_block_keeps_34_bytes_per_channel_without_its_two_dropout_masks() -> None:
     # Korthikanti et al., arXiv:2205.05198, equation 1, less the masks (2) and the scores (5 a s / h).
-    saved = token_activations(model_of("gpt3-175b"), element_bytes=2).saved
+    saved = token_activations(model_of("gpt3-175b"), BlockKernels(2)).saved
     statistics = 4 * (96 + 4)
     assert saved - statistics == 32 * 12288
 
 
 def test_tensor_parallelism_divides_24_of_those_bytes() -> None:
     # Equation 2: 10 + 24 / t, of which the masks are 2.
-    saved = token_activations(model_of("gpt3-175b"), element_bytes=2, tensor_parallel=8).saved
+    saved = token_activations(model_of("gpt3-175b"), BlockKernels(2, tensor=8)).saved
     assert saved - 4 * (96 // 8 + 4) == (8 + 24 // 8) * 12288
 
 
 def test_fp32_saves_twice_the_bytes_of_16_bits_except_for_statistics() -> None:
     model = model_of("gpt2")
     statistics = 4 * (12 + 4)
-    narrow, wide = (token_activations(model, element).saved - statistics for element in (2, 4))
+    narrow, wide = (token_activations(model, BlockKernels(element)).saved - statistics for element in (2, 4))
     assert wide == 2 * narrow
 
 
 def test_attention_without_a_fused_kernel_keeps_a_row_of_weights_per_head() -> None:
     model = model_of("llama-3-8b", seq_len=4096)
-    fused = token_activations(model, 4).saved
-    assert token_activations(model, 4, fused_attention=False).saved - fused == 4 * 32 * 4096
+    fused = token_activations(model, BlockKernels(4)).saved
+    assert token_activations(model, BlockKernels(4, fused=False)).saved - fused == 4 * 32 * 4096
 
 
 def test_selective_checkpointing_recomputes_every_second_block_from_the_first() -> None:
@@ -50,19 +51,19 @@ def test_selective_checkpointing_recomputes_every_second_block_from_the_first() 
 
 
 def test_full_checkpointing_keeps_the_input_of_each_block() -> None:
-    per_token = token_activations(model_of("llama-7b"), 2)
+    per_token = token_activations(model_of("llama-7b"), BlockKernels(2))
     assert stage_activation_bytes(per_token, 4096, 32, Recomputation("full"), 1) == 4096 * 32 * 2 * 4096
 
 
 def test_recomputation_restores_one_block_at_a_time() -> None:
-    per_token = token_activations(model_of("llama-7b"), 2)
+    per_token = token_activations(model_of("llama-7b"), BlockKernels(2))
     full, none = (block_backward_bytes(per_token, 1, 32, Recomputation(mode)) for mode in ("full", "none"))
     again = full - none
     assert again == per_token.saved
 
 
 def test_more_checkpointing_keeps_less() -> None:
-    per_token = token_activations(model_of("llama-7b"), 2)
+    per_token = token_activations(model_of("llama-7b"), BlockKernels(2))
     modes = ("none", "selective", "full")
     kept = [stage_activation_bytes(per_token, 4096, 32, Recomputation(mode), 1) for mode in modes]
     assert kept == sorted(kept, reverse=True)
@@ -71,7 +72,7 @@ def test_more_checkpointing_keeps_less() -> None:
 
 def test_the_loss_of_a_large_vocabulary_needs_more_than_a_block() -> None:
     model = model_of("llama-3-8b")
-    assert loss_bytes(model, 2, 8192) > 12 * 128_256 * 8192 > token_activations(model, 2).saved * 8192
+    assert loss_bytes(model, 2, 8192) > 12 * 128_256 * 8192 > token_activations(model, BlockKernels(2)).saved * 8192
 
 
 def test_a_loss_in_chunks_keeps_the_gradient_of_the_head_and_the_logits_of_one_chunk() -> None:
@@ -135,7 +136,7 @@ def counted_and_saved(shape: dict[str, object], precision: str) -> tuple[int, fl
     model_spec, few = saved_bytes(1)
     _, many = saved_bytes(3)
     measured = (many - few) / 2 / (batch * seq_len)
-    counted = token_activations(model_spec, 4 if precision == "fp32" else 2).saved
+    counted = token_activations(model_spec, BlockKernels(4 if precision == "fp32" else 2)).saved
     return counted, measured
 
 
