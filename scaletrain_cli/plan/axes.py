@@ -8,6 +8,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import Problem
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import either
@@ -35,6 +36,11 @@ class Axes(NamedTuple):
     sequence: int
     context: int
     expert: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> Axes:
+        """Return those of a layout."""
+        return cls(layout.data_parallel, *(getattr(layout, axis) for axis in AXES))
 
     @property
     def model_parallel(self) -> int:
@@ -127,20 +133,9 @@ def _nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
 def resolve_axes(spec: RunSpec) -> Axes:
     """Return the degrees that the spec sets, 1 for those on auto; data parallelism takes the remaining ranks."""
     layout = spec.layout
-    tensor, pipeline, virtual, sequence, context, expert = (
-        1 if degree == "auto" else degree
-        for degree in (
-            layout.tensor_parallel,
-            layout.pipeline_parallel,
-            layout.virtual_pipeline,
-            layout.sequence_parallel,
-            layout.context_parallel,
-            layout.expert_parallel,
-        )
-    )
-    others = tensor * pipeline * sequence * context
-    data = max(1, spec.world_size // others) if layout.data_parallel == "auto" else layout.data_parallel
-    return Axes(data, tensor, pipeline, virtual, sequence, context, expert)
+    axes = Axes(1, *(1 if (degree := getattr(layout, axis)) == "auto" else degree for axis in AXES))
+    left = max(1, spec.world_size // axes.model_parallel)
+    return axes._replace(data=left if layout.data_parallel == "auto" else layout.data_parallel)
 
 
 def offload_stage(spec: RunSpec, offload: str) -> int:

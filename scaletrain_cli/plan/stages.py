@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import (
     Architecture,
+    architecture,
     attention_matmul_flops,
     block_attention_flops,
     head_flops,
@@ -152,10 +153,15 @@ def first_alike(stages: tuple[Stage, ...]) -> tuple[int, ...]:
     return tuple(first.setdefault(stage, place) for place, stage in enumerate(alike))
 
 
+def rank_architecture(spec: RunSpec, layout: Layout) -> Architecture:
+    """Return the parameters that one rank holds under tensor and expert parallelism, of all stages."""
+    return architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+
+
 def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
     """Return the parameters on one rank of one stage.
 
-    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
+    ``per_rank``: see ``rank_architecture``.
     ``expert_share``: factor on the routed experts, which are sharded over expert_tensor instead of tensor ranks.
     """
     kinds = per_rank.kinds(stage.start, stage.blocks)

@@ -37,10 +37,9 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
     Returns None if a rule excludes the layout or a size does not divide. Values that the spec sets are ignored.
     """
     changed = replace(layout, world_size=spec.world_size, **changes)
-    others = changed.tensor_parallel * changed.pipeline_parallel * changed.sequence_parallel * changed.context_parallel
-    if changed.world_size % others:
+    data, left = divmod(changed.world_size, Axes.of(changed).model_parallel)
+    if left:
         return None
-    data = changed.world_size // others
     if changed.global_batch_size % (data * changed.micro_batch_size):
         return None
     if changed.pipeline_parallel == 1:
@@ -49,21 +48,9 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
         changed = replace(changed, expert_parallel=1)
     accumulation = changed.global_batch_size // (data * changed.micro_batch_size)
     changed = replace(changed, data_parallel=data, gradient_accumulation_steps=accumulation)
-    axes = Axes(
-        data=data,
-        tensor=changed.tensor_parallel,
-        pipeline=changed.pipeline_parallel,
-        virtual=changed.virtual_pipeline,
-        sequence=changed.sequence_parallel,
-        context=changed.context_parallel,
-        expert=changed.expert_parallel,
-    )
-    return None if any(broken_rules(_unpinned(spec), axes)) else evaluate(spec, changed, device)
-
-
-def _unpinned(spec: RunSpec) -> RunSpec:
     training = spec.training.model_copy(update={"micro_batch_size": "auto"})
-    return spec.model_copy(update={"layout": LayoutSpec(), "training": training})
+    unpinned = spec.model_copy(update={"layout": LayoutSpec(), "training": training})
+    return None if any(broken_rules(unpinned, Axes.of(changed))) else evaluate(spec, changed, device)
 
 
 def row(name: str, candidate: Candidate, note: Reason | None = None) -> Row:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
 
-from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.axes import Axes, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
@@ -83,14 +82,9 @@ class Framework(ABC):
         """Bytes of logits and loss per token and vocabulary entry."""
         return self.memory_profile.logits
 
-    def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
-    ) -> Callable[[Stage], StageMemory]:
-        """Return a function from a pipeline stage of this layout to the bytes on one of its ranks.
-
-        ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
-        """
-        return framework_stage_memory(spec, layout, device, per_rank, self, self.memory_profile, self.profile)
+    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Callable[[Stage], StageMemory]:
+        """Return a function from a pipeline stage of this layout to the bytes on one of its ranks."""
+        return framework_stage_memory(spec, layout, device, self)
 
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield the sources of the figures for states, buffers and fragmentation."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule, offload_stage
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
@@ -98,10 +97,8 @@ class DeepSpeed(Framework):
         overlaps = layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.pipeline_parallel == 1)
         return profile.reduce_overlap if overlaps else 0.0
 
-    def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
-    ) -> Callable[[Stage], StageMemory]:
-        return engine_stage_memory(spec, layout, device, per_rank, self.program)
+    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Callable[[Stage], StageMemory]:
+        return engine_stage_memory(spec, layout, device, self.program)
 
     def memory_assumptions(self) -> Iterator[Reason]:
         yield Reason("plan.assumes-deepspeed-states")

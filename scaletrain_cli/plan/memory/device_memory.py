@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 
-from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -75,9 +74,8 @@ def plan_memory(
     cannot be the worst: of equal stages the first has the most micro-batches in flight (1F1B, arXiv:2104.04473, section
     2.2).
     """
-    per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     framework = framework or framework_of(spec)
-    size = framework.stage_memory(spec, layout, device, per_rank)
+    size = framework.stage_memory(spec, layout, device)
     held = framework.pipeline_stages(spec, layout.pipeline_parallel)
     if not every_stage and has_equal_blocks(spec):
         held = tuple(held[place] for place in dict.fromkeys(first_alike(held)))

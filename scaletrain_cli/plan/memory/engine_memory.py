@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture, architecture
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
@@ -48,6 +47,7 @@ from scaletrain_cli.plan.stages import (
     chunks_in_flight,
     engine_stages,
     local_tokens,
+    rank_architecture,
     replicas,
     rows_per_sample,
     stage_shard,
@@ -110,12 +110,9 @@ class _StateBytes(NamedTuple):
 class _FixedBytes(NamedTuple):
     """Bytes of a pipeline stage that do not depend on the number of micro-batches in flight."""
 
-    states: ModelStates
-    host: int
+    held: _StateBytes
     backward: int  # gradients and recomputed activations of one block's backward pass
     buffers: BufferBytes
-    second: int
-    step: int
     kept_weights: int  # the part of ``buffers`` that ``Program.keeps_gathered`` adds
     gathered: GatheredWeights | None  # by stage 3, if ``buffers`` is without them
 
@@ -235,14 +232,13 @@ class _Activations:
 
 
 def engine_stage_memory(
-    spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture, program: Program = ENGINE_PROGRAM
+    spec: RunSpec, layout: Layout, device: Accelerator, program: Program = ENGINE_PROGRAM
 ) -> Callable[[Stage], StageMemory]:
     """Return a function from a pipeline stage of this layout to its bytes on one rank.
 
-    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages. If stages of
-    the run train different parameters, the bytes are those of the one with the highest peak.
+    If stages of the run train different parameters, the bytes are those of the one with the highest peak.
     """
-    sizes = [_size_of_stage(spec, layout, device, per_rank, trained, program) for trained in trained_stages(spec)]
+    sizes = [_size_of_stage(spec, layout, device, trained, program) for trained in trained_stages(spec)]
     if len(sizes) == 1:
         return sizes[0]
     return lambda stage: max((size(stage) for size in sizes), key=lambda memory: memory.peak)
@@ -252,8 +248,7 @@ def trained_stage_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
 ) -> tuple[StageMemory, ...]:
     """Return the bytes on one rank of each pipeline stage while the run trains what ``trained`` states."""
-    per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-    size = _size_of_stage(spec, layout, device, per_rank, trained, ENGINE_PROGRAM)
+    size = _size_of_stage(spec, layout, device, trained, ENGINE_PROGRAM)
     return tuple(map(size, stages_in(spec, layout)))
 
 
@@ -301,17 +296,12 @@ def _gathered(spec: RunSpec, layout: Layout, elements: int) -> GatheredWeights:
 
 
 def _state_bytes(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    per_rank: Architecture,
-    stage: Stage,
-    trained: TrainedStage,
-    program: Program,
+    spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage, trained: TrainedStage, program: Program
 ) -> _StateBytes:
     training, model = spec.training, spec.transformer
     element, shards, zero = weight_bytes(training.precision), zero_shards(layout), layout.zero_stage
     own, grads = trained_bytes(spec)
+    per_rank = rank_architecture(spec, layout)
     shard = stage_shard(per_rank, stage)
     precision, grad_dtype = training.precision, training.grad_dtype
     if own != element:  # adapters in fp32
@@ -368,17 +358,12 @@ def _state_bytes(
     if layout.zero_shard_size:  # the gradient of the shards, while it is averaged over their copies
         step = max(step, -(-count // shards) * grads)
     states, host = engine_states(spec, layout, stage, trained=trained)
-    states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
+    states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, stage))
     return _StateBytes(states, host, buffers, second, step, gathered, dequantized)
 
 
 def _size_of_stage(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    per_rank: Architecture,
-    trained: TrainedStage,
-    program: Program,
+    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, program: Program
 ) -> Callable[[Stage], StageMemory]:
     training, model = spec.training, spec.transformer
     element = weight_bytes(training.precision)
@@ -408,14 +393,14 @@ def _size_of_stage(
         """Return the bytes that do not depend on the micro-batches in flight; equal stages have the same ``alike``."""
         held = known.get(alike)
         if held is None:
-            held = known[alike] = _state_bytes(spec, layout, device, per_rank, stage, trained, program)
+            held = known[alike] = _state_bytes(spec, layout, device, stage, trained, program)
         kept_weights = element * held.gathered if layout.activation_checkpointing == "none" else 0
         buffers = held.buffers.plus(kept_weights + element * held.dequantized)
         backward = activations.backward(stage, trained, copied=offloaded)
         gathered = None
         if _replays_gathers(layout, program):
-            gathered = _gathered(spec, layout, stage_shard(per_rank, stage).parameters)
-        return _FixedBytes(held.states, held.host, backward, buffers, held.second, held.step, kept_weights, gathered)
+            gathered = _gathered(spec, layout, stage_shard(rank_architecture(spec, layout), stage).parameters)
+        return _FixedBytes(held, backward, buffers, kept_weights, gathered)
 
     cache: dict[Stage, _FixedBytes] = {}
 
@@ -426,7 +411,8 @@ def _size_of_stage(
         found = cache.get(alike)
         if found is None:
             found = cache[alike] = fixed_bytes(stage, alike)
-        states, host, backward, buffers, second, step, kept_weights, gathered = found
+        held, backward, buffers, kept_weights, gathered = found
+        host = held.host
         chunks = chunks_in_flight(layout, stage.position)
         saved = (activations.saved(stage, trained, chunks) + chunks * shared) // layout.virtual_pipeline
         kept = saved - saved // chunks  # after the backward pass of one micro-batch
@@ -450,13 +436,13 @@ def _size_of_stage(
                 )
                 for left, weights in in_backward
             ),
-            PhaseMemory(kept + backward, 0, buffers.backward + between.backward + second, 0),
-            PhaseMemory(0, 0, buffers.step + between.update, step),
+            PhaseMemory(kept + backward, 0, buffers.backward + between.backward + held.second, 0),
+            PhaseMemory(0, 0, buffers.step + between.update, held.step),
         )
         worst = max(phases, key=sum)
         # Matrices from 10 MB on have segments of their own (c10/cuda/CUDACachingAllocator.cpp kMinLargeAlloc).
         split = sum(worst) - (kept_weights if worst is not phases[-1] else 0)
-        return peak_memory(states, worst, split // _FRAGMENTATION_DIVISOR, framework, host)
+        return peak_memory(held.states, worst, split // _FRAGMENTATION_DIVISOR, framework, host)
 
     return size
 

@@ -34,7 +34,15 @@ from scaletrain_cli.plan.memory.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
+from scaletrain_cli.plan.stages import (
+    Shard,
+    Stage,
+    chunks_in_flight,
+    local_tokens,
+    rank_architecture,
+    stage_shard,
+    zero_shards,
+)
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -60,23 +68,16 @@ _LEAST_FILL = 0.05
 _SINGLE_MICRO_BATCH = 0.4
 
 
-def deferred_bytes(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    profile: MemoryProfile,
-    time: FrameworkProfile,
-    tokens: int,
-    element: int,
-) -> int:
+def deferred_bytes(spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework, tokens: int) -> int:
     """Return the deferred bytes of one rank, as the module's docstring defines them; ``tokens``: per micro-batch."""
-    if not profile.deferred or layout.tensor_parallel == 1:
+    deferred, element = framework.memory_profile.deferred, weight_bytes(spec.training.precision)
+    if not deferred or layout.tensor_parallel == 1:
         return 0
-    share = _queue_fill(spec, layout, device, time, tokens, element)
+    share = _queue_fill(spec, layout, device, framework.profile, tokens, element)
     if layout.gradient_accumulation_steps == 1:
         share *= _SINGLE_MICRO_BATCH
     # Each collective uses a full-size tensor and one tensor rank's share of it.
-    pairs = share * profile.deferred * (1 + 1 / layout.tensor_parallel)
+    pairs = share * deferred * (1 + 1 / layout.tensor_parallel)
     return int(pairs * element * spec.transformer.hidden_size * tokens)
 
 
@@ -168,13 +169,19 @@ def block_activations(
     mlp, mlp_gradients = (
         _experts(model, profile, sharding) if experts else _dense(model, profile, sharding, model.intermediate_size)
     )
+    # torchtitan's selective checkpointing (activation_checkpoint.py) keeps the block's input, the attention output, and
+    # the outputs of every second matrix product: query, value, gate (or up) and down projection.
+    heads = -(-model.num_attention_heads // sharding.tensor) * model.head_dim
+    keys = max(-(-model.num_key_value_heads // sharding.tensor), 1) * model.head_dim
+    inner = model.num_experts_per_tok * model.expert_size if experts else model.intermediate_size
+    ends = (2 if model.has_gated_mlp else 1) * model.hidden_size // sharding.norm_ranks
     return BlockActivations(
         attention=attention,
         scores=scores,
         norms=norms,
         mlp=mlp,
         block_input=element * hidden // sharding.norm_ranks,
-        products=_products(model, sharding, experts),
+        products=sharding.element * (2 * heads + keys + -(-inner // sharding.tensor) + ends),
         attention_gradients=attention_gradients + residual,
         mlp_gradients=mlp_gradients + residual,
     )
@@ -203,25 +210,17 @@ def _hybrid_activations(
     )
 
 
-def _products(model: ModelSpec, sharding: BlockSharding, experts: bool) -> int:
-    """Return the bytes per token that torchtitan's selective checkpointing keeps (activation_checkpoint.py).
-
-    Those are the block's input, the attention output, and the outputs of every second matrix product: query, value,
-    gate (or up) and down projection.
-    """
-    heads = -(-model.num_attention_heads // sharding.tensor) * model.head_dim
-    keys = max(-(-model.num_key_value_heads // sharding.tensor), 1) * model.head_dim
-    inner = model.num_experts_per_tok * model.expert_size if experts else model.intermediate_size
-    ends = (2 if model.has_gated_mlp else 1) * model.hidden_size // sharding.norm_ranks
-    return sharding.element * (2 * heads + keys + -(-inner // sharding.tensor) + ends)
-
-
 def _attention(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding) -> tuple[int, int, int]:
     """Return the bytes per token of attention and its projections: (saved without scores, scores, gradients)."""
     heads = -(-model.num_attention_heads // sharding.tensor)
     element = sharding.element
     if model.kv_lora_rank:
-        kept, output = _latent_attention(model, element, heads)
+        # The latents before and after their norms, queries and keys with and without their rotary part, and values
+        # (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+        turned, wide, value = model.qk_rope_head_dim, model.qk_head_dim, model.value_head_dim
+        latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
+        channels = heads * (3 * wide + (model.head_dim + value) + value)
+        kept, output = element * (latents + channels) + indexer_bytes(model, element), element * heads * value
         gradients = kept + output
     else:
         queries = heads * model.head_dim
@@ -241,18 +240,6 @@ def _attention(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding
     row = heads * model.seq_len
     scores = row * (2 * element + 1 if model.attention_dropout else element)
     return kept + output, scores, gradients + row * 2 * element
-
-
-def _latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
-    """Return the bytes per token that multi-head latent attention saves: (without its output, its output).
-
-    Saved are the latents before and after their norms, queries and keys with and without their rotary part, and values
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1).
-    """
-    turned, wide, value = model.qk_rope_head_dim, model.qk_head_dim, model.value_head_dim
-    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
-    channels = heads * (3 * wide + (model.head_dim + value) + value)
-    return element * (latents + channels) + indexer_bytes(model, element), element * heads * value
 
 
 def _dense(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding, inner: int) -> tuple[int, int]:
@@ -298,20 +285,11 @@ class _FixedBytes(NamedTuple):
 
 
 def framework_stage_memory(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    per_rank: Architecture,
-    framework: Framework,
-    profile: MemoryProfile,
-    time: FrameworkProfile,
+    spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework
 ) -> Callable[[Stage], StageMemory]:
-    """Return a function from a pipeline stage of this layout to its bytes on one rank.
-
-    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
-    """
-    model, training = spec.transformer, spec.training
-    selective = framework.selective(spec)
+    """Return a function from a pipeline stage of this layout to its bytes on one rank."""
+    model, training, profile = spec.transformer, spec.training, framework.memory_profile
+    selective, per_rank = framework.selective(spec), rank_architecture(spec, layout)
     element, tokens = weight_bytes(training.precision), local_tokens(spec, layout)
     norm_ranks = layout.tensor_parallel if framework.shards_norms(spec, layout) else 1
     expert_tensor = expert_tensor_parallel(spec, layout)
@@ -328,7 +306,7 @@ def framework_stage_memory(
     gathered = profile.gathered * element * model.hidden_size * tokens if norm_ranks > 1 else 0
     logits_size = tokens * -(-model.vocab_size // layout.tensor_parallel)
     between = 2 * channels if layout.pipeline_parallel > 1 else 0
-    deferred = deferred_bytes(spec, layout, device, profile, time, tokens, element)
+    deferred = deferred_bytes(spec, layout, device, framework, tokens)
     expert_share = layout.tensor_parallel / expert_tensor
     workspace = profile.workspace + (profile.hopper_workspace if device.cuda_capability >= HOPPER else 0)
 
@@ -344,7 +322,7 @@ def framework_stage_memory(
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
         states, host = device_and_host_states(spec, layout, shard, framework.master_weights)
-        states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, per_rank, stage))
+        states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, stage))
         return _FixedBytes(
             states=states,
             host=host,

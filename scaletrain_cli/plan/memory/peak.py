@@ -29,16 +29,7 @@ def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = F
     """Return the bytes that one process takes on its device outside the caching allocator."""
     if is_cpu:
         return _CPU_PROCESS
-    axes = Axes(
-        data=layout.data_parallel,
-        tensor=layout.tensor_parallel,
-        pipeline=layout.pipeline_parallel,
-        virtual=layout.virtual_pipeline,
-        sequence=layout.sequence_parallel,
-        context=layout.context_parallel,
-        expert=layout.expert_parallel,
-    )
-    return outside_bytes_of_axes(axes, gpus_per_node) + (_COMMUNICATOR if layout.zero_shard_size else 0)
+    return outside_bytes_of_axes(Axes.of(layout), gpus_per_node) + (_COMMUNICATOR if layout.zero_shard_size else 0)
 
 
 def outside_bytes_of_axes(axes: Axes, gpus_per_node: int) -> int:

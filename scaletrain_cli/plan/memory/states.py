@@ -23,9 +23,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.stages import Shard, Stage, zero_shards
+from scaletrain_cli.plan.stages import Shard, Stage, rank_architecture, zero_shards
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.training import LocalSGDSpec
@@ -131,17 +130,16 @@ def master_bytes(precision: str, zero_stage: int, master: MasterWeights) -> int:
     return MASTER_BYTES if copied else 0
 
 
-def saved_weight_bytes(spec: RunSpec, layout: Layout, per_rank: Architecture, stage: Stage) -> int:
+def saved_weight_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
     """Return by how many bytes the weights of a stage are smaller on a rank in ``training.weight_dtype``.
 
-    The matrices of the blocks have it, not routers, norms, embedding and head. ``per_rank``: the parameters that one
-    rank holds under tensor and expert parallelism, of all stages.
+    The matrices of the blocks have it, not routers, norms, embedding and head.
     """
     stored = _STORED_BYTES.get(spec.training.weight_dtype)
     if stored is None:
         return 0
     shards = (zero_shards(layout), expert_shards(spec, layout)) if layout.zero_stage == 3 else (1, 1)
-    kinds = per_rank.kinds(stage.start, stage.blocks)
+    kinds = rank_architecture(spec, layout).kinds(stage.start, stage.blocks)
     matrices = sum(times * (block.attention + block.dense_mlp) for block, times in kinds) // shards[0]
     matrices += sum(times * block.routed for block, times in kinds) // shards[1]
     return int(matrices * (weight_bytes(spec.training.precision) - stored))

@@ -83,28 +83,15 @@ def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate 
 def simplicity(candidate: Candidate) -> tuple[int, ...]:
     """Return a sort key, smallest for the simplest: offload, model parallelism, ZeRO stage, recomputation, memory."""
     layout = candidate.layout
-    split = layout.tensor_parallel * layout.pipeline_parallel * layout.sequence_parallel * layout.context_parallel
     return (
         OFFLOAD.index(layout.offload),
-        split,
+        Axes.of(layout).model_parallel,
         layout.expert_parallel,
         layout.virtual_pipeline,
         layout.zero_stage,
         CHECKPOINTING.index(layout.activation_checkpointing),
         candidate.memory.peak,
         layout.micro_batch_size,
-    )
-
-
-def best_alternatives(
-    candidates: list[Candidate], chosen: Candidate, *, contrastive: bool = False
-) -> tuple[Alternative, ...]:
-    """Return the other candidates and the reason against each: those that fit by step time, then the rest by memory."""
-    rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
-    rest.sort(key=lambda c: (not c.memory.fits, c.busy_seconds if c.memory.fits else c.memory.peak, simplicity(c)))
-    return tuple(
-        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive))
-        for c in rest[:MOST_ALTERNATIVES]
     )
 
 
@@ -139,11 +126,6 @@ _COUNTED = {
     "plan.may-stall": "plan.counted-may-stall",
     "plan.faster-within-error": "plan.counted-faster-within-error",
 }
-
-
-def _counted(found: Reason) -> Reason:
-    """Return the reason without its numbers, to count layouts."""
-    return Reason(_COUNTED.get(found.code, found.code))
 
 
 # Minimum number of layouts to size, for comparison, even if their bounds exclude them.
@@ -230,7 +212,13 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     left = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: left + 1]
     sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
-    return best_alternatives(sized, chosen, contrastive=accumulation_changes_loss(spec))
+    contrastive = accumulation_changes_loss(spec)
+    rest = [candidate for candidate in sized if candidate.layout != chosen.layout]
+    rest.sort(key=lambda c: (not c.memory.fits, c.busy_seconds if c.memory.fits else c.memory.peak, simplicity(c)))
+    return tuple(
+        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive))
+        for c in rest[:MOST_ALTERNATIVES]
+    )
 
 
 def search(
@@ -255,8 +243,8 @@ def search(
     chosen = choose(run.fitting, contrastive=run.contrastive)
     for candidate in run.fitting if chosen else ():
         if chosen and candidate is not chosen:
-            why = _counted(reason(candidate, chosen, contrastive=run.contrastive))
-            counts.add(why, partial(describe, candidate.layout))
+            why = reason(candidate, chosen, contrastive=run.contrastive).code
+            counts.add(Reason(_COUNTED.get(why, why)), partial(describe, candidate.layout))  # without its numbers
     rejected = counts.rejections()
     if chosen is not None:
         chosen = replace(chosen, memory=run.workload.memory(spec, chosen.layout, device))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture, architecture
+from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
@@ -29,7 +29,7 @@ from scaletrain_cli.plan.speed.communication import (
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds, rates
 from scaletrain_cli.plan.speed.offload import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
-from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens
+from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens, rank_architecture
 from scaletrain_cli.plan.trained_stages import TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
 
@@ -112,7 +112,7 @@ class _Parts:
 class StepSetting(NamedTuple):
     """What the times of a layout's stages depend on.
 
-    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages; ``blocks``: the
+    ``per_rank``: see ``rank_architecture``; ``blocks``: the
     number of blocks on each stage; ``trained``: what trains.
     """
 
@@ -138,7 +138,7 @@ def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: Tr
         rates(device, spec.training.precision),
         cluster_link(spec.cluster, device),
         compiled_profile(profile) if layout.compile else profile,
-        architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel),
+        rank_architecture(spec, layout),
         framework.pipeline_split(spec, layout.pipeline_parallel),
         trained,
     )

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepS
 from scaletrain_cli.plan.speed.communication import data_traffic
 from scaletrain_cli.plan.speed.stage_time import stage_parameters
 from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
-from scaletrain_cli.plan.stages import Stage, sequence_multiple
+from scaletrain_cli.plan.stages import Stage, rank_architecture, sequence_multiple
 from scaletrain_cli.plan.trained_parameters import names_what_trains
 from scaletrain_cli.plan.trained_stages import (
     stage_flops_per_token,
@@ -138,9 +138,8 @@ class TextWorkload(Workload):
         return plan_memory(spec, layout, device, every_stage=False)
 
     def activation_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
-        per_rank = architecture.architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
         (stage,) = framework_of(spec).pipeline_stages(spec, 1)
-        return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
+        return framework_of(spec).stage_memory(spec, layout, device)(stage).activations
 
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         return plan_time(spec, layout, device)
@@ -156,9 +155,8 @@ class TextWorkload(Workload):
         if names_what_trains(spec) or layout.zero_secondary_shard_size > 1:
             return 0.0
         framework, link = framework_of(spec), cluster_link(spec.cluster, device)
-        per_rank = architecture.architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-        blocks = spec.transformer.num_hidden_layers
-        traffic = data_traffic(spec, layout, link, framework.profile_on(device), per_rank.parameters, blocks)
+        parameters, blocks = rank_architecture(spec, layout).parameters, spec.transformer.num_hidden_layers
+        traffic = data_traffic(spec, layout, link, framework.profile_on(device), parameters, blocks)
         return traffic.forward + traffic.backward
 
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
@@ -198,11 +196,10 @@ class TextWorkload(Workload):
     def block_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
         """Return the activations of a stage without embedding and head."""
         model = spec.transformer
-        per_rank = architecture.architecture(model, layout.tensor_parallel, layout.expert_parallel)
         blocks = model.moe_layers or model.num_hidden_layers
         dense, start = 0 if model.num_experts else blocks, model.num_hidden_layers - blocks
         stage = Stage(0, blocks, dense, first=False, last=False, start=start)
-        return framework_of(spec).stage_memory(spec, layout, device, per_rank)(stage).activations
+        return framework_of(spec).stage_memory(spec, layout, device)(stage).activations
 
     def layers(self, spec: RunSpec) -> int:
         return spec.transformer.num_hidden_layers
@@ -347,7 +344,9 @@ class TextWorkload(Workload):
             return
         for key in _PLANNED_ONLY:
             if getattr(model, key) != ModelSpec.model_fields[key].default:
-                yield Rule(f"model.{key}", _shown_short(getattr(model, key)), "engine-planned-only")
+                # numbers as they are, a list or section by its name only
+                value = getattr(model, key)
+                yield Rule(f"model.{key}", str(value) if isinstance(value, int) else "set", "engine-planned-only")
         if model.qk_norm_scope == "unweighted":
             yield Rule("model.qk_norm_scope", "unweighted", "engine-planned-only")
         if model.activation == "relu2":
@@ -445,11 +444,6 @@ def _text(model: AnyModel) -> ModelSpec:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _shown_short(value: Any) -> str:
-    """Return a value for a message: numbers as they are, a list or section by its name only."""
-    return str(value) if isinstance(value, int) else "set"
 
 
 def _near(number: int, wanted: int) -> dict[str, Any]:
