@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -14,24 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaletrain_cli.engine.data.loader import map_tensors
-from scaletrain_cli.engine.data.permutation import batch_indices, samples_at
 from scaletrain_cli.engine.data.row_images import RowImages
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, JoinedRows, RowSamples
+from scaletrain_cli.engine.data.sample_order import SampleOrder, places_in_batch
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
-from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
-
-
-class Order(Protocol):
-    """Returns the sequence that is a sample of a run, both counted from 0."""
-
-    def __call__(self, sample: int) -> int: ...
-
-    def sequences_of(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the sequences that are ``count`` samples from ``first`` on, in any order."""
-        ...
 
 
 class Pixels(Protocol):
@@ -191,7 +182,7 @@ class BatchReader:
     ``within_documents``: so it is, and attention and positions stay within each document of a sequence of text. The
     part of a document that an earlier sequence ended with is not there: positions begin at 0 in each sequence.
     ``reference``: [pairs of the split, 2] fp32, log-probabilities of the chosen and of the rejected answer.
-    ``order``: returns the sequence that is a sample of the run, both counted from 0; None: the order of one source.
+    ``order``: None for that of one source.
     ``pixels``: decodes the images of rows that have some; None: batches have no images.
     """
 
@@ -204,7 +195,7 @@ class BatchReader:
     padded_to: PaddedTo = "seq_len"
     padding_multiple: int = PADDING_MULTIPLE
     within_documents: bool = False
-    order: Order | None = None
+    order: SampleOrder | None = None
     pixels: Pixels | None = None
 
     def __len__(self) -> int:
@@ -219,8 +210,7 @@ class BatchReader:
 
     def without_groups(self) -> BatchReader:
         """Return a reader of the same batches without process groups, which another process can get as a pickle."""
-        axes = {each.name: getattr(self.mesh, each.name) for each in fields(Mesh)}
-        return replace(self, mesh=Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()}))
+        return replace(self, mesh=self.mesh.without_groups())
 
     def in_order(self, count: int) -> Iterator[MicroBatch]:
         """Yield the first ``count`` sequences in file order: per round, one micro-batch for each data-parallel rank.
@@ -249,26 +239,15 @@ class BatchReader:
 
     def _places(self, number: int, data_rank: int) -> list[list[int]]:
         """Return the numbers in the run of the sequences of a rank's micro-batches, from 0 on."""
-        layout, size = self.layout, self.layout.micro_batch_size
-        first = (number - 1) * layout.global_batch_size
-        return [
-            [first + (micro * layout.data_parallel + data_rank) * size + offset for offset in range(size)]
-            for micro in range(layout.gradient_accumulation_steps)
-        ]
+        first = (number - 1) * self.layout.global_batch_size
+        return [[first + place for place in micro] for micro in places_in_batch(self.layout, data_rank)]
 
     def _indices(self, number: int, data_rank: int) -> list[list[int]]:
-        layout = self.layout
-        if self.order is not None:
-            return [[self.order(sample) for sample in micro] for micro in self._places(number, data_rank)]
-        return batch_indices(
-            seed=self.seed,
-            batch=number - 1,
-            global_batch_size=layout.global_batch_size,
-            samples=len(self.sequences),
-            rank=data_rank,
-            data_parallel=layout.data_parallel,
-            micro_batch_size=layout.micro_batch_size,
-        )
+        return [[self._order(sample) for sample in micro] for micro in self._places(number, data_rank)]
+
+    @cached_property
+    def _order(self) -> SampleOrder:
+        return self.order or SampleOrder.of_one(self.seed, len(self.sequences))
 
     @property
     def _is_divided(self) -> bool:
@@ -289,10 +268,7 @@ class BatchReader:
         if not self._is_divided:
             return None
         layout, first = self.layout, (number - 1) * self.layout.global_batch_size
-        if self.order is None:
-            whole = samples_at(first, layout.global_batch_size, seed=self.seed, samples=len(self.sequences))
-        else:
-            whole = self.order.sequences_of(first, layout.global_batch_size)
+        whole = self._order.sequences_of(first, layout.global_batch_size)
         return self._counted(whole.tolist()) / layout.gradient_accumulation_steps
 
     def _counted(self, indices: Sequence[int]) -> float:

@@ -14,24 +14,6 @@ _MASK64 = (1 << 64) - 1
 _ROUNDS = 4
 
 
-def batch_indices(
-    *, seed: int, batch: int, global_batch_size: int, samples: int, rank: int, data_parallel: int, micro_batch_size: int
-) -> list[list[int]]:
-    """Return sample indices of one data-parallel rank in batch ``batch`` (0-based), one list per micro-batch.
-
-    The union over the ranks is the same for every (data_parallel, micro_batch_size) with this ``global_batch_size``.
-    """
-    micro_steps = global_batch_size // (micro_batch_size * data_parallel)
-    first = batch * global_batch_size
-    return [
-        [
-            sample_at(first + (micro * data_parallel + rank) * micro_batch_size + offset, seed=seed, samples=samples)
-            for offset in range(micro_batch_size)
-        ]
-        for micro in range(micro_steps)
-    ]
-
-
 def sample_at(position: int, *, seed: int, samples: int) -> int:
     """Return the sample at a position of an endless stream of epochs, each a new permutation of range(samples)."""
     epoch, index = divmod(position, samples)
@@ -73,20 +55,16 @@ def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.ND
     while len(waiting):
         left, right = found[waiting] >> half, found[waiting] & mask
         for turn_key in keys:
-            left, right = right, left ^ (_mixed_bits(right ^ turn_key) & mask)
+            # The finalizer of each value, see _mix_bits(); products of arrays are modulo 2^64.
+            mixed: npt.NDArray[np.uint64] = (right ^ turn_key) + np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            mixed ^= mixed >> np.uint64(31)
+            left, right = right, left ^ (mixed & mask)
         found[waiting] = (left << half) | right
         waiting = waiting[found[waiting] >= size]
     images: npt.NDArray[np.int64] = found.astype(np.int64)
     return images
-
-
-def _mixed_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the finalizer of each value; see _mix_bits(). Products of arrays are modulo 2^64."""
-    mixed: npt.NDArray[np.uint64] = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 @lru_cache(maxsize=1024)

@@ -22,6 +22,7 @@ from scaletrain_cli.data.stages import (
 )
 from scaletrain_cli.engine.data.permutation import sample_at, samples_at
 from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -41,6 +42,11 @@ class SampleOrder:
     seed: int
     sizes: tuple[int, ...]
     stages: tuple[Stage, ...]
+
+    @classmethod
+    def of_one(cls, seed: int, size: int) -> SampleOrder:
+        """Return the order of a run with one source, of ``size`` sequences."""
+        return cls(seed, (size,), (Stage(0, (1.0,)),))
 
     def __call__(self, sample: int) -> int:
         source, position = self.mixture.place(sample)
@@ -67,6 +73,18 @@ class SampleOrder:
     @cached_property
     def _starts(self) -> list[int]:
         return [0, *accumulate(self.sizes)]
+
+
+def places_in_batch(layout: Layout, replica: int) -> list[list[int]]:
+    """Return which samples of a global batch each micro-batch of a data-parallel rank has, counted from 0.
+
+    The union over the ranks is the same in every layout.
+    """
+    size = layout.micro_batch_size
+    return [
+        [(micro * layout.data_parallel + replica) * size + offset for offset in range(size)]
+        for micro in range(layout.gradient_accumulation_steps)
+    ]
 
 
 def source_seed(seed: int, source: int) -> int:

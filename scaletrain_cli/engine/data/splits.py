@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,34 +176,55 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
     if problem is not None:
         raise ScaletrainError(problem) if may_pass else UsageError(problem)
     zero_shot = folders.pop(ZERO_SHOT, None)
-    opened = _opened(spec, folders, ranks, begun=begun)
-    train: dict[str, Samples] = {name: found for name, (_, found, _) in opened.items()}
-    validation: dict[str, Samples] = {name: found for name, (_, _, found) in opened.items()}
-    if spec.evaluation.every:
-        for name in opened:
-            train[name], validation[name] = _held_back(run, record, ranks, consensus, name, train, validation)
-    infos = {name: info for name, (info, _, _) in opened.items()}
-    return RunData(infos, train, validation, caption_tokenizer_digest(spec), zero_shot)
+
+    def held_back(source: str | None, *sizes: int) -> int:
+        count = consensus.follow_rank_zero(
+            sequences_held_back(run, record, *sizes, source=source) if ranks.rank == 0 else 0
+        )
+        if count < 0:
+            raise UsageError(_too_little_to_validate(record, source, *sizes))
+        return count
+
+    data = open_splits(spec, folders, held_back, ranks.rank, ranks.world_size, begun=begun)
+    return replace(data, caption_tokenizer=caption_tokenizer_digest(spec), zero_shot=zero_shot)
 
 
-def _opened(
-    spec: RunSpec, folders: Mapping[str, Path], ranks: Ranks, *, begun: bool
-) -> Mapping[str, tuple[Info, Samples, Samples]]:
-    """Return info, training split and validation split of each source. Raises UsageError and CorruptDataError."""
+def open_splits(
+    spec: RunSpec,
+    folders: Mapping[str, Path],
+    held_back: Callable[[str | None, int, int], int],
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    begun: bool,
+) -> RunData:
+    """Return the splits of each source in these folders. Raises UsageError and CorruptDataError.
+
+    ``held_back``: returns how many training samples are moved to the validation split, given the name of the source,
+    None for the only one, and the sizes of both splits.
+    """
+    opened: Mapping[str, tuple[Info, Samples, Samples]]
     if is_of_images(spec):
         from scaletrain_cli.engine.data.images.opening import open_sources  # which needs Pillow
 
-        return open_sources(spec, folders)
-    opened = {
-        name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
-    }
-    for name, (info, _, _) in opened.items():
-        most = spec.language_model.vocab_size
-        if info.vocab_size > most:
-            params = {"folder": str(folders[name]), "token_ids": info.vocab_size, "vocab_size": most}
-            raise UsageError(Reason("engine.vocabulary-too-large", params))
-    _require_one_tokenizer(folders)
-    return opened
+        opened = open_sources(spec, folders)
+    else:
+        texts = {name: open_data_of(spec, folder, rank, ranks, begun=begun) for name, folder in folders.items()}
+        for name, (info, _, _) in texts.items():
+            most = spec.language_model.vocab_size
+            if info.vocab_size > most:
+                params = {"folder": str(folders[name]), "token_ids": info.vocab_size, "vocab_size": most}
+                raise UsageError(Reason("engine.vocabulary-too-large", params))
+        _require_one_tokenizer(folders)
+        opened = texts
+    train: dict[str, Samples] = {name: found for name, (_, found, _) in opened.items()}
+    validation: dict[str, Samples] = {name: found for name, (_, _, found) in opened.items()}
+    for name in opened if spec.evaluation.every else ():
+        size = len(train[name])
+        count = held_back(name if len(opened) > 1 else None, size, len(validation[name]))
+        if count > 0:
+            train[name], validation[name] = train[name].part(0, size - count), train[name].part(size - count, count)
+    return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
 
 
 def open_reader(
@@ -279,29 +300,6 @@ def _tokenizer_of(folder: Path) -> str | None:
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _held_back(
-    run: RunDir,
-    record: RunRecord,
-    ranks: Ranks,
-    consensus: RankConsensus,
-    name: str,
-    train: Mapping[str, Samples],
-    validation: Mapping[str, Samples],
-) -> tuple[Samples, Samples]:
-    """Return the training and validation samples of a source, after moving some if the latter are too few."""
-    source = name if len(train) > 1 else None
-    sizes = len(train[name]), len(validation[name])
-    count = consensus.follow_rank_zero(
-        sequences_held_back(run, record, *sizes, source=source) if ranks.rank == 0 else 0
-    )
-    if count < 0:
-        raise UsageError(_too_little_to_validate(record, source, *sizes))
-    if not count:
-        return train[name], validation[name]
-    rest = sizes[0] - count
-    return train[name].part(0, rest), train[name].part(rest, count)
 
 
 def sequences_held_back(

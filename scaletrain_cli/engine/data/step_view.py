@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -19,15 +20,12 @@ from scaletrain_cli.engine.data.batches import (
     PADDING_MULTIPLE,
     BatchReader,
     MicroBatch,
-    padded_to,
 )
 from scaletrain_cli.engine.data.chat_tokenizer import first_copies
-from scaletrain_cli.engine.data.permutation import sample_at
-from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, JoinedRows, RowSamples, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder, sample_order
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
-from scaletrain_cli.engine.data.splits import RunData, held_back_of
+from scaletrain_cli.engine.data.splits import RunData, held_back_of, open_reader, open_splits
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, coordinates_of
 from scaletrain_cli.errors import UsageError
@@ -128,25 +126,12 @@ def _check_range(spec: RunSpec, layout: Layout, step: int, rank: int | None, mic
 def opened_data(spec: RunSpec, layout: Layout, run: RunDir | None, datasets: Mapping[str, Path]) -> RunData:
     """Return the data of a run as its engine opens them, or would: nothing is recorded."""
     begun = run is not None and has_committed(run)
-    opened: Mapping[str, tuple[Any, Any, Any]]
-    if is_of_images(spec):
-        from scaletrain_cli.engine.data.images.opening import open_sources  # which needs Pillow
+    events = [] if run is None else list(read_events(run))
 
-        opened = open_sources(spec, datasets)
-    else:
-        opened = {name: open_data_of(spec, folder, begun=begun) for name, folder in datasets.items()}
-    train = {name: found for name, (_, found, _) in opened.items()}
-    validation = {name: found for name, (_, _, found) in opened.items()}
-    if spec.evaluation.every:
-        events = [] if run is None else list(read_events(run))
-        for name in opened:
-            sizes = len(train[name]), len(validation[name])
-            source = name if len(opened) > 1 else None
-            held_back, _ = held_back_of(spec, layout, events, *sizes, source=source, begun=begun)
-            if held_back > 0:
-                rest = sizes[0] - held_back
-                train[name], validation[name] = train[name].part(0, rest), train[name].part(rest, held_back)
-    return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
+    def held_back(source: str | None, *sizes: int) -> int:
+        return held_back_of(spec, layout, events, *sizes, source=source, begun=begun)[0]
+
+    return open_splits(spec, datasets, held_back, begun=begun)
 
 
 def order_of(spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData) -> SampleOrder | None:
@@ -166,25 +151,17 @@ class _Samples:
         self._sequences: Any = data.samples
         model = spec.model
         self._image = (model.image_token_index, model.tokens_per_image) if isinstance(model, LlavaSpec) else None
-        self._order = order_of(spec, layout, run, data)
+        order = order_of(spec, layout, run, data)
+        self._order = order or SampleOrder.of_one(spec.training.seed, len(self._sequences))
         self._batch = lru_cache(maxsize=1)(self._read)  # the samples of a replica follow one another
 
     def _read(self, number: int, replica: int, rank: int | None) -> list[MicroBatch]:
         layout, multiple = self._layout, PADDING_MULTIPLE
         if rank is None:  # whole sequences are padded as those that several ranks share
             multiple *= layout.sequence_parallel * layout.context_parallel
-        reader = BatchReader(
-            self._sequences,
-            self._layout,
-            _mesh(self._layout, replica, rank),
-            self._spec.training.seed,
-            self._spec.data.loss_mask == "document_starts",
-            padded_to=padded_to(self._layout),
-            within_documents=self._spec.data.packing == "documents",
-            order=self._order,
-            padding_multiple=multiple,
-        )
-        return reader.batch(number).micro_batches()
+        reader = open_reader(self._spec, self._sequences, layout, _mesh(layout, replica, rank), self._order)
+        assert isinstance(reader, BatchReader)
+        return replace(reader, padding_multiple=multiple, pixels=None).batch(number).micro_batches()
 
     def shown(self, number: int, place: Place, rank: int | None) -> dict[str, Any]:
         """Return a sample of a batch as JSON values."""
@@ -192,10 +169,7 @@ class _Samples:
         micro = self._batch(number, place.replica, rank)[place.micro_batch]
         first = (number - 1) * layout.global_batch_size
         sample = first + (place.micro_batch * layout.data_parallel + place.replica) * size + place.row
-        if self._order is not None:
-            sequence = self._order(sample)
-        else:
-            sequence = sample_at(sample, seed=self._spec.training.seed, samples=len(self._sequences))
+        sequence = self._order(sample)
         sources, own = list(self._data.sizes), sequence
         source = 0
         if isinstance(self._sequences, JoinedSequences | JoinedRows):

@@ -7,7 +7,7 @@ the order of DeepSpeed's PipeModelDataParallelTopology with sequence and context
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,6 +171,11 @@ class Mesh:
     def alone(cls) -> Mesh:
         """Return the mesh of a single rank."""
         return cls()
+
+    def without_groups(self) -> Mesh:
+        """Return the same axes without process groups, which another process can get as a pickle."""
+        axes = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()})
 
     @property
     def part(self) -> SequencePart:

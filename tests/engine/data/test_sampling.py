@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.permutation import batch_indices, permute, sample_at, samples_at
+from scaletrain_cli.engine.data.permutation import permute, sample_at, samples_at
+from scaletrain_cli.engine.data.sample_order import places_in_batch
+from tests.engine.data.images.pictures import layout
 
 
 @given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
@@ -26,28 +28,11 @@ def test_epochs_and_seeds_have_different_orders() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (0, 1)}) == 6
 
 
-def global_batch(number: int, data_parallel: int, micro_batch_size: int) -> set[int]:
-    indices = []
-    for rank in range(data_parallel):
-        batches = batch_indices(
-            seed=7,
-            batch=number,
-            global_batch_size=24,
-            samples=1000,
-            rank=rank,
-            data_parallel=data_parallel,
-            micro_batch_size=micro_batch_size,
-        )
-        assert all(len(batch) == micro_batch_size for batch in batches)
-        indices += [index for batch in batches for index in batch]
-    assert len(indices) == 24
-    return set(indices)
-
-
-def test_the_global_batch_does_not_depend_on_the_layout() -> None:
-    for number in (0, 1, 40, 41, 42, 10_000):
-        batches = [global_batch(number, d, m) for d, m in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1))]
-        assert all(batch == batches[0] for batch in batches)
+def test_every_layout_divides_all_samples_of_a_batch() -> None:
+    for data, micro in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1)):
+        batches = [batch for rank in range(data) for batch in places_in_batch(layout(24, data, micro), rank)]
+        assert all(len(batch) == micro for batch in batches)
+        assert sorted(place for batch in batches for place in batch) == list(range(24))
 
 
 @pytest.mark.parametrize(("samples", "seed"), [(1, 0), (2, 3), (7, 1), (1000, 2**63), (70_001, 5)])

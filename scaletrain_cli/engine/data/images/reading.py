@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from scaletrain_cli.engine.data.images.decoders import Decode, decoder_of
 from scaletrain_cli.engine.data.images.mixing import mix_of_pair
 from scaletrain_cli.engine.data.images.transforms import ImageTransform, SampleKey
 from scaletrain_cli.engine.data.permutation import sample_at
-from scaletrain_cli.engine.data.sample_order import SampleOrder, source_seed
-from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.engine.data.sample_order import SampleOrder, places_in_batch, source_seed
+from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason, recorded
@@ -77,10 +77,7 @@ class ImageBatchReader:
         """Return this rank's part of the global batch with this number (1-based)."""
         layout, size = self.layout, self.layout.micro_batch_size
         first = (number - 1) * layout.global_batch_size
-        within = [
-            [(micro * layout.data_parallel + self.mesh.data.rank) * size + offset for offset in range(size)]
-            for micro in range(layout.gradient_accumulation_steps)
-        ]
+        within = places_in_batch(layout, self.mesh.data.rank)
         numbers = [[first + place for place in micro] for micro in within]
         places = [[self._place(number) for number in micro] for micro in numbers]
         try:
@@ -98,8 +95,7 @@ class ImageBatchReader:
 
     def without_groups(self) -> ImageBatchReader:
         """Return a reader of the same batches without process groups, which another process can get as a pickle."""
-        axes = {each.name: getattr(self.mesh, each.name) for each in fields(Mesh)}
-        return replace(self, mesh=Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()}))
+        return replace(self, mesh=self.mesh.without_groups())
 
     def rounds(self, count: int) -> int:
         """Return the rounds in which ``count`` samples are evaluated, with one micro-batch for each rank in each."""

@@ -6,7 +6,6 @@ import dataclasses
 import pickle
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,11 +52,9 @@ def test_samples_that_are_held_back_for_validation_are_of_many_classes(images: I
     made = create_run(spec, make_plan(spec), "r1")
     fitted = dataclasses.replace(made.record.plan, layout=layout(16, 2, 4))
     record = dataclasses.replace(made.record, plan=fitted)
-    given = {"source": ImageSamples(images, 0, len(images))}
-    none = {"source": ImageSamples(images, 0, 0)}
-    alone: Any = SimpleNamespace(rank=0)
-    consensus: Any = SimpleNamespace(follow_rank_zero=lambda value: value)
-    train, validation = splits._held_back(made.run, record, alone, consensus, "source", given, none)
+    samples = ImageSamples(images, 0, len(images))
+    rest = len(samples) - splits.sequences_held_back(made.run, record, len(samples), 0)
+    train, validation = samples.part(0, rest), samples.part(rest, len(samples) - rest)
     assert (len(train), len(validation)) == (184, 16)
     kept, held = Counter(labels_of(train)), Counter(labels_of(validation))
     assert kept + held == Counter(dict.fromkeys(range(CLASSES), EACH))
