@@ -90,7 +90,7 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
     if not isinstance(kind, str) or kind not in _READ:
         names = ", ".join(sorted([*_READ, *TEXT_PARTS, *VISION]))
         stated = "no model_type" if kind is None else f"model_type {str(kind)[:80]!r}"
-        raise SourceError("hf_config", f"has {stated}; known: {names}")
+        raise SourceError(f"has {stated}; known: {names}")
     known, keys = _READ[kind], known_keys(kind)
     check_keys(config, keys, ignored)
     aliases = known.aliases
@@ -103,7 +103,7 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
         found |= {} if known.derive else _windows(config, kind)
     if known.experts and "kv_lora_rank" not in known.varies and not _has_experts(config, known):
         key = known.renamed.get("num_experts", "num_experts")
-        raise SourceError("hf_config", f"has {key} = null, but models of type {kind} have experts")
+        raise SourceError(f"has {key} = null, but models of type {kind} have experts")
     if "decoder_sparse_step" in known.used:
         found |= _sparse_layers(config)
     if kind == "deepseek_v2":
@@ -128,12 +128,12 @@ def _text_part(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[st
     """Return the model keys of the language model in a multimodal config.json. Raises SourceError."""
     text = config.get("text_config")
     if not isinstance(text, dict):
-        raise SourceError("hf_config", f"has model_type {kind} and no text_config, which has the language model")
+        raise SourceError(f"has model_type {kind} and no text_config, which has the language model")
     model_type, tied = TEXT_PARTS[kind]
     keys = KnownKeys(frozenset({"text_config"}), ABOUT_IMAGES, {"tie_word_embeddings": (tied,)})
     check_keys(config, keys, ignored)
     if text.get("model_type", model_type) != model_type:
-        raise SourceError("hf_config", f"has text_config.model_type other than {model_type}")
+        raise SourceError(f"has text_config.model_type other than {model_type}")
     inner: list[str] = []
     found = from_config({"model_type": model_type, **text}, inner)
     ignored += [f"text_config.{key}" for key in inner]
@@ -146,23 +146,21 @@ def _rope(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, An
     section = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(section) or _READ[kind].default_rope
     if not isinstance(rope, dict):
-        raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
+        raise SourceError("has rope_scaling or rope_parameters that is not a mapping")
     found: dict[str, Any] = {}
     if kind == "gemma3_text" and isinstance(rope.get("full_attention"), dict):
         local = rope.get("sliding_attention") or {}
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            raise SourceError("hf_config", f"has rope_parameters.sliding_attention = {str(local)[:80]}, which scales")
+            raise SourceError(f"has rope_parameters.sliding_attention = {str(local)[:80]}, which scales")
         found["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
         section, rope = f"{section}.full_attention", rope["full_attention"]
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
-        raise SourceError(
-            "hf_config", f"has {section}.{nested[0][:80]}, but {kind} has the same positions in all layers"
-        )
+        raise SourceError(f"has {section}.{nested[0][:80]}, but {kind} has the same positions in all layers")
     if "rope_theta" in rope:
         found["rope_theta"] = rope["rope_theta"]
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in _READ[kind].varies:
-        raise SourceError("hf_config", f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
+        raise SourceError(f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
     scaling = _rope_scaling(config, rope, kind)
     of_kind = () if scaling is None else KEYS_OF_ROPE[scaling["rope_type"]]
     ignored += [f"{section}.{key}" for key in rope if key not in _OF_EACH_ROPE and key not in of_kind]
@@ -178,9 +176,7 @@ def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: st
         kind = "longrope"
     known = _READ[architecture].ropes
     if kind not in known:
-        raise SourceError(
-            "hf_config", f"has rope_scaling of type {str(kind)[:80]}, but {architecture} has {either(known)} only"
-        )
+        raise SourceError(f"has rope_scaling of type {str(kind)[:80]}, but {architecture} has {either(known)} only")
     scaling = {key: rope[key] for key in KEYS_OF_ROPE[kind] if rope.get(key) is not None}
     if kind in ("yarn", "llama3", "longrope"):
         original = config.get("original_max_position_embeddings") or (4096 if architecture == "phi3" else None)
@@ -197,26 +193,24 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
         shown = str(kinds)[:80]
-        raise SourceError("hf_config", f"has layer_types = {shown}, but only full and sliding attention are supported")
+        raise SourceError(f"has layer_types = {shown}, but only full and sliding attention are supported")
     window = config.get("sliding_window", known.defaults.get("sliding_window"))
     off = "use_sliding_window" in known.used and not config.get("use_sliding_window")
     if off or "sliding_window" not in known.varies:
         window = None
     if "layer_types" not in known.varies:
         if kinds and set(kinds) != {"full_attention" if window is None else "sliding_attention"}:
-            raise SourceError("hf_config", f"has layer_types, which models of type {kind} do not have")
+            raise SourceError(f"has layer_types, which models of type {kind} do not have")
         return {"sliding_window": window, "layer_types": None}
     layers = config.get("num_hidden_layers")
     if not kinds and "max_window_layers" in known.used:  # Qwen
         if window is None:
             return {"sliding_window": None, "layer_types": None, "rope_local_base_freq": None}
         if not isinstance(layers, int):
-            raise SourceError(
-                "hf_config", "has use_sliding_window, and no whole num_hidden_layers, which it depends on"
-            )
+            raise SourceError("has use_sliding_window, and no whole num_hidden_layers, which it depends on")
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int) or first < 0:
-            raise SourceError("hf_config", f"has max_window_layers = {str(first)[:80]}, which is not a whole number")
+            raise SourceError(f"has max_window_layers = {str(first)[:80]}, which is not a whole number")
         full = min(first, layers)
         if kind == "qwen2_moe":  # every second one of the first layers slides
             kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(full)]
@@ -244,7 +238,7 @@ def _biases(config: dict[str, Any]) -> dict[str, Any]:
     """Return which projections have biases. Raises SourceError if only those of the MLP have."""
     attention, mlp = config.get("attention_bias"), config.get("mlp_bias")
     if mlp and not attention:
-        raise SourceError("hf_config", "has mlp_bias = true, but only false is supported without attention_bias")
+        raise SourceError("has mlp_bias = true, but only false is supported without attention_bias")
     return {"bias": True, "attention_bias": None} if mlp else {"attention_bias": attention or None}
 
 
@@ -257,7 +251,7 @@ def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
         return {"hidden_activation": None}
     if not isinstance(given, str) or given not in known.activations:
         allowed = " or ".join(known.activations)
-        raise SourceError("hf_config", f"has {key} = {str(given)[:80]}, but only {allowed} is supported")
+        raise SourceError(f"has {key} = {str(given)[:80]}, but only {allowed} is supported")
     named = known.activations[given]
     return {"hidden_activation": None if named == "silu" else named}
 
@@ -270,7 +264,7 @@ def _dropouts(config: dict[str, Any], family: str) -> dict[str, Any]:
     embedding, residual = (missing if config.get(key) is None else config[key] for key in ("embd_pdrop", "resid_pdrop"))
     if embedding != residual:
         shown = f"embd_pdrop = {str(embedding)[:80]} and resid_pdrop = {str(residual)[:80]}"
-        raise SourceError("hf_config", f"has {shown}, where a missing key is {missing:g}; they must be equal")
+        raise SourceError(f"has {shown}, where a missing key is {missing:g}; they must be equal")
     return {"hidden_dropout": residual, "attention_dropout": config.get("attn_pdrop")}
 
 
@@ -279,9 +273,7 @@ def _groups(config: dict[str, Any]) -> dict[str, Any]:
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         shown = str(method)[:80]
-        raise SourceError(
-            "hf_config", f"has topk_method = {shown}, but only greedy or group_limited_greedy is supported"
-        )
+        raise SourceError(f"has topk_method = {shown}, but only greedy or group_limited_greedy is supported")
     return {"n_group": None, "topk_group": None} if method == "greedy" else {}
 
 
@@ -305,7 +297,7 @@ def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
     """Return which blocks of a Qwen have experts. Raises SourceError for values that are no numbers of blocks."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(block, int) and block >= 0 for block in dense):
-        raise SourceError("hf_config", f"has mlp_only_layers = {str(dense)[:80]}, which are no numbers of layers")
+        raise SourceError(f"has mlp_only_layers = {str(dense)[:80]}, which are no numbers of layers")
     leading = sorted(dense) == list(range(len(dense)))
     return {
         "decoder_sparse_step": step,
@@ -324,11 +316,11 @@ def read_config(path: Path) -> dict[str, Any]:
             data = file.read(_LARGEST_CONFIG_BYTES + 1)
         config = json.loads(data) if len(data) <= _LARGEST_CONFIG_BYTES else None
     except OSError as error:
-        raise SourceError("hf_config", f"cannot be read: {error.strerror or error}") from error
+        raise SourceError(f"cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         if data.startswith(LFS_POINTER.encode()):
-            raise SourceError("hf_config", "is a pointer of Git LFS, and not the file", "Run git lfs pull.") from error
-        raise SourceError("hf_config", "is not JSON") from error
+            raise SourceError("is a pointer of Git LFS, and not the file", "Run git lfs pull.") from error
+        raise SourceError("is not JSON") from error
     if not isinstance(config, dict):
-        raise SourceError("hf_config", "is not a Hugging Face config.json, which holds one JSON object")
+        raise SourceError("is not a Hugging Face config.json, which holds one JSON object")
     return config

@@ -86,4 +86,4 @@ def check_keys(config: Mapping[str, Any], known: KnownKeys, ignored: list[str], 
     """
     ignored += [f"{where}.{key}"[:80].removeprefix(".") for key in config if key not in known]
     if problems := list(_refusals(config, known)):
-        raise SourceError("hf_config", "; ".join(f"{where} {problem}".strip() for problem in problems[:5]))
+        raise SourceError("; ".join(f"{where} {problem}".strip() for problem in problems[:5]))

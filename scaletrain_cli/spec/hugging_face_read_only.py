@@ -46,8 +46,7 @@ def _deepseek_v32(config: dict[str, Any]) -> dict[str, Any]:
     for key, kinds in usual.items():
         if config.get(key) not in (None, kinds):
             raise SourceError(
-                "hf_config",
-                f"has {key} = {str(config[key])[:80]}, but only {kinds[0]} and its usual order is supported",
+                f"has {key} = {str(config[key])[:80]}, but only {kinds[0]} and its usual order is supported"
             )
     kept = _V32_KEYS | LATENT_KEYS | {"moe_intermediate_size", "norm_topk_prob"}
     return {key: config[key] for key in sorted(kept & config.keys())}
@@ -59,16 +58,16 @@ def _llama4(config: dict[str, Any]) -> dict[str, Any]:
     every = _whole(config, "no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers or set(rotated) - {0, 1}:
-        raise SourceError("hf_config", f"has no_rope_layers = {str(rotated)[:80]}, which is no 0 or 1 for each layer")
+        raise SourceError(f"has no_rope_layers = {str(rotated)[:80]}, which is no 0 or 1 for each layer")
     kinds = ["chunked_attention" if turned else "full_attention" for turned in rotated[:layers]]
     if config.get("layer_types") not in (None, kinds):
-        raise SourceError("hf_config", "has layer_types that differ from chunked_attention where no_rope_layers is 1")
+        raise SourceError("has layer_types that differ from chunked_attention where no_rope_layers is 1")
     step = _whole(config, "interleave_moe_layer_step", 1)
     sparse = config.get("moe_layers")
     if sparse is None:
         sparse = list(range(step - 1, layers, step))
     if not isinstance(sparse, list) or not sparse or not all(isinstance(layer, int) for layer in sparse):
-        raise SourceError("hf_config", f"has moe_layers = {str(sparse)[:80]}, which are no numbers of layers")
+        raise SourceError(f"has moe_layers = {str(sparse)[:80]}, which are no numbers of layers")
     width = _whole(config, "intermediate_size", 8192)
     chunk = config.get("attention_chunk_size", 8192)
     found: dict[str, Any] = {
@@ -97,14 +96,14 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(pattern, str):
         kinds = [_PATTERN.get(letter) for letter in pattern]
     else:
-        raise SourceError("hf_config", "has neither hybrid_override_pattern nor layers_block_type")
+        raise SourceError("has neither hybrid_override_pattern nor layers_block_type")
     if not kinds or None in kinds:
-        raise SourceError("hf_config", f"has unknown blocks in {str(named or pattern)[:80]}")
+        raise SourceError(f"has unknown blocks in {str(named or pattern)[:80]}")
     biases = {key for key in ("use_bias", "mlp_bias", "mamba_proj_bias", "attention_bias") if config.get(key)}
     if biases:
-        raise SourceError("hf_config", f"has {min(biases)} = true, but only false is supported")
+        raise SourceError(f"has {min(biases)} = true, but only false is supported")
     if config.get("mlp_hidden_act", "relu2") != "relu2":
-        raise SourceError("hf_config", f"has mlp_hidden_act = {str(config['mlp_hidden_act'])[:80]}, but not relu2")
+        raise SourceError(f"has mlp_hidden_act = {str(config['mlp_hidden_act'])[:80]}, but not relu2")
     found: dict[str, Any] = {
         "block_types": shortest([str(kind) for kind in kinds]),
         "num_hidden_layers": len(kinds),
@@ -171,7 +170,7 @@ def _whole(config: dict[str, Any], key: str, default: int) -> int:
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SourceError("hf_config", f"has {key} = {str(value)[:80]}, which is not a whole number above 0")
+        raise SourceError(f"has {key} = {str(value)[:80]}, which is not a whole number above 0")
     return value
 
 

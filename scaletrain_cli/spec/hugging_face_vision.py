@@ -120,22 +120,20 @@ def vision_from_config(config: dict[str, Any], read_text: ReadText, ignored: lis
     if stages is None and "num_hidden_layers" in known.used:  # its name in other models
         stages = config.get("num_hidden_layers")
     if stages is not None and isinstance(depths, list) and stages != len(depths):
-        raise SourceError("hf_config", f"has num_stages = {str(stages)[:80]}, but depths of {len(depths)} stages")
+        raise SourceError(f"has num_stages = {str(stages)[:80]}, but depths of {len(depths)} stages")
     return whole
 
 
 def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText, ignored: list[str]) -> dict[str, Any]:
     given, text = config.get("vision_config"), config.get("text_config") or {}
     if not isinstance(text, dict):
-        raise SourceError("hf_config", f"has text_config = {str(text)[:80]}, which is not a mapping")
+        raise SourceError(f"has text_config = {str(text)[:80]}, which is not a mapping")
     kind = given.get("model_type", "clip_vision_model") if isinstance(given, dict) else "clip_vision_model"
     if kind != "clip_vision_model":
-        raise SourceError(
-            "hf_config", f"has vision_config.model_type = {str(kind)[:80]}, but only clip_vision_model is supported"
-        )
+        raise SourceError(f"has vision_config.model_type = {str(kind)[:80]}, but only clip_vision_model is supported")
     layer = config.get("vision_feature_layer", -2)
     if not isinstance(layer, int):
-        raise SourceError("hf_config", f"has vision_feature_layer = {str(layer)[:80]}, but only one layer is supported")
+        raise SourceError(f"has vision_feature_layer = {str(layer)[:80]}, but only one layer is supported")
     tower = _LLAVA_TOWER if given is None else _tower(given, "vision_config", ignored)
     base = vision_presets()[_DEFAULTS["clip"]]["vision_config"]
     text_kind = text.get("model_type", "llama")
@@ -145,7 +143,7 @@ def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText, i
     try:
         language = read_text({**defaults, **stated, "model_type": text_kind}, inner)
     except SourceError as error:
-        raise SourceError(error.key, f"has a text_config that {error}", error.hint) from error
+        raise SourceError(f"has a text_config that {error}", error.hint, error.key) from error
     ignored += [f"text_config.{key}" for key in inner]
     if config.get("tie_word_embeddings"):
         language["tie_word_embeddings"] = True
@@ -165,8 +163,7 @@ def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
         return {**vision_presets()[_DEFAULTS["clip"]]["vision_config"], **_tower(config, "vision_config", [])}
     if kind not in ("clip", "llava"):
         raise SourceError(
-            "hf_config",
-            f"has model_type = {str(kind)[:80]}, but only clip_vision_model, clip and llava have an image tower",
+            f"has model_type = {str(kind)[:80]}, but only clip_vision_model, clip and llava have an image tower"
         )
     found: dict[str, Any] = read(config, [])["vision_config"]
     return found
@@ -174,7 +171,7 @@ def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
 
 def _tower(given: Any, name: str, ignored: list[str]) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise SourceError("hf_config", f"has {name} = {str(given)[:80]}, which is not a mapping")
+        raise SourceError(f"has {name} = {str(given)[:80]}, which is not a mapping")
     fields = set(_TOWERS[name].model_fields)
     check_keys(given, KnownKeys(frozenset(fields), TOWER_KEYS.irrelevant, TOWER_KEYS.only), ignored, name)
     return _values(given, fields)
@@ -186,14 +183,14 @@ def _values(config: Mapping[str, Any], fields: set[str]) -> dict[str, Any]:
     for key in ("hidden_act", "projector_hidden_act"):
         if key in found and found[key] not in _ACTIVATIONS:
             allowed = either(tuple(_ACTIVATIONS))
-            raise SourceError("hf_config", f"has {key} = {str(found[key])[:80]}, but only {allowed} is supported")
+            raise SourceError(f"has {key} = {str(found[key])[:80]}, but only {allowed} is supported")
         if key in found:
             found[key] = _ACTIVATIONS[found[key]]
     for key in ("image_size", "patch_size"):
         size = found.get(key)
         if isinstance(size, list):
             if len(size) != 2 or size[0] != size[1]:
-                raise SourceError("hf_config", f"has {key} = {str(size)[:80]}, but only squares are supported")
+                raise SourceError(f"has {key} = {str(size)[:80]}, but only squares are supported")
             found[key] = size[0]
     return found
 

@@ -359,11 +359,11 @@ def complete(
             given = merged(from_config(read_config(_config_beside(model["weights"], environment)), ignored), given)
         except SourceError as error:
             raise SourceError(
-                "weights", f"has no dimensions of the model: its config.json {error}", _NO_DIMENSIONS
+                f"has no dimensions of the model: its config.json {error}", _NO_DIMENSIONS, "weights"
             ) from error
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
-            raise SourceError("hf_config", "must be the path of a Hugging Face config.json, or hf://org/name@revision")
+            raise SourceError("must be the path of a Hugging Face config.json, or hf://org/name@revision")
         config = read_config(_config_path(model["hf_config"], base_dir, environment))
         given = merged(from_config(config, ignored), given)
     preset = model.get("preset")
@@ -371,7 +371,7 @@ def complete(
         known = presets() | vision_presets()
         name = hub_presets().get(preset, preset) if isinstance(preset, str) else None
         if name not in known:
-            raise SourceError("preset", "is not a known preset")
+            raise SourceError("is not a known preset", key="preset")
         given = merged(known[name], given)
     family = given.get("family")
     if family == "llava" and isinstance(text := given.get("text_config"), dict):
@@ -380,7 +380,7 @@ def complete(
             given["text_config"] = complete(text, base_dir, environment, inner)
             ignored += [f"text_config.{key}" for key in inner]
         except SourceError as error:
-            raise SourceError(f"text_config.{error.key}", str(error), error.hint) from error
+            raise SourceError(str(error), error.hint, f"text_config.{error.key}") from error
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
 
 
@@ -407,4 +407,4 @@ def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> 
     except (ScaletrainError, ValueError, OSError) as error:
         stated = error if isinstance(error, ScaletrainError) else None
         said = str(error) if stated is None else stated.message
-        raise SourceError("hf_config", said.rstrip("."), None if stated is None else stated.remedy) from error
+        raise SourceError(said.rstrip("."), None if stated is None else stated.remedy) from error

@@ -46,9 +46,9 @@ DERIVED_FROM = {
 
 
 class SourceError(ValueError):
-    """A preset or config.json that cannot be used; ``key`` is the spec key at fault, ``hint`` what to do."""
+    """A preset or config.json that cannot be used; ``hint``: what to do; ``key``: the spec key at fault."""
 
-    def __init__(self, key: str, message: str, hint: str | None = None) -> None:
+    def __init__(self, message: str, hint: str | None = None, key: str = "hf_config") -> None:
         super().__init__(message)
         self.key, self.hint = key, hint
 
