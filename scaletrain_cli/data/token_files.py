@@ -23,11 +23,8 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, read_hashes
-from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
+from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, read_description, shard_folder
 from scaletrain_cli.data.remote_datasets import prepared_files
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import read_document
 
 DTYPES = ("uint16", "uint32")
 _COUNTED = ("tokens", "documents")
@@ -265,13 +262,7 @@ def open_source(
 
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
-    document = read_document(dataset / "dataset.json")
-    if document is None or document.get("schema") != SCHEMA:
-        found = None if document is None else document.get("schema")
-        params = {"folder": str(dataset), "schema": str(found), "expected": SCHEMA}
-        raise UsageError(Reason("engine.dataset-schema-unknown", params))
-    if document.get("seal") != seal_of(document):
-        raise CorruptDataError(dataset / "dataset.json", "it has changed since it was written")
+    document = read_description(dataset, SCHEMA)
     try:
         dtype, shards = str(document["tokenizer"]["dtype"]), list(document["shards"])
         names = [f"{split}_{what}" for split in SPLITS for what in _COUNTED]

@@ -80,7 +80,9 @@ class Stepper(ABC):
         experts = language is not None and language.spec.num_experts > 0
         if experts:
             scale_router_losses(model, self.loss_scale / len(batches))
-        self.largest_norm = self._largest_norm()
+        self.largest_norm = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
+        if self._engine.zero_optimization_stage() > 0:  # DeepSpeed clips to it
+            self._engine.optimizer.clip_grad = self.largest_norm
         loss, norm = self._train(batches, self.largest_norm, nan_gradient, factor)
         if self._mesh.groups.group is not None:  # root mean square over the groups, as the guard needs one value
             square = torch.as_tensor(norm, dtype=torch.float32, device=loss.device).square()
@@ -106,13 +108,6 @@ class Stepper(ABC):
     def loss_scale(self) -> float:
         """Factor of the next loss before its backward pass; 1 without fp16."""
         return loss_scale(self._engine) if self._fp16 else 1.0
-
-    def _largest_norm(self) -> float:
-        """Return the largest norm of the next update, 0 for no limit; from stage 1 on DeepSpeed clips to it."""
-        largest = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
-        if self._engine.zero_optimization_stage() > 0:
-            self._engine.optimizer.clip_grad = largest
-        return largest
 
     @abstractmethod
     def _train(
@@ -186,12 +181,7 @@ class ModelStepper(Stepper):
                     self._engine.backward(loss)
             else:
                 self._engine.backward(loss)
-            self._enter("optimizer")
-            if self._engine.is_gradient_accumulation_boundary():
-                with in_update():
-                    norm = self._update(largest_norm)
-            else:
-                self._engine.step()  # only counts the micro-batch
+            norm = self._end_micro_batch(largest_norm)
         rows, objective.row_losses = objective.row_losses, None
         self._enter("other")
         square = torch.zeros((), device=self._device) if noise is None else noise.take_square()
@@ -220,16 +210,20 @@ class ModelStepper(Stepper):
             nonlocal norm
             self._enter("backward")
             self._engine.backward(scalar, scale_wrt_gas=False)
-            self._enter("optimizer")
-            if self._engine.is_gradient_accumulation_boundary():
-                with in_update():
-                    norm = self._update(largest_norm)
-            else:
-                self._engine.step()  # only counts the micro-batch
+            norm = self._end_micro_batch(largest_norm)
 
         total = cached_backward(forward, batches, loss, backward, self._device)
         self._enter("other")
         return _mean(total, self._mesh.replicas.group), norm
+
+    def _end_micro_batch(self, largest_norm: float) -> Any:
+        """Update the weights after the last micro-batch of a step; return the norm of the gradient, else 0."""
+        self._enter("optimizer")
+        if self._engine.is_gradient_accumulation_boundary():
+            with in_update():
+                return self._update(largest_norm)
+        self._engine.step()  # only counts the micro-batch
+        return 0.0
 
     def _mean_of_step(self, loss: Tensor, square: Tensor, rows: Sequence[RowLosses]) -> tuple[Tensor, Tensor]:
         """Return the means of loss and ``square`` over all replicas; in the same all-reduce, find each source's loss.

@@ -24,15 +24,14 @@ from scaletrain_cli.data.images.compatibility import FILES, SCHEMA
 from scaletrain_cli.data.images.index_units import PACKED, digest_of
 from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf
-from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
+from scaletrain_cli.data.pipeline.shards import SPLITS, read_description
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, SeekableFile, is_remote, read_range
 from scaletrain_cli.data.token_files import OPEN_FILES, LocalFile
-from scaletrain_cli.errors import DoNotRequeueError, UsageError
+from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.hub.cache import cache_folder, path_in_cache
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.spec.image_files import FOLDER, TABLES
 
 _MOST_TABLES = 8
@@ -198,14 +197,7 @@ def open_images(folder: Path, cache: BlockCache | None = None) -> dict[str, Inde
 
 def describe_index(folder: Path) -> dict[str, Any]:
     """Return dataset.json of an index. Raises UsageError if there is none, and CorruptDataError if it has changed."""
-    document = read_document(folder / DATASET)
-    if document is None or document.get("schema") != SCHEMA:
-        schema = None if document is None else document.get("schema")
-        params = {"folder": str(folder), "schema": str(schema), "expected": SCHEMA}
-        raise UsageError(Reason("engine.dataset-schema-unknown", params))
-    if document.get("seal") != seal_of(document):
-        raise CorruptDataError(folder / DATASET, "it has changed since it was written")
-    return document
+    return read_description(folder, SCHEMA)
 
 
 def _opened(folder: Path, split: str, cache: BlockCache | None) -> _Opened:

@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.chunk_hashes import CorruptDataError, HashedFile
 from scaletrain_cli.data.drafts import draft_of
 from scaletrain_cli.data.pipeline.statistics import Statistics
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.safe_files import create_file, make_folder
 
 SCHEMA = "scaletrain.dataset/v4"
@@ -146,6 +149,17 @@ def seal_of(document: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all values of a dataset.json but the seal itself."""
     stated = {name: value for name, value in document.items() if name != "seal"}
     return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+
+
+def read_description(dataset: Path, schema: str) -> dict[str, Any]:
+    """Return dataset.json. Raises UsageError for one of another schema or none, CorruptDataError if it has changed."""
+    document = read_document(dataset / "dataset.json")
+    if document is None or document.get("schema") != schema:
+        params = {"folder": str(dataset), "schema": str((document or {}).get("schema")), "expected": schema}
+        raise UsageError(Reason("engine.dataset-schema-unknown", params))
+    if document.get("seal") != seal_of(document):
+        raise CorruptDataError(dataset / "dataset.json", "it has changed since it was written")
+    return document
 
 
 def read_shard_info(folder: Path) -> ShardInfo | None:

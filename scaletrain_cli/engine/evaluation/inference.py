@@ -86,14 +86,8 @@ def generate(
 
 def next_token_logits(model: CausalLM, tokens: Tensor) -> Tensor:
     """Return the fp32 logits [batch, vocabulary] after the last of ``tokens`` [batch, length]."""
-    context = _context_of(tokens)
+    context = TokenContext.of(tokens)
     return _logits_after(model, model.embed(tokens, context), context)
-
-
-def _context_of(tokens: Tensor) -> TokenContext:
-    batch, length = tokens.shape
-    positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
-    return TokenContext(positions, samples)
 
 
 def _logits_after(model: CausalLM, hidden: Tensor, context: TokenContext) -> Tensor:
@@ -118,7 +112,7 @@ def answer(
     tokens, longest = list(prompt), len(prompt) + max_new_tokens
     while len(tokens) < min(longest, model.spec.text_config.seq_len + 1):
         rows = torch.tensor([tokens], device=device)
-        context = _context_of(rows)
+        context = TokenContext.of(rows)
         logits = _logits_after(model.language_model, model.embed(rows, context, pixels), context)[0]
         token = int(without_images(logits, model.spec.image_token_index).argmax())
         if token in ends:

@@ -52,6 +52,13 @@ class TokenContext(NamedTuple):
     window_mask: Tensor | None = None
     real: Tensor | None = None
 
+    @classmethod
+    def of(cls, tokens: Tensor) -> TokenContext:
+        """Return the context of whole sequences [batch, length] of one document each."""
+        batch, length = tokens.shape
+        positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
+        return cls(positions, samples)
+
     @property
     def real_positions(self) -> Tensor:
         """Return the positions, with 0 for padding."""

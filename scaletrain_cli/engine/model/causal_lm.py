@@ -109,10 +109,7 @@ class CausalLM(TrainedModel):
 
         ``output``: computes what to return instead, from the model and the hidden states after the blocks.
         """
-        if context is None:
-            batch, length = tokens.shape
-            positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
-            context = TokenContext(positions, samples)
+        context = context or TokenContext.of(tokens)
         hidden = self.embed(tokens, context)
         hidden = self.transform(hidden, self.with_masks(context, hidden))
         return self.loss(hidden, labels, divisor) if output is None else output(self, hidden)

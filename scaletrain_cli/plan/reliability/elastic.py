@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize, growth, largest_usable, usable_plans
-from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, Spread, spread
+from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, Spread, joined, spread
 from scaletrain_cli.plan.result import RunPlan, coded
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -68,22 +68,13 @@ def compare_on_trace(spec: RunSpec, sizes: Sequence[NodeSize], trace: SpotTrace)
     if len(plans) < 2:
         return None
     most = max(plans)
-    intervals = _scaled(trace, most)
+    recorded = max(nodes for _, nodes in trace.intervals)
+    intervals = joined(
+        (seconds, nodes if recorded >= most else nodes * most // recorded) for seconds, nodes in trace.intervals
+    )
     elastic = _outcome(spec, plans, intervals)
     waiting = _outcome(spec, {most: plans[most]}, intervals)
     return ElasticOutcome(trace.name, _STARTS, most, elastic, waiting, _advice(trace, most, elastic, waiting))
-
-
-def _scaled(trace: SpotTrace, most: int) -> list[tuple[float, int]]:
-    recorded = max(nodes for _, nodes in trace.intervals)
-    joined: list[tuple[float, int]] = []
-    for seconds, available in trace.intervals:
-        nodes = available if recorded >= most else available * most // recorded
-        if joined and joined[-1][1] == nodes:
-            joined[-1] = (joined[-1][0] + seconds, nodes)
-        else:
-            joined.append((seconds, nodes))
-    return joined
 
 
 def _outcome(spec: RunSpec, plans: Mapping[int, RunPlan], intervals: Sequence[tuple[float, int]]) -> PolicyOutcome:
@@ -174,7 +165,9 @@ class _Run:
             return False
         while (moment := self._grows_at(nodes)) is not None and moment < min(until, self._ends_at()):
             self._pass(moment)
-            self.left -= self._saved(self.now - self.began)
+            # A run that stops on request saves first, and loses nothing.
+            durability = self._plan.durability
+            self.left -= self._share(self.now - self.began - durability.restart_seconds - durability.save_seconds)
             self.growths, self.grown = self.growths + 1, self.now
             self._start(largest_usable(self.usable, nodes))
         self._pass(min(until, self._ends_at()))
@@ -204,11 +197,6 @@ class _Run:
     def _share(self, seconds: float) -> float:
         """Return the share of the run of these seconds of steps and blocking checkpoints."""
         return min(self.left, max(0.0, seconds) / self._pace / self._plan.time.to_train)
-
-    def _saved(self, seconds: float) -> float:
-        """Return the share done by a run that stops on request: a last save, and nothing is lost."""
-        durability = self._plan.durability
-        return self._share(seconds - durability.restart_seconds - durability.save_seconds)
 
     def _kept(self, seconds: float) -> float:
         """Return the share kept of a run that loses a node ``seconds`` after its start."""

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,18 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
         raise _invalid_trace(path, Reason("plan.trace-without-gap"))
     if not isinstance(data, list) or not data:
         raise _invalid_trace(path, Reason("plan.trace-without-data"))
-    intervals: list[tuple[float, int]] = []
-    for index, point in enumerate(data):
-        nodes = _nodes(path, f"data[{index}]", point)
-        if intervals and intervals[-1][1] == nodes:
-            intervals[-1] = (intervals[-1][0] + gap, nodes)
+    return joined((float(gap), _nodes(path, f"data[{index}]", point)) for index, point in enumerate(data))
+
+
+def joined(intervals: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return the intervals with neighbors of the same number of nodes as one."""
+    found: list[tuple[float, int]] = []
+    for seconds, nodes in intervals:
+        if found and found[-1][1] == nodes:
+            found[-1] = (found[-1][0] + seconds, nodes)
         else:
-            intervals.append((float(gap), nodes))
-    return intervals
+            found.append((seconds, nodes))
+    return found
 
 
 def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
@@ -260,19 +265,13 @@ class _Simulation:
 
 def _availability(trace: SpotTrace, needed: int) -> _Intervals:
     """Return alternating intervals with and without ``needed`` nodes, the end of the trace joined to its beginning."""
-    joined: _Intervals = []
-    for seconds, nodes in trace.intervals:
-        up = nodes >= needed
-        if joined and joined[-1][1] == up:
-            joined[-1] = (joined[-1][0] + seconds, up)
-        else:
-            joined.append((seconds, up))
-    if len(joined) > 1 and joined[0][1] == joined[-1][1]:
-        seconds, up = joined.pop(0)
-        joined[-1] = (joined[-1][0] + seconds, up)
-    if len(joined) == 1 and joined[0][1]:
+    found = joined((seconds, nodes >= needed) for seconds, nodes in trace.intervals)
+    if len(found) > 1 and found[0][1] == found[-1][1]:
+        seconds, up = found.pop(0)
+        found[-1] = (found[-1][0] + seconds, up)
+    if len(found) == 1 and found[0][1]:
         return [(math.inf, True)]
-    return joined
+    return [(seconds, bool(up)) for seconds, up in found]
 
 
 def _after(intervals: _Intervals, start: float) -> _Intervals:

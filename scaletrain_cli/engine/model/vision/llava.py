@@ -144,11 +144,7 @@ class Llava(TrainedModel):
         tokens, labels: [batch, length] int64; ``pixels``: see ``image_features``, in the order of their tokens.
         """
         language = self.language_model
-        if context is None:
-            batch, length = tokens.shape
-            positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
-            context = TokenContext(positions, samples)
-        hidden = self.transform(tokens, context, pixels)
+        hidden = self.transform(tokens, context or TokenContext.of(tokens), pixels)
         return language.loss(hidden, labels, divisor) if output is None else output(language, hidden)
 
 
