@@ -206,21 +206,17 @@ def _in_order(data: DataSpec, sources: Sequence[_Found], made: Mapping[str, Path
     found = {each.section.name: each.dataset or made[each.section.name] for each in sources}
     if data.on_bad == "stop":
         for dataset in made.values():
-            _require_none_skipped(dataset)
+            # Bad documents may have been left out when the dataset was prepared, as another spec had asked for.
+            report = read_document(dataset / REPORT) or {}
+            bad = [reason for step in report.get("steps", ()) for reason in step.get("bad", ())]
+            if bad:
+                places = [place for reason in bad for place in reason["places"]]
+                first = min(places, key=lambda place: place.get("order", []))  # in the order of the source
+                params = {"place": first["place"], "problem": first["problem"]}
+                raise UsageError(
+                    Reason("data.bad-documents", params | {"documents": sum(reason["documents"] for reason in bad)})
+                )
     return found
-
-
-def _require_none_skipped(dataset: Path) -> None:
-    """Raise UsageError if bad documents were left out when the dataset was prepared, as another spec had asked for."""
-    report = read_document(dataset / REPORT) or {}
-    bad = [reason for step in report.get("steps", ()) for reason in step.get("bad", ())]
-    if bad:
-        places = [place for reason in bad for place in reason["places"]]
-        first = min(places, key=lambda place: place.get("order", []))  # in the order of the source
-        params = {"place": first["place"], "problem": first["problem"]}
-        raise UsageError(
-            Reason("data.bad-documents", params | {"documents": sum(reason["documents"] for reason in bad)})
-        )
 
 
 def _preparation(
@@ -230,6 +226,8 @@ def _preparation(
     tokenizer = ""  # one is to be trained
     if data.tokenizer.path is not None:
         tokenizer = tokenizer_content(data.tokenizer, folder, steps_folder(runs_root / "datasets"))
+    # For the processes that deduplicate, half of what is free.
+    free = available_bytes() or 2 * DEFAULT_MEMORY_BYTES
     return Preparation(
         sources=tuple(
             Source(each.section.name, each.files, each.content, columns_of(each.section, sections))
@@ -241,7 +239,7 @@ def _preparation(
         validation_share=data.validation_split,
         skips_bad=data.on_bad == "skip",
         vocab_size=data.tokenizer.vocab_size,
-        memory_bytes=_memory_bytes(workers),
+        memory_bytes=max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers))),
     )
 
 
@@ -252,9 +250,3 @@ def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:
     if isinstance(section, C4Spec) and section.bad_words is not None:
         return section.model_copy(update={"bad_words": str(folder / expand_home(section.bad_words))})
     return section
-
-
-def _memory_bytes(workers: int) -> int:
-    """Return the memory that deduplication may use in each process: half of what is free, within limits."""
-    free = available_bytes() or 2 * DEFAULT_MEMORY_BYTES
-    return max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers)))

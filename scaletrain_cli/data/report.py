@@ -57,6 +57,9 @@ def _source(name: str, folder: Path) -> dict[str, Any]:
     report = read_document(folder / "report.json") or {}
     report = report if report.get("schema") == _OF_DATASET else {}
     try:
+        # not known where they are tokens, as for tokenized sources
+        size = dataset.get("bytes")
+        has_tokens = any(dataset[f"{split}_tokens"] for split in _SPLITS)
         return {
             "source": name,
             "dataset": str(folder),
@@ -65,7 +68,7 @@ def _source(name: str, folder: Path) -> dict[str, Any]:
             "tokenizer": dataset.get("tokenizer") if isinstance(dataset.get("tokenizer"), dict) else None,
             "documents": {split: dataset[f"{split}_documents"] for split in _SPLITS},
             "tokens": {split: dataset[f"{split}_tokens"] for split in _SPLITS},
-            "bytes": _bytes(dataset),
+            "bytes": None if size is None or (has_tokens and not size) else int(size),
             "rows": _rows(dataset),
             "images": images_in_rows(dataset),
             **{name: report.get(name) for name in _MEASURED},
@@ -78,13 +81,6 @@ def _source(name: str, folder: Path) -> dict[str, Any]:
 
 
 _MEASURED = ("bytes_read", "files", "languages", "tokens_per_byte", "unknown_tokens", "characters", "lengths")
-
-
-def _bytes(dataset: Mapping[str, Any]) -> int | None:
-    """Return the bytes of the text; None where they are not known, as for tokenized sources."""
-    size = dataset.get("bytes")
-    has_tokens = any(dataset[f"{split}_tokens"] for split in _SPLITS)
-    return None if size is None or (has_tokens and not size) else int(size)
 
 
 def _rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -60,14 +60,6 @@ def planned_stages(
     return _joined(found)
 
 
-def changed_from(before: Sequence[MixtureStage], planned: Sequence[MixtureStage], first: int) -> list[MixtureStage]:
-    """Return the stages of a run that has those of ``before`` up to sample ``first``, and the planned ones after it."""
-    kept = [stage for stage in before if stage.first < first]
-    begun = [stage for stage in planned if stage.first <= first][-1]
-    later = [stage for stage in planned if stage.first > first]
-    return _joined([*kept, MixtureStage(first, begun.shares), *later])
-
-
 def recorded_changes(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[MixtureStage]]]:
     """Return (first sample, planned stages) of each mixture that the events of a run record, in their order.
 
@@ -98,7 +90,10 @@ def recorded_stages(changes: Iterable[tuple[int, list[MixtureStage]]]) -> list[M
     """Return the stages of a run after all of its changes. A later change takes the place of what follows it."""
     stages: list[MixtureStage] = []
     for first, planned in changes:
-        stages = changed_from(stages, planned, first)
+        kept = [stage for stage in stages if stage.first < first]
+        begun = [stage for stage in planned if stage.first <= first][-1]
+        later = [stage for stage in planned if stage.first > first]
+        stages = _joined([*kept, MixtureStage(first, begun.shares), *later])
     return stages
 
 

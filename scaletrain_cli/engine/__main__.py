@@ -58,7 +58,12 @@ def _exit_code(
         return int(error.exit_code)
     except Exception as error:
         if (evidence := getattr(error, "evidence", None)) is not None:
-            _record_corrupt_data(run, attempt, rank, evidence)
+            # Unless another rank of the attempt has recorded it; two ranks may do so at the same instant.
+            event = "damaged-data"
+            with contextlib.suppress(OSError):
+                known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}
+                if (attempt, evidence["file"]) not in known:
+                    record_event(run, event, attempt=attempt, rank=rank, **evidence)
         return report_exception(run, attempt, rank, error)
 
 
@@ -95,15 +100,6 @@ def _exit_without_saving(watch: AgentWatch) -> None:
     logger.warning("grace period expired; the latest committed checkpoint will be used")
     watch.leave()
     os._exit(ExitCode.PREEMPTED)
-
-
-def _record_corrupt_data(run: RunDir, attempt: int, rank: int, evidence: dict[str, int | str]) -> None:
-    """Record the event unless another rank of the attempt has; two ranks may record it at the same instant."""
-    event = "damaged-data"
-    with contextlib.suppress(OSError):
-        known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}
-        if (attempt, evidence["file"]) not in known:
-            record_event(run, event, attempt=attempt, rank=rank, **evidence)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,10 @@ def assemble(
 
     # The model, its optimizer and the engine around them.
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
-    _seed(spec.training.seed, ranks.rank)
+    own_seed = spec.training.seed + ranks.rank  # resuming restores the states of the generators
+    random.seed(own_seed)
+    np.random.seed(own_seed % 2**32)
+    torch.manual_seed(own_seed % 2**63)
     mesh = build_mesh(layout)
     swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     resuming = resume_point.checkpoint is not None
@@ -244,24 +247,19 @@ def assemble(
 
 def _connect(record: RunRecord, device: torch.device, heartbeat: Heartbeat) -> tuple[RankConsensus, RankConsensus]:
     """Join the process group; return the consensus of the steps, and one that waits as long as set-up may take."""
-    spec = record.spec
+    spec, base = record.spec, 0.0  # bytes that a node reads, and hashes, of weights that no checkpoint has
+    if base_names(spec):
+        base = 2.0 * record.plan.model.parameters * forward_dtype(spec.training.precision).itemsize
     heartbeat.allow(
         hang_seconds=None if spec.guard.hang == "auto" else spec.guard.hang,
         step_seconds=record.plan.time.step,
-        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes + _base_bytes(record),
+        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes + base,
         compiled=record.plan.layout.compile,
     )
     hang_seconds = collective_seconds(heartbeat.longest_seconds)
     heartbeat.beat(0, "connect", IMPORT_SECONDS + heartbeat.set_up_seconds)  # other ranks may still be importing
     connect(device, hang_seconds)
     return RankConsensus(hang_seconds), RankConsensus(DATA_SECONDS)
-
-
-def _base_bytes(record: RunRecord) -> float:
-    """Return the bytes that a node reads, and hashes, of weights that no checkpoint has because they never train."""
-    if not base_names(record.spec):
-        return 0.0
-    return 2.0 * record.plan.model.parameters * forward_dtype(record.spec.training.precision).itemsize
 
 
 def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> ExitCode:
@@ -417,13 +415,6 @@ def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> N
     decision, _, _ = long_consensus.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
     if decision is StepDecision.PREEMPT:
         raise PreemptedError(Reason("engine.preempted-in-set-up"))
-
-
-def _seed(seed: int, rank: int) -> None:
-    """Seed each rank's random generators differently; resuming restores their states."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed((seed + rank) % 2**63)
 
 
 def _device(cpu: bool, local_rank: int) -> torch.device:

@@ -91,17 +91,13 @@ def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str
     place["nvme_path"] = str(swap_folder)
     config = {"offload_optimizer": {**place, "buffer_count": NVME_OPTIMIZER_BUFFERS}}
     if layout.offload == "optimizer+params":
-        config["offload_param"] = {**place, "buffer_size": _largest_shard(spec, layout)}
+        # The elements of the largest ZeRO-3 shard of a parameter, which each of five buffers must hold.
+        model = spec.transformer
+        heads = model.num_attention_heads * model.head_dim
+        experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # one parameter each
+        widest = max(model.vocab_size, model.max_position_embeddings, model.intermediate_size, 3 * heads, experts)
+        config["offload_param"] = {**place, "buffer_size": -(-model.hidden_size * widest // zero_shards(layout))}
     return config
-
-
-def _largest_shard(spec: RunSpec, layout: Layout) -> int:
-    """Return the elements of the largest ZeRO-3 shard of a parameter, which each of five buffers must hold."""
-    model = spec.transformer
-    heads = model.num_attention_heads * model.head_dim
-    experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # one parameter each
-    widest = max(model.vocab_size, model.max_position_embeddings, model.intermediate_size, 3 * heads, experts)
-    return -(-model.hidden_size * widest // zero_shards(layout))
 
 
 def precision_config(spec: RunSpec) -> dict[str, Any]:

@@ -202,7 +202,11 @@ class Faults:
         self._step = step
         for fault in self._mine:
             if fault.kind in CORRUPTIONS:
-                self._corrupt_after(fault, step)
+                # From its step on, once there are two checkpoints.
+                committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
+                if len(committed) > 1:
+                    logger.warning("injected: %s %s", fault.kind, corrupt(committed[-1], fault.kind))
+                    os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "slow-rank" and (fault.step or 1) <= step <= (fault.last or step):
                 time.sleep(fault.seconds)
         for fault in self._due(step):
@@ -212,13 +216,6 @@ class Faults:
                 open_attempt(self._folder, self._attempt + 1)
             elif fault.kind == "exception":
                 raise InjectedError(f"injected before step {step}")
-
-    def _corrupt_after(self, fault: Fault, step: int) -> None:
-        """Corrupt the latest checkpoint and kill the rank, from its step on, once there are two."""
-        committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
-        if len(committed) > 1:
-            logger.warning("injected: %s %s", fault.kind, corrupt(committed[-1], fault.kind))
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def injects_nan(self, step: int) -> bool:
         """Return True if this rank's loss is to become NaN at ``step``."""

@@ -75,11 +75,7 @@ def _restored(data: object) -> Any:
             return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[name](map(_restored, content))
         case "dict":
             return {_restored(key): _restored(value) for key, value in content}
-    return _known_type(name)(*map(_restored, content))
-
-
-def _known_type(name: str) -> type:
-    """Return a dataclass or named tuple of a loaded module of this package; decoding a message imports nothing."""
+    # A dataclass or named tuple of a loaded module of this package; decoding a message imports nothing.
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module) if module.partition(".")[0] == _PACKAGE else None
     for part in path.split("."):
@@ -92,7 +88,7 @@ def _known_type(name: str) -> type:
     ):
         raise ValueError(f"no value that ranks send each other: {name}")
     kind: type = found
-    return kind
+    return kind(*map(_restored, content))
 
 
 logger = logging.getLogger(__name__)

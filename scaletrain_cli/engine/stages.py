@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -76,9 +75,19 @@ class StageSwitch:
         """Replace the engine by that of another stage, with the present weights in the dtype of the forward pass."""
         self.stage = trained_at(self.spec, step)
         weights, composed, objective = WeightsOfModel(self.composed.model), self.composed, self.composed.objective
-        _destroy(composed.engine)
+        # Stage 3 is referred to by parameters and hooks that are never collected.
+        wrapper = composed.engine.optimizer
+        composed.engine.destroy()
+        for each in (getattr(wrapper, "optimizer", None), wrapper, composed.engine):
+            if each is not None:
+                vars(each).clear()
         composed.engine = composed.optimizer = composed.stage = composed.model = None  # type: ignore[assignment]
-        _free_memory()
+        # The training loop has excluded older objects from collection.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         folder, stage = self.swap_folder, self.stage
         built = compose(
             self.spec, self.layout, self.mesh, self.device, swap_folder=folder, trained=stage, source=weights
@@ -88,21 +97,3 @@ class StageSwitch:
         self.stepper.engine_was_built()
         self.checkpointer.engine_was_built()
         self.stragglers.watch(composed.engine, self.layout)
-
-
-def _destroy(engine: Any) -> None:
-    """Release what DeepSpeed holds: stage 3 is referred to by parameters and hooks that are never collected."""
-    wrapper = engine.optimizer
-    engine.destroy()
-    for each in (getattr(wrapper, "optimizer", None), wrapper, engine):
-        if each is not None:
-            vars(each).clear()
-
-
-def _free_memory() -> None:
-    """Collect what no longer is in use; the training loop has excluded older objects from collection."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

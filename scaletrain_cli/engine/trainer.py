@@ -80,14 +80,10 @@ class GarbageCollection:
         if step % _STEPS_BETWEEN_COLLECTIONS == 0:
             gc.collect()
             if resident_bytes() - self._resident > max(_GROWTH_BYTES, _GROWTH_SHARE * self._resident):
-                _return_free_blocks()
+                trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+                if trim is not None:
+                    trim(0)
                 self._resident = resident_bytes()
-
-
-def _return_free_blocks() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.trained_parameters import trains_only_adapters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, unmatched_targets
+from scaletrain_cli.spec.adapter import adaptable_modules, unmatched_targets
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 
 _GROUPED_MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, which grouped products require of each row
@@ -35,7 +35,10 @@ def adapter_rules(model: ModelSpec) -> Iterator[Rule]:
     if model.family not in BUILT_IN_FAMILIES:
         yield Rule("model.adapter", None, "adapter-built-in-families", {"family": model.family})
         return
-    yield from _unmatched(model, adapter)
+    shapes, tied = base_shapes(model), model.tie_word_embeddings
+    for pattern in unmatched_targets(adapter, shapes, tied=tied):
+        names = {module.name.rpartition(".")[2] for module in adaptable_modules(shapes, tied=tied)}
+        yield Rule("model.adapter.targets", pattern, "adapter-matches-nothing", fix={"names": sorted(names)})
     kinds = {module.kind for module in modules_with_adapter(model)}
     if adapter.dora and kinds & {"embedding", "head"}:
         yield Rule("model.adapter.dora", True, "dora-on-embeddings")
@@ -99,10 +102,3 @@ def quantized_layout_rules(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         return
     if layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "quantization-layout", {"allowed": "at most 2"})
-
-
-def _unmatched(model: ModelSpec, adapter: AdapterSpec) -> Iterator[Rule]:
-    shapes, tied = base_shapes(model), model.tie_word_embeddings
-    for pattern in unmatched_targets(adapter, shapes, tied=tied):
-        names = {module.name.rpartition(".")[2] for module in adaptable_modules(shapes, tied=tied)}
-        yield Rule("model.adapter.targets", pattern, "adapter-matches-nothing", fix={"names": sorted(names)})

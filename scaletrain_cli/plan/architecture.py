@@ -198,12 +198,8 @@ def attention_flops(model: ModelSpec) -> int:
     if narrow:
         keys -= narrow * (model.seq_len - window_keys(model))
     scores = 2 * keys * model.num_attention_heads * (model.qk_head_dim + model.value_head_dim)
-    return scores + model.num_hidden_layers * indexer_flops(model)
-
-
-def indexer_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs per token of the scores of one block's indexer, 0 without one; no causal masking."""
-    return 2 * model.seq_len * model.index_n_heads * model.index_head_dim if model.index_topk else 0
+    indexer = 2 * model.seq_len * model.index_n_heads * model.index_head_dim if model.index_topk else 0
+    return scores + model.num_hidden_layers * indexer
 
 
 def window_keys(model: ModelSpec) -> int:

@@ -85,10 +85,15 @@ def plan_within(
     ``bounds``: lower bounds for the layouts of this spec, which may be known from another number of nodes.
     ``counted``: count the degrees that break a rule.
     """
-    _check_family(spec)
+    # There is a model of its memory and time for our engine alone.
+    if isinstance(spec.model, LlavaSpec) and not framework_of(spec).is_engine:
+        rule = Rule("model.family", spec.model.family, "family-not-planned")
+        raise UsageError(Reason("plan.family-unknown"), (rule.problem(spec.where(rule.key)),))
     check_adapter(spec)
     check_what_trains(spec)
-    _check_framework(spec)
+    if not framework_of(spec).is_engine and names_what_trains(spec):  # others are modeled for all weights only
+        rule = Rule("planner.framework", spec.planner.framework, "framework-trains-everything")
+        raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
     device = find_accelerator(spec.cluster)
     found = None if compared else fastest(spec, device, bounds, most_seconds)
     if found is None:
@@ -103,20 +108,6 @@ def plan_within(
         least = evaluate(spec, smallest(found).layout, device)
         raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared, measurements))
     return _assemble(spec, device, found.chosen, found, compared, measurements)
-
-
-def _check_family(spec: RunSpec) -> None:
-    """Raise UsageError if there is no model of memory and time for the family."""
-    if isinstance(spec.model, LlavaSpec) and not framework_of(spec).is_engine:
-        rule = Rule("model.family", spec.model.family, "family-not-planned")
-        raise UsageError(Reason("plan.family-unknown"), (rule.problem(spec.where(rule.key)),))
-
-
-def _check_framework(spec: RunSpec) -> None:
-    """Raise UsageError if the framework is modeled only for training of all weights, and some are frozen."""
-    if not framework_of(spec).is_engine and names_what_trains(spec):
-        rule = Rule("planner.framework", spec.planner.framework, "framework-trains-everything")
-        raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
 
 
 def _assemble(

@@ -86,15 +86,12 @@ class Cluster:
                 self._merge(value, given, inner, source)
             elif self.above or given is None:
                 section[name] = copy.deepcopy(value)
-                self._record_locations(inner, source)
-
-    def _record_locations(self, key: Key, source: Source) -> None:
-        here, there = ("cluster", *key), ("clusters", self.name, *key)
-        source.places = {place: text for place, text in source.places.items() if place[: len(here)] != here}
-        for place, text in self.source.places.items():
-            if place[: len(there)] == there:
-                moved: Key = ("cluster", *place[2:])
-                source.places[moved] = text
+                here, there = ("cluster", *inner), ("clusters", self.name, *inner)
+                source.places = {place: text for place, text in source.places.items() if place[: len(here)] != here}
+                for place, text in self.source.places.items():
+                    if place[: len(there)] == there:
+                        moved: Key = ("cluster", *place[2:])
+                        source.places[moved] = text
 
 
 def _leaves(entries: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:

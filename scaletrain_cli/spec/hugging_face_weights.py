@@ -174,7 +174,17 @@ def to_hugging_face(model: ModelSpec | AnyVision) -> dict[str, Any]:
         raise UsageError("no Hugging Face architecture matches this model", tuple(problems))
     kind = _closest(model)
     config = {"model_type": kind, "architectures": [ARCHITECTURES[kind].model_class], "use_cache": True}
-    values = _values_of_config(model, kind)
+    # Values of settings that are written otherwise in a config.json, by their keys in the spec.
+    scalar = model.query_pre_attn_scalar or model.head_dim
+    values = {
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta,
+        "moe_intermediate_size": model.expert_size,
+        "intermediate_size": model.expert_size if kind in ("mixtral", "gpt_oss") else model.intermediate_size,
+        "q_lora_rank": model.q_lora_rank or None,
+        "v_head_dim": model.value_head_dim,
+        "first_k_dense_replace": model.num_hidden_layers - model.moe_layers,
+    }
     for ours, theirs in same_settings(kind).items():
         if model.moe_layers or ours not in OF_EXPERTS or ours in LATENT_KEYS:
             config[theirs] = values[ours] if ours in values else getattr(model, ours)
@@ -247,20 +257,6 @@ def _effective(model: ModelSpec, key: str) -> object:
     if key == "qk_norm_scope":
         return model.qk_norm_scope if model.qk_norm else "head"
     return getattr(model, key)
-
-
-def _values_of_config(model: ModelSpec, kind: str) -> dict[str, Any]:
-    """Return values of settings that are written otherwise in a config.json, by their keys in the spec."""
-    scalar = model.query_pre_attn_scalar or model.head_dim
-    return {
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
-        "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta,
-        "moe_intermediate_size": model.expert_size,
-        "intermediate_size": model.expert_size if kind in ("mixtral", "gpt_oss") else model.intermediate_size,
-        "q_lora_rank": model.q_lora_rank or None,
-        "v_head_dim": model.value_head_dim,
-        "first_k_dense_replace": model.num_hidden_layers - model.moe_layers,
-    }
 
 
 def _of_llama(model: ModelSpec, kind: str) -> dict[str, Any]:

@@ -41,7 +41,11 @@ def json_schema() -> dict[str, Any]:
         for name, field in section["properties"].items():
             field.pop("title", None)  # pydantic's title repeats the name
             if name not in section.get("required", ()) and ("$ref" in field or section is schema):
-                _allow_empty(field)
+                # An empty section (null) has its defaults.
+                field.pop("default", None)
+                whole = dict(field)
+                field.clear()
+                field["anyOf"] = [whole, {"type": "null"}]
     # Trackers may also be a list: of names, of mappings from one name to its options, or of mappings with ``kind``.
     item = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1}]}
     schema["properties"]["tracking"]["anyOf"].append({"type": "array", "items": item})
@@ -55,11 +59,6 @@ def json_schema() -> dict[str, Any]:
         **schema,
         "title": f"ScaleTrain run spec {SCHEMA}",
     }
-
-
-def _dimensions() -> dict[str, list[str]]:
-    added = {family: base_family(family) for family in plugins(MODEL_FAMILIES, FAMILIES)}
-    return _DIMENSIONS | {family: _DIMENSIONS[base] for family, base in added.items() if base in _DIMENSIONS}
 
 
 def _add_plugins(properties_of: dict[str, Any], section: type[OpenSection]) -> None:
@@ -89,14 +88,6 @@ def _with_definitions_inside(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [whole, {"type": "null"}]}
 
 
-def _allow_empty(field: dict[str, Any]) -> None:
-    """Allow an empty section (null), which has its defaults."""
-    field.pop("default", None)
-    whole = dict(field)
-    field.clear()
-    field["anyOf"] = [whole, {"type": "null"}]
-
-
 def _loosen_parts(properties: dict[str, Any], sections: dict[str, Any]) -> None:
     """Require no key of the towers of a model, which a preset of the whole model may give."""
     for tower in ("vision_config", "text_config"):
@@ -121,6 +112,8 @@ def _loosen_model(kind: str, model: dict[str, Any]) -> None:
         "section take precedence",
     }
     del model["required"]
+    added = {family: base_family(family) for family in plugins(MODEL_FAMILIES, FAMILIES)}
+    dimensions = _DIMENSIONS | {family: _DIMENSIONS[base] for family, base in added.items() if base in _DIMENSIONS}
     model["anyOf"] = [
         {"required": ["preset"]},
         {"required": ["hf_config"]},
@@ -129,7 +122,7 @@ def _loosen_model(kind: str, model: dict[str, Any]) -> None:
                 "required": [*names, "vocab_size"] if kind == "transformer" else names,
                 "properties": {"family": {"const": family}},
             }
-            for family, names in _dimensions().items()
+            for family, names in dimensions.items()
             if model_kind({"family": family}) == kind
         ),
     ]

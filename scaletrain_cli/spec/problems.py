@@ -46,7 +46,10 @@ def _unused(
             and value != field.get_default(call_default_factory=True)
             and not _is_switched_off(rule, inner, source)
         ):
-            yield _problem(spec, rule, inner, value, source)
+            now = " and ".join(f"{one.shown_key} = {shown(_value(spec, one.key))}" for one in rule.conditions)
+            hint = f"Remove it, or {' or '.join(map(_remedy, rule.conditions))}."
+            dotted = ".".join(map(str, inner))
+            yield Problem(source.place(inner), dotted, f"has no effect with {now}.", shown(value), hint)
 
 
 def _relative(rule: UsedWhen, key: Key) -> UsedWhen:
@@ -76,12 +79,6 @@ def _value(spec: RunSpec, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part, None)
     return value
-
-
-def _problem(spec: RunSpec, rule: UsedWhen, key: Key, value: Any, source: Source) -> Problem:
-    now = " and ".join(f"{one.shown_key} = {shown(_value(spec, one.key))}" for one in rule.conditions)
-    hint = f"Remove it, or {' or '.join(map(_remedy, rule.conditions))}."
-    return Problem(source.place(key), ".".join(map(str, key)), f"has no effect with {now}.", shown(value), hint)
 
 
 def _remedy(condition: Condition) -> str:

@@ -129,18 +129,13 @@ def columns_of(row_format: str, objective: str, fields: FieldsSpec) -> list[list
     return [[str(getattr(fields, column)) for column in _NEEDED[name]] for name in formats]
 
 
-def missing_columns(names: Sequence[str], row_format: str, fields: FieldsSpec) -> list[str]:
-    """Return the columns that a format needs and that are not among ``names``."""
-    return [name for column in _NEEDED[row_format] if (name := getattr(fields, column)) not in names]
-
-
 def parse_row(row: Any, row_format: str, fields: FieldsSpec, *, images: bool = False) -> ParsedRow:
     """Return a row in its own form, with its weight and the columns that were not read. Raises RowError.
 
     ``images``: messages may have parts of type image, and the row needs as many images as its text has places.
     """
     columns = _columns(row)
-    if missing := missing_columns(columns, row_format, fields):
+    if missing := [name for column in _NEEDED[row_format] if (name := getattr(fields, column)) not in columns]:
         raise RowError("columns-missing", format=row_format, missing=missing, columns=columns)
     read = _RowReader(row, fields)
     weight = read.optional(fields.weight)

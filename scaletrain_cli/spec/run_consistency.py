@@ -145,21 +145,17 @@ def _transformer_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
                 f"must divide {model.num_attention_heads} attention heads. Use {divisors(model.num_attention_heads)}.",
             )
     if layout.pipeline_split:
-        yield from _split_inconsistencies(spec, model)
+        split, layers = spec.layout.pipeline_split, model.num_hidden_layers
+        if spec.layout.pipeline_parallel != len(split):
+            yield "layout.pipeline_parallel", f"must be {len(split)}, as many as layout.pipeline_split has stages."
+        if sum(split) != layers:
+            yield "layout.pipeline_split", f"must add up to num_hidden_layers = {layers}; it has {sum(split)} blocks."
+        if spec.layout.virtual_pipeline != 1:
+            yield "layout.virtual_pipeline", "must be 1 with layout.pipeline_split."
     elif layout.pipeline_parallel != "auto" and layout.pipeline_parallel > model.num_hidden_layers:
         yield "layout.pipeline_parallel", f"must not exceed {model.num_hidden_layers} layers."
     if layout.expert_parallel not in ("auto", 1) and model.num_experts % int(layout.expert_parallel or 1):
         yield "layout.expert_parallel", f"must divide num_experts = {model.num_experts}."
-
-
-def _split_inconsistencies(spec: "RunSpec", model: ModelSpec) -> Iterator[tuple[str, str]]:
-    split, layers = spec.layout.pipeline_split, model.num_hidden_layers
-    if spec.layout.pipeline_parallel != len(split):
-        yield "layout.pipeline_parallel", f"must be {len(split)}, as many as layout.pipeline_split has stages."
-    if sum(split) != layers:
-        yield "layout.pipeline_split", f"must add up to num_hidden_layers = {layers}; it has {sum(split)} blocks."
-    if spec.layout.virtual_pipeline != 1:
-        yield "layout.virtual_pipeline", "must be 1 with layout.pipeline_split."
 
 
 def _vision_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:

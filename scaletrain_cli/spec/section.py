@@ -156,17 +156,14 @@ def nested_error(name: str, detail: Any) -> InitErrorDetails:
     if kind in ("value_error", "assertion_error"):
         kind = PydanticCustomError(kind, "{message}", {"message": detail["msg"].partition(", ")[2] or detail["msg"]})
     try:
-        return _raised(
-            InitErrorDetails(type=kind, loc=(name, *detail["loc"]), input=detail["input"], ctx=detail.get("ctx", {}))
+        details = InitErrorDetails(
+            type=kind, loc=(name, *detail["loc"]), input=detail["input"], ctx=detail.get("ctx", {})
         )
+        ValidationError.from_exception_data("", [details])
+        return details
     except (KeyError, TypeError):  # an error type of the plug-in
         kind = PydanticCustomError(detail["type"], "{message}", {"message": detail["msg"]})
         return InitErrorDetails(type=kind, loc=(name, *detail["loc"]), input=detail["input"])
-
-
-def _raised(details: InitErrorDetails) -> InitErrorDetails:
-    ValidationError.from_exception_data("", [details])
-    return details
 
 
 class OpenSection(Section):

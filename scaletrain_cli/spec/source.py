@@ -252,10 +252,6 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
         dotted = ".".join(map(str, key))
         problem = Problem(source.place(key), dotted, "is binary (!!binary), and must be text.")
         raise SpecError(f"{source.file} is not a run spec", (problem,))
-    return _plain_scalar(node)
-
-
-def _plain_scalar(node: Any) -> Any:
     from ruamel.yaml.scalarbool import ScalarBoolean
 
     if isinstance(node, ScalarBoolean):  # an anchored boolean, which is an int to Python

@@ -357,14 +357,26 @@ class TrainingSpec(Section):
         if [self.steps, self.tokens, self.samples, self.epochs].count(None) != 3:
             yield "steps", "exactly one of steps, tokens, samples and epochs must be set; null unsets one."
         if self.objective in LOSSES_OF:
-            yield from self._loss_inconsistencies()
+            allowed = LOSSES_OF[self.objective]
+            if self.loss.name not in ("auto", *allowed):
+                yield "loss.name", f"must be one of auto, {', '.join(allowed)} with objective: {self.objective}."
+            if self.objective != "classification" and self.label_smoothing:
+                yield "label_smoothing", f"smooths classes, which objective: {self.objective} does not have. Set 0."
         if self.micro_batch_size != "auto" and self.global_batch_size % self.micro_batch_size:
             yield "micro_batch_size", f"must divide global_batch_size = {self.global_batch_size}."
         if self.schedule.min_lr > self.optimizer.lr:
             yield "schedule.min_lr", f"must not exceed optimizer.lr = {self.optimizer.lr:g}."
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             yield "schedule.warmup_steps", f"must not exceed steps = {self.steps}."
-        yield from self._schedule_inconsistencies()
+        schedule, steps = self.schedule, self.steps
+        if schedule.name == "step" and not schedule.step_size:
+            yield "schedule.step_size", "must be at least 1 with schedule.name: step."
+        if (
+            schedule.name == "wsd"
+            and steps is not None
+            and schedule.warmup_steps <= steps < schedule.warmup_steps + schedule.cooldown_steps
+        ):
+            yield "schedule.cooldown_steps", f"must not exceed steps = {steps} together with warmup_steps."
         for number, group in enumerate(self.trainable):
             if group.end_step is not None and group.end_step < group.start_step:
                 yield f"trainable.{number}.end_step", f"must not be below start_step = {group.start_step}."
@@ -381,21 +393,3 @@ class TrainingSpec(Section):
             yield "cross_entropy", "must be auto, whole or chunked with objective: dpo."
         if self.precision in ("fp32", "tf32") and self.grad_dtype != "fp32":
             yield "grad_dtype", f"must be fp32 with precision: {self.precision}."
-
-    def _loss_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        allowed = LOSSES_OF[self.objective]
-        if self.loss.name not in ("auto", *allowed):
-            yield "loss.name", f"must be one of auto, {', '.join(allowed)} with objective: {self.objective}."
-        if self.objective != "classification" and self.label_smoothing:
-            yield "label_smoothing", f"smooths classes, which objective: {self.objective} does not have. Set 0."
-
-    def _schedule_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        schedule, steps = self.schedule, self.steps
-        if schedule.name == "step" and not schedule.step_size:
-            yield "schedule.step_size", "must be at least 1 with schedule.name: step."
-        if (
-            schedule.name == "wsd"
-            and steps is not None
-            and schedule.warmup_steps <= steps < schedule.warmup_steps + schedule.cooldown_steps
-        ):
-            yield "schedule.cooldown_steps", f"must not exceed steps = {steps} together with warmup_steps."

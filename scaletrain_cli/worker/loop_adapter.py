@@ -93,15 +93,12 @@ class LoopAdapter:
             grace - min(_LAST_SECONDS, _LAST_SHARE * grace), lambda: rank.exit(ExitCode.PREEMPTED)
         )
         if rank.environment.rank == 0 and any(name != "jsonl" for name in rank.resolved.spec["tracking"]):
-            self._start_trackers()
+            from scaletrain_cli.rundir.record import read_record  # pydantic, which rank 0 of such a run needs
+            from scaletrain_cli.worker.trackers import start_trackers
+
+            run = self.rank.environment.run
+            self._trackers = start_trackers(run, read_record(run), self.rank.environment.attempt)
         rank.record_event("resumed" if step else "started", step=step)
-
-    def _start_trackers(self) -> None:
-        from scaletrain_cli.rundir.record import read_record  # pydantic, which rank 0 of such a run needs
-        from scaletrain_cli.worker.trackers import start_trackers
-
-        run = self.rank.environment.run
-        self._trackers = start_trackers(run, read_record(run), self.rank.environment.attempt)
 
     def begin_work(self, step: int) -> None:
         """Report that the batch of ``step`` (1-based) is here and its work begins; of several, once for each."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +32,11 @@ class Rank:
         self.environment, self.resolved = environment, resolved
         self.preemption = PreemptionFlag()
         self.heartbeat = Heartbeat.from_environment(os.environ)
-        self.step_times = _step_times(resolved.spec.get("telemetry") or {})
+        settings = resolved.spec.get("telemetry") or {}
+        interval = float(settings.get("interval", 1.0))
+        enabled = settings.get("enabled", True)
+        sender = RankTelemetry.from_environment(os.environ, interval_seconds=interval) if enabled else None
+        self.step_times = StepTimes(sender, interval_seconds=interval)
         self.heartbeat.observer = self.step_times.beat
         retention = resolved.spec["checkpoint"]
         self.checkpoints = Checkpoints(
@@ -109,11 +113,3 @@ class Rank:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _step_times(settings: Mapping[str, Any]) -> StepTimes:
-    """Return the step times of this rank. ``settings``: the section ``telemetry`` of the resolved spec."""
-    interval = float(settings.get("interval", 1.0))
-    enabled = settings.get("enabled", True)
-    sender = RankTelemetry.from_environment(os.environ, interval_seconds=interval) if enabled else None
-    return StepTimes(sender, interval_seconds=interval)

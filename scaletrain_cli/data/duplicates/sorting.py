@@ -86,12 +86,6 @@ class Sorter:
             self._written += len(block)
         return _Run(start, self._written - start)
 
-    def _read(self, offset: int, rows: int) -> U64:
-        assert self._file is not None
-        self._file.seek(offset * self._columns * 8)
-        data = self._file.read(rows * self._columns * 8)
-        return np.frombuffer(data, np.uint64).reshape(-1, self._columns)
-
     def _merge(self, runs: list[_Run]) -> Iterator[U64]:
         block_rows = max(_LEAST_BLOCK, self._chunk_rows // len(runs))
         unread = list(runs)
@@ -100,7 +94,10 @@ class Sorter:
             for number, (offset, rows) in enumerate(unread):
                 if rows and not len(heads[number]):
                     count = min(rows, block_rows)
-                    heads[number] = self._read(offset, count)
+                    assert self._file is not None
+                    self._file.seek(offset * self._columns * 8)
+                    data = self._file.read(count * self._columns * 8)
+                    heads[number] = np.frombuffer(data, np.uint64).reshape(-1, self._columns)
                     unread[number] = _Run(offset + count, rows - count)
             # Rows up to the lowest end of a block whose run goes on come before all that is unread.
             ends = [tuple(heads[number][-1].tolist()) for number, run in enumerate(unread) if run.rows]

@@ -48,7 +48,16 @@ def decode(content: bytes, place: str, channels: int) -> Image.Image:
     (``Image.draft``) give other pixels after the resize. Raises BadImageError, which names ``place``.
     """
     try:
-        return _decoded(content, MODES[channels])
+        mode = MODES[channels]
+        image = _opened(content)
+        image.load()
+        _apply_orientation(image)
+        if image.mode == mode:
+            return image
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image.info.pop("transparency", None)
+        return image.convert(mode)
     except MemoryError:
         raise
     except Exception as error:  # decoders of damaged files raise whatever they meet
@@ -80,18 +89,6 @@ def _opened(content: bytes) -> Image.Image:
     if image.mode in ("I", "F"):
         raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
     return image
-
-
-def _decoded(content: bytes, mode: str) -> Image.Image:
-    image = _opened(content)
-    image.load()
-    _apply_orientation(image)
-    if image.mode == mode:
-        return image
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    image.info.pop("transparency", None)
-    return image.convert(mode)
 
 
 def _apply_orientation(image: Image.Image) -> None:

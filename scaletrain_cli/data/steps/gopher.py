@@ -75,16 +75,13 @@ class GopherQuality:
         yield "max_bullet_lines", share(sum(line.startswith(self.spec.bullets) for line in lines), len(lines))
         yield "max_ellipsis_lines", share(sum(line.endswith(ELLIPSES) for line in lines), len(lines))
         yield "min_alphabetic_words", share(len(words) - len(without_letter), len(words))
-        yield "min_stop_words", self._stop_words(text)
-
-    def _stop_words(self, text: str) -> int:
-        """Return the number of different stop words in the text, up to the number that is needed."""
+        # counted up to the number that is needed
         found: set[str] = set()
         for match in self.stop_word(text.lower()):
             found.add(match[0])
             if len(found) >= (self.spec.min_stop_words or 0):
                 break
-        return len(found)
+        yield "min_stop_words", len(found)
 
 
 class GopherRepetition:
@@ -153,7 +150,9 @@ class GopherRepetition:
                 if n < 5:
                     covered = _top(starts, grams, counts, n, lengths) if frequent else 0
                 else:
-                    covered = _repeats(starts, grams, n, lengths)
+                    seen: set[tuple[object, object]] = set()  # of the sequences, those equal to an earlier one count
+                    again = [start for start, gram in zip(starts, grams, strict=True) if gram in seen or seen.add(gram)]  # type: ignore[func-returns-value]
+                    covered = _covered(again, n, lengths)
                 yield key, share(covered, total), limit
             names = {start: frequent[gram] for start, gram in zip(starts, grams, strict=True) if gram in frequent}
             starts = sorted(names)
@@ -175,13 +174,6 @@ def _top(
         if counts[gram] == most:
             positions.setdefault(gram, []).append(start)
     return max(_covered(found, n, lengths) for found in positions.values())
-
-
-def _repeats(starts: Sequence[int], grams: list[tuple[object, object]], n: int, lengths: list[int]) -> int:
-    """Return the characters in sequences that are equal to an earlier one."""
-    seen: set[tuple[object, object]] = set()
-    again = [start for start, gram in zip(starts, grams, strict=True) if gram in seen or seen.add(gram)]  # type: ignore[func-returns-value]
-    return _covered(again, n, lengths)
 
 
 def _covered(starts: list[int], n: int, lengths: list[int]) -> int:

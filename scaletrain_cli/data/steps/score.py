@@ -27,14 +27,6 @@ class Score:
 
     def __call__(self, document: Document) -> Kept | Removed:
         """Keep the document if its score is between ``min`` and ``max``, both included."""
-        score, spec = self._score(document), self.spec
-        if spec.min is not None and score < spec.min:
-            return Removed("score.min", score, spec.min)
-        if spec.max is not None and score > spec.max:
-            return Removed("score.max", score, spec.max)
-        return Kept(document.text)
-
-    def _score(self, document: Document) -> float:
         column = self.spec.column
         if column not in document.columns:
             params = {"column": column, "columns": sorted(map(str, document.columns))}
@@ -43,7 +35,12 @@ class Score:
         if not _is_number(value):
             params = {"column": column, "kind": "null" if value is None else f"a value of type {type(value).__name__}"}
             raise DocumentError(document.place, Reason("document_steps.column-not-number", params))
-        return float(value)
+        score, spec = float(value), self.spec
+        if spec.min is not None and score < spec.min:
+            return Removed("score.min", score, spec.min)
+        if spec.max is not None and score > spec.max:
+            return Removed("score.max", score, spec.max)
+        return Kept(document.text)
 
 
 def score_problem(source: str, sections: Iterable[PreparationStep]) -> Callable[[Record], Reason | None]:

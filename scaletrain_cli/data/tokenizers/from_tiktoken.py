@@ -92,7 +92,10 @@ def converted(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, in
     """Return the Tokenizer with these ranks, split pattern and special tokens. Raises NotConvertibleError."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = _letters()
+    # The character that stands for each byte in byte-level BPE (GPT-2): itself if it is visible.
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    letters = [chr(value) if value in visible else chr(next(others)) for value in range(256)]
     vocabulary = {_written(token, letters): rank for token, rank in ranks.items()}
     taken = set(vocabulary.values())
     if clash := next((name for name, number in special.items() if number in taken), None):
@@ -131,13 +134,6 @@ def _parts_before(token: bytes, ranks: Mapping[bytes, int], most: int) -> list[b
             break
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
     return parts
-
-
-def _letters() -> list[str]:
-    """Return the character that stands for each byte in byte-level BPE (GPT-2): itself if it is visible."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(value) if value in visible else chr(next(others)) for value in range(256)]
 
 
 def _written(token: bytes, letters: Sequence[str]) -> str:

@@ -109,7 +109,12 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     if all(number is None for number in ids.values()):
         generation = ids = _ids_of_tokens(source, vocabulary)
     if source is None:
-        files[_CONFIG] = _json(_derived_config(spec, ids, vocabulary))
+        # Nothing states special tokens: they are those of the ids.
+        texts = {number: text for text, number in vocabulary.items()}
+        firsts = {name: number[0] if isinstance(number, list) and number else number for name, number in ids.items()}
+        tokens = {name.removesuffix("_id"): texts[number] for name, number in firsts.items() if number in texts}
+        config = {**_GENERIC, "model_max_length": _longest_text(spec.model)}
+        files[_CONFIG] = _json({**config, "clean_up_tokenization_spaces": False, **tokens})
     dataset = {} if trained is None else _object(trained.parent / "dataset.json")
     stops = list(map(int, filter(None, str(dataset.get("stop_tokens", "")).split(","))))  # of trained turns
     if generation is not None:
@@ -219,15 +224,6 @@ def _ids_of_tokens(source: Path | None, vocabulary: Mapping[str, int]) -> dict[s
     stated = {} if source is None else special_tokens(source.parent)
     tokens = stated or dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
     return {name: vocabulary.get(tokens.get(name.removesuffix("_id"), "")) for name in _IDS}
-
-
-def _derived_config(spec: RunSpec, ids: Mapping[str, Any], vocabulary: Mapping[str, int]) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a tokenizer beside which nothing states special tokens: those of the ids."""
-    texts = {number: text for text, number in vocabulary.items()}
-    firsts = {name: number[0] if isinstance(number, list) and number else number for name, number in ids.items()}
-    tokens = {name.removesuffix("_id"): texts[number] for name, number in firsts.items() if number in texts}
-    config = {**_GENERIC, "model_max_length": _longest_text(spec.model)}
-    return {**config, "clean_up_tokenization_spaces": False, **tokens}
 
 
 def _with_stops(settings: Mapping[str, Any], stops: Sequence[int]) -> dict[str, Any]:

@@ -178,7 +178,11 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search
     # Corrupt folders count too, because a kill or a lost file may have lost the event of the commit.
     from_scratch = any(event["event"] == "from-scratch" for event in read_events(run))
     if checkpoint is None and (has_committed(run) or (passed_over and not from_scratch)):
-        problem = _no_checkpoint(folder, search)
+        found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "the committed checkpoints are missing"
+        if len(search.passed_over) > _MOST_PROBLEMS_SHOWN:
+            found += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
+        code = "engine.checkpoints-unreadable" if search.unreadable else "engine.no-valid-checkpoint"
+        problem = Reason(code, {"folder": str(folder), "problems": found})
     else:
         set_aside_newer(folder, step, attempt)
     metrics = read_metrics(run)
@@ -199,11 +203,3 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search
         passed_over=passed_over,
         problem=problem,
     )
-
-
-def _no_checkpoint(folder: Path, search: Search) -> Reason:
-    found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "the committed checkpoints are missing"
-    if len(search.passed_over) > _MOST_PROBLEMS_SHOWN:
-        found += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
-    code = "engine.checkpoints-unreadable" if search.unreadable else "engine.no-valid-checkpoint"
-    return Reason(code, {"folder": str(folder), "problems": found})

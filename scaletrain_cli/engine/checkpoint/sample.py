@@ -33,7 +33,10 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model.to(device).eval()
-    stops = _stops(model, tokenizer)
+    # The tokens that end a generation, as transformers takes them.
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    stops = ends if isinstance(ends, list) else [] if ends is None else [ends]
     longest = getattr(model.config, "max_position_embeddings", None)
     answers = []
     for prompt in request["prompts"]:
@@ -61,13 +64,6 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
             {"prompt": prompt, "text": text, "prompt_tokens": len(ids), "tokens": len(answer), "stopped": stopped}
         )
     return {"answers": answers, "chat": not request["raw"]}
-
-
-def _stops(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids of the tokens that end a generation, as transformers takes them."""
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _encoded(tokenizer: Any, prompt: str, request: dict[str, Any], stops: list[int]) -> list[int]:

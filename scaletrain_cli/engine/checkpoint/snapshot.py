@@ -151,7 +151,8 @@ class Snapshot:
     def _kinds(self, shard: FlatShard, weight: Tensor, counters: Container[str]) -> Iterator[tuple[str, Tensor]]:
         yield WEIGHT, weight.detach()
         states = {name: value for name, value in self._states.optimizer_states(weight).items() if name not in counters}
-        elementwise = is_elementwise(states, weight)
+        # bitsandbytes' 8-bit states have scales per block
+        elementwise = all(state.numel() == weight.numel() for state in states.values())
         for name, value in sorted(states.items()):  # sorted, so that equal states make equal files
             yield (name if elementwise else f"{OPAQUE}/{shard.index}/{name}"), value
         if self._local_sgd is not None and self._local_sgd.groups.rank == 0:
@@ -219,7 +220,12 @@ def restore_state(
                 own[name] = values.to(weight.device)
             counts = reader.counts_of(first or "") if kinds or opaque else {}
             for name, count in counts.items():
-                _set_count(own, name, count, states.place_of_counts(weight))
+                # Adam's step counter: a tensor in torch, an int in bitsandbytes, which has no ``place`` for it.
+                place = states.place_of_counts(weight)
+                if isinstance(own.get(name), Tensor):
+                    own[name].fill_(count)
+                else:
+                    own[name] = int(count) if place is None else torch.tensor(count, dtype=torch.float32, device=place)
             if average is not None and average.taken:
                 averages.append(_whole(shard, AVERAGE, reader).to(weight.device))
     for frozen in (*states.frozen, *states.buffers):
@@ -249,16 +255,3 @@ def _fill(states: dict[str, Any], name: str, weight: Tensor, values: Tensor) -> 
         states[name].view(-1).copy_(values)
     else:
         states[name] = values.to(weight.device).view(weight.shape)
-
-
-def _set_count(states: dict[str, Any], name: str, count: float, place: torch.device | None) -> None:
-    """Set Adam's step counter: a tensor in torch, an int in bitsandbytes, which has no ``place`` for it."""
-    if isinstance(states.get(name), Tensor):
-        states[name].fill_(count)
-    else:
-        states[name] = int(count) if place is None else torch.tensor(count, dtype=torch.float32, device=place)
-
-
-def is_elementwise(states: dict[str, Tensor], weight: Tensor) -> bool:
-    """Return True if every state has one value per weight; bitsandbytes' 8-bit states have scales per block."""
-    return all(state.numel() == weight.numel() for state in states.values())

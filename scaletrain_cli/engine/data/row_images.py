@@ -89,15 +89,12 @@ class ImageWriter:
             number = self._known.get(digest)
             if number is None:
                 number = self._known[digest] = len(self._known)
-                self._write(image)
+                for part, (name, content) in enumerate(((_CONTENTS, image.content), (_PLACES, image.place.encode()))):
+                    self._files[name].write(content)
+                    self._sizes[part] += len(content)
+                self._files[_ENDS].write(np.array(self._sizes, np.int64).tobytes())
             self._numbers.append(number)
         self._ends.append(len(self._numbers))
-
-    def _write(self, image: StoredImage) -> None:
-        for part, (name, content) in enumerate(((_CONTENTS, image.content), (_PLACES, image.place.encode()))):
-            self._files[name].write(content)
-            self._sizes[part] += len(content)
-        self._files[_ENDS].write(np.array(self._sizes, np.int64).tobytes())
 
     def finish(self, order: Sequence[int]) -> tuple[list[bytes], dict[str, int]]:
         """Write the images of the documents in ``order``; return the hashes of the five files and their sizes."""

@@ -20,11 +20,6 @@ from scaletrain_cli.engine.parallel.mesh import Axis
 _PROMPTS_AT_A_TIME = 64
 
 
-def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """Return the prompt of each template for each class, class by class; ``{}`` is the place of the name."""
-    return [template.replace("{}", name) for name in classes for template in templates]
-
-
 def class_features(
     classes: Sequence[str],
     templates: Sequence[str],
@@ -37,7 +32,7 @@ def class_features(
     features of prompts, [prompts, d]; every rank calls it equally often, with chunks that do not depend on the number
     of ranks.
     """
-    prompts = prompts_of(classes, templates)
+    prompts = [template.replace("{}", name) for name in classes for template in templates]
     chunks = list(slices_of(len(prompts), _PROMPTS_AT_A_TIME))
     found, numbers = [], []
     for first in range(0, len(chunks), axis.size):

@@ -102,7 +102,13 @@ class SpikeGuard:
         self._healthy = 0
         found: StepStatus = "spike" if len(self._outliers) == self._patience else "suspicious"
         if len(self._outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
-            self._accept_new_level()
+            for window, values in (
+                (self._losses, [outlier.loss for outlier in self._outliers]),
+                (self._norms, [outlier.grad_norm for outlier in self._outliers if outlier.grad_norm is not None]),
+            ):
+                window.clear()
+                window.extend(values)
+            self._outliers = []
         return found
 
     def _is_loss_outlier(self, loss: float) -> bool:
@@ -128,15 +134,6 @@ class SpikeGuard:
         """Forget the level of losses and norms so far, because the next step trains on other data."""
         self._losses.clear()
         self._norms.clear()
-        self._outliers = []
-
-    def _accept_new_level(self) -> None:
-        for window, values in (
-            (self._losses, [outlier.loss for outlier in self._outliers]),
-            (self._norms, [outlier.grad_norm for outlier in self._outliers if outlier.grad_norm is not None]),
-        ):
-            window.clear()
-            window.extend(values)
         self._outliers = []
 
     def state_dict(self) -> dict[str, Any]:

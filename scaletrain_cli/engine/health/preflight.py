@@ -39,6 +39,12 @@ def measure(
     """Measure this rank; ``free`` and total bytes of the device, (0, 0) without a GPU."""
     consensus.barrier()
     clock = time.time()
+    found = {"torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        # The libraries that NCCL loads at run time come from the image or the host, and may differ between nodes.
+        found["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
     return RankMeasures(
         rank=ranks.rank,
         node_rank=ranks.rank // per_node,
@@ -49,7 +55,7 @@ def measure(
         flops=_measure_flops(device),
         links=tuple(_measure_links(ranks, per_node, device, consensus)),
         clock=clock,
-        versions=_measure_versions(device),
+        versions=found,
     )
 
 
@@ -116,16 +122,6 @@ def _timed(device: torch.device, work: Callable[[], object], times: int) -> floa
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
-
-
-def _measure_versions(device: torch.device) -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        # The libraries that NCCL loads at run time come from the image or the host, and may differ between nodes.
-        found["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
-    return found
 
 
 # A GPU throttled by heat or power loses a third or more; healthy ones of a kind differ by a few percent.
@@ -274,15 +270,30 @@ def check_together(
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     # Before anything else: NCCL creates a group's communicator at its first operation, which needs all ranks.
     reduced = all_reduce_seconds(device)
-    own = measure(ranks, cluster.gpus_per_node, device, consensus, _node_name(), free)
+    node = os.environ.get("SLURMD_NODENAME") or os.environ.get("SCALETRAIN_NODE_NAME") or socket.gethostname()
+    own = measure(ranks, cluster.gpus_per_node, device, consensus, node, free)
     gathered = consensus.gather(own)
     findings: list[PreflightFinding] = []
     if gathered is not None:
         link = cluster_link(cluster, find_accelerator(cluster))
         planned = link.reduce(REDUCED_BYTES[device.type], ranks.world_size) if device.type == "cuda" else 0.0
         found = compare_ranks(gathered, Expected(record.plan.memory.peak, planned, reduced))
-        findings = found if _may_be_moved(run, record) else [_as_warning(finding) for finding in found]
-        _write(run, attempt, gathered, findings, reduced, planned)
+        findings = found
+        ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
+        if cluster.traits.runs_here or any(event["reason"] == "wrong-nodes" for event in ended):
+            # No other attempt could get better nodes, or one has tried: what only costs speed is a warning.
+            keeps = [finding.keeps_off and not finding.costs_speed for finding in found]
+            findings = [dataclasses.replace(each, keeps_off=off) for each, off in zip(found, keeps, strict=True)]
+        write_document(
+            run.attempt(attempt) / "preflight.json",
+            {
+                "schema": SCHEMA,
+                "all_reduce_seconds": reduced,
+                "all_reduce_planned_seconds": planned,
+                "ranks": [dataclasses.asdict(one) for one in gathered],
+                "findings": [finding.to_document() for finding in findings],
+            },
+        )
         for finding in findings:
             place = f"rank {finding.rank} on {finding.node}: " if finding.node else ""
             logger.warning("preflight: %s%s", place, finding.reason)
@@ -293,38 +304,3 @@ def check_together(
         raise WrongNodesError(Reason("engine.preflight-failed", {"rank": ranks.rank, "problems": "; ".join(mine)}))
     if bad:
         consensus.barrier()  # wait until the agents end this attempt; the rejected ranks have reported themselves
-
-
-def _may_be_moved(run: RunDir, record: RunRecord) -> bool:
-    """Return True if another attempt could get better nodes; after a failed move, slow nodes are accepted."""
-    ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
-    return not record.spec.cluster.traits.runs_here and not any(event["reason"] == "wrong-nodes" for event in ended)
-
-
-def _as_warning(finding: PreflightFinding) -> PreflightFinding:
-    """Return the finding as a warning if it only costs speed."""
-    return dataclasses.replace(finding, keeps_off=finding.keeps_off and not finding.costs_speed)
-
-
-def _node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or os.environ.get("SCALETRAIN_NODE_NAME") or socket.gethostname()
-
-
-def _write(
-    run: RunDir,
-    attempt: int,
-    measures: list[RankMeasures],
-    findings: list[PreflightFinding],
-    reduced: float,
-    planned: float,
-) -> None:
-    write_document(
-        run.attempt(attempt) / "preflight.json",
-        {
-            "schema": SCHEMA,
-            "all_reduce_seconds": reduced,
-            "all_reduce_planned_seconds": planned,
-            "ranks": [dataclasses.asdict(one) for one in measures],
-            "findings": [finding.to_document() for finding in findings],
-        },
-    )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scaletrain_cli.engine.checkpoint.flat_shards import FlatShard, ShardedState
+from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
@@ -141,7 +141,15 @@ class LayerProbe:
         self._hooks: list[RemovableHandle] = []
         with self._measuring():
             self._layers = layers_of_model(composed.model)
-            self._parts = self._parts_by_weight(states.shards)
+            numel = sum(placed.slice.numel for shard in states.shards for placed in shard.owned)
+            stride = -(-numel // _MOST_COPIED) | 1  # odd, so that all columns of a matrix are among the elements copied
+            found = {}
+            for shard, weight in zip(states.shards, master_weights(self._engine), strict=True):
+                rows = [self._names[self._layers.of_matrix[placed.slice.name]] for placed in shard.owned]
+                places = [(placed.offset, placed.slice.numel) for placed in shard.owned]
+                if places:
+                    found[id(weight)] = _ShardParts(places, self._on_device(rows, weight.device), stride)
+            self._parts = found
             for name, module, place in self._layers.activations:
                 self._hooks.append(_hook(module, place, self._observing(name)))
             for name, block in self._layers.blocks.items():
@@ -180,17 +188,6 @@ class LayerProbe:
             last[0], last[1] = float(norm), 1.0
             fetch = self.sums.fetch()
         return fetch
-
-    def _parts_by_weight(self, shards: Sequence[FlatShard]) -> dict[int, _ShardParts]:
-        numel = sum(placed.slice.numel for shard in shards for placed in shard.owned)
-        stride = -(-numel // _MOST_COPIED) | 1  # odd, so that all columns of a matrix are among the elements copied
-        found = {}
-        for shard, weight in zip(shards, master_weights(self._engine), strict=True):
-            rows = [self._names[self._layers.of_matrix[placed.slice.name]] for placed in shard.owned]
-            places = [(placed.offset, placed.slice.numel) for placed in shard.owned]
-            if places:
-                found[id(weight)] = _ShardParts(places, self._on_device(rows, weight.device), stride)
-        return found
 
     @torch.no_grad()
     def _before_update(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:

@@ -123,7 +123,15 @@ def add_adapter(layer: nn.Module, module: Adapted, settings: AdapterSettings, pl
         assert isinstance(layer, Experts)
         _add_to_experts(layer, module, settings, place)
     else:
-        _add_factors(layer, module, settings, place)
+        adapter, dtype = settings.adapter, settings.dtype
+        layer.lora_A = Factor(_parameter((adapter.rank, module.inputs), place.shard_a, dtype), place.share_a)
+        layer.lora_B = Factor(_parameter((module.outputs, adapter.rank), place.shard_b, dtype), place.share_b)
+        if adapter.dropout:
+            assert settings.latest is not None
+            layer.lora_dropout = AdapterDropout(adapter.dropout, settings.latest, settings.part, place.first_input)
+            layer.lora_dropout.key = dropout_key(settings.seed, f"{module.name}.lora_dropout")
+        if adapter.dora:
+            layer.lora_magnitude_vector = _parameter((module.outputs,), place.shard_b, dtype)
         if isinstance(layer, LanguageModelHead):
             _extend_head(layer, settings.adapter.scaling)
         else:
@@ -136,18 +144,6 @@ def _parameter(shape: tuple[int, ...], shard: Shard, dtype: torch.dtype | None) 
     if dtype is not None:
         parameter.own_dtype = dtype  # type: ignore[attr-defined]
     return parameter
-
-
-def _add_factors(layer: nn.Module, module: Adapted, settings: AdapterSettings, place: Placement) -> None:
-    adapter, dtype = settings.adapter, settings.dtype
-    layer.lora_A = Factor(_parameter((adapter.rank, module.inputs), place.shard_a, dtype), place.share_a)
-    layer.lora_B = Factor(_parameter((module.outputs, adapter.rank), place.shard_b, dtype), place.share_b)
-    if adapter.dropout:
-        assert settings.latest is not None
-        layer.lora_dropout = AdapterDropout(adapter.dropout, settings.latest, settings.part, place.first_input)
-        layer.lora_dropout.key = dropout_key(settings.seed, f"{module.name}.lora_dropout")
-    if adapter.dora:
-        layer.lora_magnitude_vector = _parameter((module.outputs,), place.shard_b, dtype)
 
 
 def _adapted(layer: Any, adapter: AdapterSpec, place: Placement) -> Callable[[Tensor], Tensor]:

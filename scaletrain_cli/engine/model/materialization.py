@@ -216,7 +216,10 @@ def materialize(
             if outline not in real:
                 values = torch.empty(outline.shape, device=device, dtype=getattr(outline, "own_dtype", dtype))
                 for matrix in matrices_in(module, prefix, name, outline):
-                    _fill(values.view(-1)[matrix.start : matrix.stop], matrix, source)
+                    shard = source.read(matrix.name, matrix.whole_shape, matrix.shard_spec)
+                    if shard.shape != matrix.shape:
+                        raise ValueError(f"{matrix.name}: {tuple(shard.shape)} values for {matrix.shape}")
+                    values.view(-1)[matrix.start : matrix.stop].copy_(shard.reshape(-1))
                 real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)
                 real[outline].__dict__.update(outline.__dict__)  # the shard spec, and DeepSpeed's marks
             setattr(module, name, real[outline])
@@ -279,13 +282,6 @@ class Matrix(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
-
-
-def _fill(place: Tensor, matrix: Matrix, source: WeightSource) -> None:
-    shard = source.read(matrix.name, matrix.whole_shape, matrix.shard_spec)
-    if shard.shape != matrix.shape:
-        raise ValueError(f"{matrix.name}: {tuple(shard.shape)} values for {matrix.shape}")
-    place.copy_(shard.reshape(-1))
 
 
 def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[Matrix]:

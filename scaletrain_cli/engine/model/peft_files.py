@@ -121,7 +121,8 @@ class PeftFolder:
         except (OSError, SafetensorError, ValueError) as error:
             failure = {"path": str(folder), "error": str(error) or type(error).__name__}
             raise UsageError(Reason("engine.adapter-unreadable", failure)) from error
-        if problems := [*self._config_mismatches(config), *self._mismatches()]:
+        expected, stored = peft_shapes(adapter, modules), str(folder / WEIGHTS)
+        if problems := [*self._config_mismatches(config), *peft_differences(expected, self._stored, stored)]:
             shown = tuple(problems[:_MOST_SHOWN])
             params = {"folder": str(folder), "differences": len(problems), "shown": len(shown)}
             raise UsageError(Reason("engine.adapter-differs", params), shown)
@@ -134,10 +135,6 @@ class PeftFolder:
         for key, value in unsupported_peft_keys(config).items():
             hint = "Merge the adapter into its base model with PEFT, and set model.weights to the result."
             yield Problem(path, key, "is not supported.", str(value)[:80], hint)
-
-    def _mismatches(self) -> Iterator[Problem]:
-        expected = peft_shapes(self._adapter, self._modules)
-        return peft_differences(expected, self._stored, str(self._folder / WEIGHTS))
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a factor, fp32."""

@@ -124,7 +124,13 @@ def scaled(
     if scaling.rope_type == "dynamic":
         return _dynamic(channels, theta, factor, context, longest, frequencies), 1.0
     if scaling.rope_type == "llama3":
-        return _llama3(frequencies, scaling, factor, original), 1.0
+        # Slow channels are divided by the factor, and those between interpolated (arXiv:2407.21783).
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        assert low is not None, "the spec requires it"
+        assert high is not None, "the spec requires it"
+        turns = original * frequencies / (2 * math.pi)  # within the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / factor), 1.0
     return _yarn(frequencies, channels, theta, scaling, original), _yarn_attention_factor(scaling)
 
 
@@ -165,16 +171,6 @@ def _dynamic(
     base = theta * (factor * length / context - (factor - 1)) ** (channels / (channels - 2))
     exponents = torch.arange(0, channels, 2, device=frequencies.device, dtype=torch.float32) / channels
     return base**-exponents
-
-
-def _llama3(frequencies: Tensor, scaling: RopeScalingSpec, factor: float, original: int) -> Tensor:
-    """Return frequencies with slow channels divided by the factor and those between interpolated (arXiv:2407.21783)."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    assert low is not None, "the spec requires it"
-    assert high is not None, "the spec requires it"
-    turns = original * frequencies / (2 * math.pi)  # within the original context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
 
 
 def _yarn(frequencies: Tensor, channels: int, theta: float, scaling: RopeScalingSpec, original: int) -> Tensor:

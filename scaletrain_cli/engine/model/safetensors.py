@@ -90,7 +90,10 @@ class HuggingFaceFolder:
         if is_another_grid(name, tuple(self._slice(stored).get_shape()), whole_shape):
             return resized_positions(values[:], whole_shape[-2])
         if self._source.may_lack_tokens and lacks_tokens(tuple(self._slice(stored).get_shape()), whole_shape):
-            return _with_mean_rows(values[:], whole_shape[0])
+            # A new token is as likely as the mean of the others, and changes little in the softmax over all tokens.
+            table = values[:]
+            mean = table.float().mean(0, keepdim=True).to(table.dtype)
+            return torch.cat([table, mean.expand(whole_shape[0] - len(table), -1)])
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
         before = (slice(None),) * spec.dim
@@ -185,15 +188,6 @@ def _config(folder: Path) -> dict[str, Any]:
         return read_config(folder)
     except SourceError:
         return {}
-
-
-def _with_mean_rows(table: Tensor, rows: int) -> Tensor:
-    """Return a table [fewer rows, columns] with the mean of its rows in all further ones.
-
-    A new token is then as likely as the mean of the others, and changes little in the softmax over all tokens.
-    """
-    mean = table.float().mean(0, keepdim=True).to(table.dtype)
-    return torch.cat([table, mean.expand(rows - len(table), -1)])
 
 
 # Matrices in fp8 in Hugging Face files, with one scale for each block of rows and columns, as in DeepSeek-V3's.

@@ -67,7 +67,11 @@ class DPO(Objective):
         ratios = policy - batch.reference
         self._measure(policy.detach(), settings.beta * ratios.detach())
         if settings.loss == "ipo" or settings.length_normalized:
-            ratios = ratios / self._lengths(batch.labels)
+            # The labels of each row that count over its whole length, at least 1.
+            counted = (batch.labels != NOT_COUNTED).sum(1).float()
+            if self.mesh.parts.group is not None:
+                dist.all_reduce(counted, group=self.mesh.parts.group)
+            ratios = ratios / counted.clamp(min=1)
         losses = preference_loss(settings, *ratios.chunk(2))
         if self.row_losses is not None and batch.sources is not None:
             self.row_losses.append(RowLosses(batch.sources, losses.detach(), torch.ones_like(losses)))
@@ -75,7 +79,12 @@ class DPO(Objective):
 
     def log_probabilities(self, model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed log-probabilities of the labels of each row over its whole length, [rows] in fp32."""
-        return _sum_over_parts(model.row_log_probabilities(hidden, batch.labels), self.mesh.parts)
+        own = model.row_log_probabilities(hidden, batch.labels)
+        if self.mesh.parts.group is None:
+            return own
+        # Ranks with parts of a sequence compute the same loss of it. DeepSpeed takes them for data-parallel ones and
+        # averages their gradients, each of its own part of the length; so the gradient is multiplied by their number.
+        return _SumOverParts.apply(own, self.mesh.parts)  # type: ignore[no-any-return,no-untyped-call]
 
     def take_measures(self) -> dict[str, Tensor]:
         device = self._sums.device if self._sums is not None else self.mesh.pipeline.device
@@ -94,22 +103,6 @@ class DPO(Objective):
         means = torch.stack([value.mean() for value in values])
         self._sums = means if self._sums is None else self._sums + means
         self._micro_batches += 1
-
-    def _lengths(self, labels: Tensor) -> Tensor:
-        """Return the number of labels of each row over its whole length that count, at least 1."""
-        counted = (labels != NOT_COUNTED).sum(1).float()
-        if self.mesh.parts.group is not None:
-            dist.all_reduce(counted, group=self.mesh.parts.group)
-        return counted.clamp(min=1)
-
-
-def _sum_over_parts(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over the ranks with parts of a sequence, each of which computes the same loss of it.
-
-    DeepSpeed takes them for data-parallel ranks and averages their gradients, each of its own part of the length. So
-    the gradient is multiplied by their number.
-    """
-    return x if axis.group is None else _SumOverParts.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 class _SumOverParts(Function):

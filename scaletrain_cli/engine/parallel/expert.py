@@ -169,7 +169,11 @@ def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
             """Do nothing: the groups exist."""
 
     name = _group_name(mesh.expert)
-    groups._get_expert_parallel_group_dict()[name] = _expert_group(mesh)
+    # The ranks that together have all experts: tensor ranks are neighbors, and expert ranks are next to them.
+    assert mesh.expert.group is not None
+    groups._get_expert_parallel_group_dict()[name] = (
+        mesh.expert.group if mesh.tensor.group is None else _own_group(mesh.expert.size * mesh.tensor.size)
+    )
     sharded = next(parameter for parameter in model.parameters() if is_sharded_over_experts(parameter))
     groups._get_expert_data_parallel_group_dict()[name] = sharded.__dict__["ds_zero_partition_process_group"]
     if not any(p.requires_grad for p in model.parameters() if is_sharded_over_experts(p)):
@@ -225,15 +229,6 @@ def _replica_group(mesh: Mesh) -> dist.ProcessGroup:
     if mesh.expert_replicas.group is not None:
         return mesh.expert_replicas.group
     return _own_group(1)
-
-
-def _expert_group(mesh: Mesh) -> dist.ProcessGroup:
-    """Return the ranks that together have all experts of a layer, over which DeepSpeed sums norms.
-
-    Tensor ranks are neighbors, and expert ranks are next to them.
-    """
-    assert mesh.expert.group is not None
-    return mesh.expert.group if mesh.tensor.group is None else _own_group(mesh.expert.size * mesh.tensor.size)
 
 
 def _own_group(size: int) -> dist.ProcessGroup:

@@ -114,7 +114,12 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
         if isinstance(module, LatentAttention):
             module.share_key = partial(copy_to_ranks, axis=axis)
     if model.lm_head is not None:
-        _shard_head(model, axis)
+        if model.spec.tie_word_embeddings:
+            model.tie()
+        else:
+            model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
+        loss = VocabularyLoss(axis, model.lm_head.softcap)
+        model.lm_head.token_loss, model.lm_head.token_losses = loss, loss.each
 
 
 def fused_parts(spec: ModelSpec) -> int | tuple[int, ...]:
@@ -194,15 +199,6 @@ class NormOverRanks(nn.Module):
         # Each rank's output depends on the sum, so that its gradient is summed, too.
         mean = copy_to_ranks(squares, self.axis) / (x.shape[-1] * self.axis.size)
         return scaled(wide * torch.rsqrt(mean + self.eps), self.weight, x.dtype, self.zero_centered)
-
-
-def _shard_head(model: CausalLM, axis: Axis) -> None:
-    if model.spec.tie_word_embeddings:
-        model.tie()
-    else:
-        model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
-    loss = VocabularyLoss(axis, model.lm_head.softcap)
-    model.lm_head.token_loss, model.lm_head.token_losses = loss, loss.each
 
 
 def sharded(whole: Tensor, spec: ShardSpec) -> nn.Parameter:

@@ -39,8 +39,26 @@ def explain(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
 
 
 def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
-    base = _plain(plan.layout)
-    yield from training_questions(spec, plan)
+    base = replace(
+        plan.layout,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        virtual_pipeline=1,
+        sequence_parallel=1,
+        context_parallel=1,
+        micro_batch_size=1,
+        offload="none",
+    )
+    if workload_of(spec.model).counts_tokens and framework_of(spec).is_engine and names_what_trains(spec):
+        yield _what_trains(spec, plan)
+    if plan.time.reference:
+        time = plan.time
+        params = {"pairs": time.reference_pairs, "share": time.reference / time.to_train}
+        rows = (
+            Row("reference pass", seconds=time.reference),
+            Row("all steps", seconds=time.to_train - time.reference),
+        )
+        yield Question("reference", Reason("plan.ask-reference"), rows, None, (Reason("plan.reference-once", params),))
     yield from _states(spec, plan, base, device)
     if alone := _checkpointing_modes_on_one_rank(spec, base, device):
         yield _one_rank(spec, alone, device)
@@ -54,20 +72,6 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
             yield from _pipeline(spec, plan, base, device)
     if plan.memory.fits:
         yield from speed_questions(spec, plan, device)
-
-
-def _plain(layout: Layout) -> Layout:
-    """Return the layout with data parallelism as its only axis, without offload, at micro-batch size 1."""
-    return replace(
-        layout,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        virtual_pipeline=1,
-        sequence_parallel=1,
-        context_parallel=1,
-        micro_batch_size=1,
-        offload="none",
-    )
 
 
 def _stages(spec: RunSpec) -> list[int]:
@@ -254,14 +258,6 @@ def _noun(device: Accelerator) -> str:
 _MOST_GROUPS = 8  # groups of one learning rate and weight decay that are shown
 
 
-def training_questions(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
-    """Yield the questions about what trains, for runs that do not train everything alike, and about the reference."""
-    if workload_of(spec.model).counts_tokens and framework_of(spec).is_engine and names_what_trains(spec):
-        yield _what_trains(spec, plan)
-    if plan.time.reference:
-        yield _reference(plan)
-
-
 def _what_trains(spec: RunSpec, plan: RunPlan) -> Question:
     stages = trained_stages(spec)
     fullest = 0
@@ -338,13 +334,3 @@ def _backward_end(spec: RunSpec, trained: TrainedStage) -> Reason:
                 return Reason("plan.backward-to-first-block")
             return Reason("plan.backward-to-block", {"block": run.start, "last": model.num_hidden_layers - 1})
     return Reason("plan.backward-in-head")
-
-
-def _reference(plan: RunPlan) -> Question:
-    time = plan.time
-    params = {"pairs": time.reference_pairs, "share": time.reference / time.to_train}
-    rows = (
-        Row("reference pass", seconds=time.reference),
-        Row("all steps", seconds=time.to_train - time.reference),
-    )
-    return Question("reference", Reason("plan.ask-reference"), rows, None, (Reason("plan.reference-once", params),))

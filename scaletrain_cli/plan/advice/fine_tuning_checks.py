@@ -63,7 +63,9 @@ def check_fine_tuning(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     if not starts_from_weights(spec):
         return
     yield from _batch(spec)
-    yield from _weight_decay(spec)
+    decay = spec.training.optimizer.weight_decay
+    if decay > _MOST_DECAY:
+        yield Sanity("weight decay", f"{decay:g}", "note", Reason("plan.fine-tuning-decay-high"))
     yield from _adapter(spec, size)
 
 
@@ -146,12 +148,6 @@ def _batch(spec: RunSpec) -> Iterator[Sanity]:
     else:
         code = "plan.preference-batch" if pairs else "plan.fine-tuning-batch"
         yield Sanity("fine-tuning batch", value, "ok", Reason(code))
-
-
-def _weight_decay(spec: RunSpec) -> Iterator[Sanity]:
-    decay = spec.training.optimizer.weight_decay
-    if decay > _MOST_DECAY:
-        yield Sanity("weight decay", f"{decay:g}", "note", Reason("plan.fine-tuning-decay-high"))
 
 
 def _adapter(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:

@@ -144,6 +144,8 @@ _PETAFLOP_DAY = 1e15 * 86400
 
 def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Accelerator) -> tuple[Sanity, ...]:
     """Return every check that applies, in the order of the sections of a spec."""
+    flops = size.flops_per_token * spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
+    reason = Reason("plan.total-flops", {"petaflop_days": flops / _PETAFLOP_DAY})
     return (
         _batch(spec, layout),
         *check_critical_batch(spec, size.parameters),
@@ -154,7 +156,7 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
         *_router_balance(spec),
         *_data(spec, size),
         *_validation(spec),
-        _work(spec, size),
+        Sanity("total FLOPs", f"{flops:.3g}", "ok", reason),
         *_precision(spec, device),
         *_dimensions(spec, layout, device),
     )
@@ -226,12 +228,6 @@ def _validation(spec: RunSpec) -> Iterator[Sanity]:
     enough = float(f"{_SPARE_EVALUATIONS * read / tokens:.1g}")
     reason = Reason("plan.large-validation-split", {"held": held, "read": read, "enough": enough})
     yield Sanity("validation split", f"{100 * split:.3g} %", "note", reason)
-
-
-def _work(spec: RunSpec, size: ModelSize) -> Sanity:
-    flops = size.flops_per_token * spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
-    reason = Reason("plan.total-flops", {"petaflop_days": flops / _PETAFLOP_DAY})
-    return Sanity("total FLOPs", f"{flops:.3g}", "ok", reason)
 
 
 def _precision(spec: RunSpec, device: Accelerator) -> Iterator[Sanity]:

@@ -180,21 +180,17 @@ def full_name(given: str) -> str:
     fitting = [name for name in _catalogue() if parts <= _parts(name)] if parts else []
     if len(fitting) == 1:
         return fitting[0]
-    raise _unknown(given, fitting)
+    # No match, or the several ones in ``fitting``.
+    known = accelerator_names()
+    shown = given.encode("unicode_escape").decode("ascii")[:80]
+    near = fitting or [near for near in (nearest_name(given, known, 0.6),) if near]
+    code = "plan.ambiguous-device" if fitting else "plan.unknown-device-similar" if near else "plan.unknown-device"
+    reason = Reason(code, {"known": known} | ({"similar": near} if near else {}))
+    problem = Problem.because("run spec", "cluster.gpu", reason, shown)
+    raise UsageError(Reason("plan.unknown-accelerator", {"given": shown or "(an empty name)"}), (problem,))
 
 
 def _parts(name: str) -> set[str]:
     """Return the parts of a name: ``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
     plain = re.sub(r"sxm\d", "sxm", name.lower()).replace("rtx", " ")
     return set(re.split(r"[\s_\-]+", plain)) - {"", "nvidia", "amd", "geforce", "instinct", "tesla"}
-
-
-def _unknown(name: str, fitting: list[str]) -> UsageError:
-    """Return the error for a name with no match, or with the several matches ``fitting``."""
-    known = accelerator_names()
-    shown = name.encode("unicode_escape").decode("ascii")[:80]
-    near = fitting or [near for near in (nearest_name(name, known, 0.6),) if near]
-    code = "plan.ambiguous-device" if fitting else "plan.unknown-device-similar" if near else "plan.unknown-device"
-    reason = Reason(code, {"known": known} | ({"similar": near} if near else {}))
-    problem = Problem.because("run spec", "cluster.gpu", reason, shown)
-    return UsageError(Reason("plan.unknown-accelerator", {"given": shown or "(an empty name)"}), (problem,))

@@ -300,20 +300,12 @@ def device_and_host_states(
         sum(group.gradients for group in groups),
         sum(group.optimizer_states for group in groups),
     )
-    return _offloaded(spec, layout, states, shard.parameters)
-
-
-def _offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
-    """Return the states that stay on the device, and the bytes in the node's memory instead.
-
-    ``elements``: the parameters of the rank.
-    """
     if layout.offload == "none":
         return states, 0
     parameters, gradients, optimizer_states = states
     stage = layout.zero_stage
     # zero/stage_1_and_2.py and stage3.py move the optimizer's partition and its gradients to the host.
-    host = optimizer_states + _HOST_COPIES * -(-elements // (zero_shards(layout) if stage else 1))
+    host = optimizer_states + _HOST_COPIES * -(-shard.parameters // (zero_shards(layout) if stage else 1))
     gradients = 0 if stage >= 2 else gradients
     if layout.offload == "optimizer+params":
         host += parameters

@@ -151,7 +151,18 @@ class Bounds:
         mode = checkpointing or self.checkpointing
         key = (axes, zero_stage, offload, mode, tuple(micro_batches))
         if key not in self._group_seconds:
-            self._group_seconds[key] = self._widest_seconds(axes, zero_stage, offload, mode, micro_batches, floors)
+            # from the largest micro-batch
+            widest = micro_batches[-1]
+            layout = build_layout(self.spec, axes, zero_stage, mode, widest, offload)
+            one, two = self._times(layout, (1, 2))
+            once = max(0.0, one.optimizer + 2 * one.exposed_communication - two.exposed_communication)
+            further = max(0.0, two.step - one.step) / widest
+            first = max(0.0, one.step - once) / widest - further
+            sequences = self.spec.training.global_batch_size / axes.data
+            closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
+            self._group_seconds[key] = _GroupSeconds(
+                [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
+            )
         known = self._group_seconds[key]
         if len(micro_batches) == 1 or zero_stage < 3 or min(known.widest) > enough:
             return known.widest
@@ -170,26 +181,6 @@ class Bounds:
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, micro_batches[0], "none")
         each = _SLACK * self._workload.data_seconds(self.spec, layout, self.device)
         return [each * self._batch / (axes.data * size) for size in micro_batches]
-
-    def _widest_seconds(
-        self,
-        axes: Axes,
-        zero_stage: int,
-        offload: str,
-        checkpointing: str,
-        micro_batches: Sequence[int],
-        floors: Sequence[float],
-    ) -> _GroupSeconds:
-        """Return the bound of ``group_seconds`` from the largest micro-batch."""
-        widest = micro_batches[-1]
-        layout = build_layout(self.spec, axes, zero_stage, checkpointing, widest, offload)
-        one, two = self._times(layout, (1, 2))
-        once = max(0.0, one.optimizer + 2 * one.exposed_communication - two.exposed_communication)
-        further = max(0.0, two.step - one.step) / widest
-        first = max(0.0, one.step - once) / widest - further
-        sequences = self.spec.training.global_batch_size / axes.data
-        closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
-        return _GroupSeconds([_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)])
 
     def _narrowest_seconds(
         self, axes: Axes, zero_stage: int, offload: str, checkpointing: str, micro_batches: Sequence[int]
@@ -281,7 +272,15 @@ class Bounds:
 
     def _held_bytes(self, axes: Axes, zero_stage: int, offload: str) -> float:
         """Return the bytes of states on a rank that holds all pipeline stages."""
-        states = self._states_of(axes, zero_stage, offload)
+        key = (axes.tensor, axes.expert, zero_stage, offload)
+        if key not in self._states:
+            whole = axes._replace(sequence=1, context=1)
+            layout = self._single_micro_batch(whole, zero_stage, _MANY, self.checkpointing, offload)
+            memory = self._workload.memory(self.spec, layout, self.device)
+            self._states[key] = _States(
+                memory.parameters, memory.gradients, memory.optimizer_states, layout.data_parallel
+            )
+        states = self._states[key]
         shared = states.shards / axes.shards
         held = states.parameters * (shared if zero_stage == 3 else 1)
         held += states.gradients * (shared if zero_stage >= 2 else 1)
@@ -331,17 +330,6 @@ class Bounds:
             for m in counts
         ]
         return self._workload.least_times(self.spec, layouts, self.device)
-
-    def _states_of(self, axes: Axes, zero_stage: int, offload: str) -> _States:
-        key = (axes.tensor, axes.expert, zero_stage, offload)
-        if key not in self._states:
-            whole = axes._replace(sequence=1, context=1)
-            layout = self._single_micro_batch(whole, zero_stage, _MANY, self.checkpointing, offload)
-            memory = self._workload.memory(self.spec, layout, self.device)
-            self._states[key] = _States(
-                memory.parameters, memory.gradients, memory.optimizer_states, layout.data_parallel
-            )
-        return self._states[key]
 
     def _activation_bytes(self, axes: Axes, micro_batch: int, checkpointing: str) -> int:
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)

@@ -140,15 +140,12 @@ class Clusters:
         if not math.isfinite(step):
             return 1.0
         spec = on_cluster(self.spec, nodes, gpu)
-        return most_goodput(spec, find_accelerator(spec.cluster), self._least_checkpoint_bytes(), step)
-
-    def _least_checkpoint_bytes(self) -> int:
-        """Return the bytes of the smallest checkpoint of any layout. They depend on the ZeRO stage alone."""
+        # Its size depends on the ZeRO stage alone.
         if self._checkpoint_bytes is None:
             alone = Axes(1, 1, 1, 1, 1, 1, 1)
             layouts = (build_layout(self.spec, alone, stage, "none", 1) for stage in range(4))
             self._checkpoint_bytes = min(checkpoint_bytes(self.spec, layout) for layout in layouts)
-        return self._checkpoint_bytes
+        return most_goodput(spec, find_accelerator(spec.cluster), self._checkpoint_bytes, step)
 
     def at_least(self, nodes: int, gpu: str | None) -> Tried:
         """Return the cluster without a plan; ``row`` has lower bounds on its time and cost."""
@@ -215,22 +212,18 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
         found = with_closest(clusters, limits, found)
     for gpu in names if len(names) > 1 else ():
         if not any(each.row.seconds for each in found if each.gpu == gpu):
-            found = _with_most_promising(clusters, limits, found, gpu)
+            # The cluster of one kind of GPU with the best bound; if it does not fit, the next, up to _MOST_TRIES.
+            every = list(found)
+            open_ = [
+                index for index, each in enumerate(every) if each.gpu == gpu and each.row.least_seconds is not None
+            ]
+            open_.sort(key=lambda index: limits.rank(_with_bounds(every[index].row)))
+            for index in open_[:_MOST_TRIES]:
+                every[index] = clusters.plan(every[index].row.nodes, gpu)
+                if every[index].row.seconds:
+                    break
+            found = every
     return found
-
-
-def _with_most_promising(
-    clusters: Clusters, limits: ClusterLimits, found: Sequence[Tried], gpu: str | None
-) -> list[Tried]:
-    """Plan the cluster of one kind of GPU with the best bound; if it does not fit, the next, up to _MOST_TRIES."""
-    every = list(found)
-    open_ = [index for index, each in enumerate(every) if each.gpu == gpu and each.row.least_seconds is not None]
-    open_.sort(key=lambda index: limits.rank(_with_bounds(every[index].row)))
-    for index in open_[:_MOST_TRIES]:
-        every[index] = clusters.plan(every[index].row.nodes, gpu)
-        if every[index].row.seconds:
-            break
-    return every
 
 
 def _with_bounds(row: Considered) -> Considered:

@@ -80,21 +80,6 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     yield from _about_optimizer(spec, layout)
     yield from _about_local_sgd(spec, layout)
     yield from _about_what_trains(spec, layout)
-    yield from _about_shard_groups(spec, layout)
-    if spec.training.precision == "fp8" and layout.zero_stage == 3:
-        yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
-    if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
-        yield Rule("training.cross_entropy", "liger", "engine-liger-gpu")
-    if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
-        yield Rule("layout.tensor_sequence_parallel", "true", "engine-whole-norms")
-    if spec.planner.attention != "auto":
-        yield Rule("planner.attention", spec.planner.attention, "engine-attention")
-    if not framework_of(spec).is_engine:
-        yield Rule("planner.framework", spec.planner.framework, "framework-for-comparison")
-
-
-def _about_shard_groups(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
-    """Yield rules on ZeRO over a group of the replicas, and on a second copy of the weights within groups."""
     yield from _about_shard_group(layout)
     yield from _about_secondary_shards(layout)
     for key in ("zero_shard_size", "zero_secondary_shard_size"):
@@ -105,6 +90,16 @@ def _about_shard_groups(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
             }
             for setting in (name for name, is_set in others.items() if is_set):
                 yield Rule(f"layout.{key}", size, "engine-shard-group-axis", {"axis": setting})
+    if spec.training.precision == "fp8" and layout.zero_stage == 3:
+        yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
+    if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
+        yield Rule("training.cross_entropy", "liger", "engine-liger-gpu")
+    if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
+        yield Rule("layout.tensor_sequence_parallel", "true", "engine-whole-norms")
+    if spec.planner.attention != "auto":
+        yield Rule("planner.attention", spec.planner.attention, "engine-attention")
+    if not framework_of(spec).is_engine:
+        yield Rule("planner.framework", spec.planner.framework, "framework-for-comparison")
 
 
 def _about_shard_group(layout: Layout) -> Iterator[Rule]:

@@ -18,7 +18,7 @@ from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import comfortable_bytes
-from scaletrain_cli.plan.result import Layout, Memory, Network, Time
+from scaletrain_cli.plan.result import Layout, Memory
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.layout_search import MOST_SIZED, SAME_TIME, Candidate, Found, Point, choose
 from scaletrain_cli.plan.search.layouts import accumulation_changes_loss, checkpointing_modes
@@ -129,7 +129,11 @@ class _Fastest:
             elif item.timing is None:
                 self._time(item, floor)
             else:
-                self._keep(item, item.timing)
+                bare = item._replace(timing=None)
+                candidate = Candidate(self._layout(item), self._memories[bare], *item.timing)
+                self.found.append(candidate)
+                self._best = min(self._best, candidate.expected_seconds)
+                self._queue_recomputing(bare, item.timing[0].step - item.timing[0].data_wait)
 
     def _push(self, floor: float, item: _Degrees | _Sizes | Point) -> None:
         self._pushed += 1
@@ -174,14 +178,6 @@ class _Fastest:
         self._queue_recomputing(point, floor)
         if point.offload + 1 < len(point.group.offload):  # no faster either
             self._push(floor, point._replace(offload=point.offload + 1))
-
-    def _keep(self, point: Point, timing: tuple[Time, Network]) -> None:
-        """Keep a layout that is timed, and queue the same one with more recomputation."""
-        bare = point._replace(timing=None)
-        candidate = Candidate(self._layout(point), self._memories[bare], *timing)
-        self.found.append(candidate)
-        self._best = min(self._best, candidate.expected_seconds)
-        self._queue_recomputing(bare, timing[0].step - timing[0].data_wait)
 
     def _queue_recomputing(self, point: Point, floor: float) -> None:
         """Queue the same layout with more recomputation, which is no faster."""

@@ -296,7 +296,11 @@ class _Search:
         enough = False
         while self._queue and not enough:
             floor, _, item = heapq.heappop(self._queue)
-            if floor > self.most_seconds and self._choice_is_left():
+            # What is left has no shorter step. The layout to choose may be in it if nothing fits yet, or if all that
+            # fits is tight and some layout fits with a margin, which ``choose`` prefers.
+            if floor > self.most_seconds and (
+                not self.fitting or (not self._has_comfortable and self._small_is_comfortable)
+            ):
                 self.too_slow = True
                 return
             enough = self.timed >= MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
@@ -316,14 +320,6 @@ class _Search:
         """Return the bound on the step at which the search ends, as far as known: no layout above it is looked at."""
         compared = self._best * SAME_TIME if self.timed >= self.fewest_sized else math.inf
         return min(compared, self.most_seconds)
-
-    def _choice_is_left(self) -> bool:
-        """Return whether the layout to choose is not found yet; what is left has no shorter step than what was found.
-
-        That is so if nothing fits yet. It is so too if all that fits is tight and some layout fits with a margin, which
-        ``choose`` prefers.
-        """
-        return not self.fitting or (not self._has_comfortable and self._small_is_comfortable)
 
     @cached_property
     def _small_is_comfortable(self) -> bool:

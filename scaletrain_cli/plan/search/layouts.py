@@ -176,7 +176,15 @@ def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
     needed = 0 if offload == "auto" else offload_stage(spec, offload)
     if stage != "auto" and stage < needed:
         yield Rule("layout.zero_stage", stage, "offload-zero-stage", {"offload": offload, "needed": needed})
-    yield from _batch_rules(spec, axes)
+    batch, micro_batch = spec.training.global_batch_size, spec.training.micro_batch_size
+    per_rank = batch // axes.data
+    if batch % axes.data:
+        fix = {"allowed": [size for size in (per_rank * axes.data, (per_rank + 1) * axes.data) if size]}
+        yield Rule("training.global_batch_size", batch, "batch-multiple-of-ranks", {"ranks": axes.data}, fix)
+    elif micro_batch != "auto" and per_rank % micro_batch:
+        params = {"per_rank": per_rank, "batch": batch, "ranks": axes.data}
+        fix = {"allowed": nearest_divisors(per_rank, micro_batch)}
+        yield Rule("training.micro_batch_size", micro_batch, "micro-batch-divides-share", params, fix)
     yield from _group_rules(spec, axes)
 
 
@@ -200,15 +208,3 @@ def _wrong_product(spec: RunSpec, axes: Axes) -> Rule:
         fix = {"allowed": [world // axes.model_parallel]}
         return Rule("layout.data_parallel", spec.layout.data_parallel, "wrong-product", params, fix)
     return Rule("layout.data_parallel", spec.layout.data_parallel, "product-does-not-divide", params)
-
-
-def _batch_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-    batch, micro_batch = spec.training.global_batch_size, spec.training.micro_batch_size
-    per_rank = batch // axes.data
-    if batch % axes.data:
-        fix = {"allowed": [size for size in (per_rank * axes.data, (per_rank + 1) * axes.data) if size]}
-        yield Rule("training.global_batch_size", batch, "batch-multiple-of-ranks", {"ranks": axes.data}, fix)
-    elif micro_batch != "auto" and per_rank % micro_batch:
-        params = {"per_rank": per_rank, "batch": batch, "ranks": axes.data}
-        fix = {"allowed": nearest_divisors(per_rank, micro_batch)}
-        yield Rule("training.micro_batch_size", micro_batch, "micro-batch-divides-share", params, fix)

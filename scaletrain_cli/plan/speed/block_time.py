@@ -98,7 +98,9 @@ def block_time(
         return PartTime(forward, backward, core[0], projections.forward)
     back, every = backward_products(model, training, experts), linear_weights(model, experts)
     adapted = _adapter_seconds(model, work, rate, experts, training)
-    unpacked = _dequantize_seconds(model, work, rate, every)
+    # Quantized layers are converted to the compute dtype once per pass.
+    stored = _QUANTIZED_BYTES.get(model.quantization)
+    unpacked = 0.0 if stored is None else memory_seconds((stored + 2) * every / work.tensor, 7, rate)
     forward += adapted[0] + unpacked
     if not back.reached:
         return PartTime(forward, 0.0, core[0], projections.forward)
@@ -203,12 +205,6 @@ def _adapter_seconds(
 
 
 _SHARDED_INPUTS = ("o_proj", "down_proj", "c_proj")
-
-
-def _dequantize_seconds(model: ModelSpec, work: RankWork, rate: Rates, weights: int) -> float:
-    """Return the seconds to convert the linear layers of a block to the compute dtype, once per pass; 0 for 16 bits."""
-    stored = _QUANTIZED_BYTES.get(model.quantization)
-    return 0.0 if stored is None else memory_seconds((stored + 2) * weights / work.tensor, 7, rate)
 
 
 @lru_cache(maxsize=8192)

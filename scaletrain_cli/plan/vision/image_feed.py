@@ -12,7 +12,7 @@ from scaletrain_cli.plan.vision.networks import autocasts
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
-from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
+from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
 from scaletrain_cli.spec.sources import MOST_WORKERS
 from scaletrain_cli.spec.vision_model import image_channels
@@ -66,7 +66,13 @@ def core_seconds(spec: RunSpec) -> float:
     """Return the seconds that one core needs for a sample: its image decoded, and each view of it augmented."""
     found: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
     decode = _FILE_SECONDS + (_DECODE_SECONDS - _FILE_SECONDS) * _stored_pixels(spec) / _IMAGE_PIXELS
-    return decode + views(spec) * _side(spec) ** 2 * _seconds_per_pixel(found.augment)
+    # of the result, with the mean number of drawn operations
+    drawn, jitter = found.augment.rand_augment, found.augment.color_jitter
+    operations = 0.0 if drawn is None else drawn.num_ops * drawn.probability
+    colors = 0 if jitter is None else _COLORS
+    return decode + views(spec) * _side(spec) ** 2 * (
+        _PIXEL_SECONDS + _OPERATION_SECONDS * operations + _COLOR_SECONDS * colors
+    )
 
 
 def _side(spec: RunSpec) -> int:
@@ -77,14 +83,6 @@ def _side(spec: RunSpec) -> int:
 def _stored_pixels(spec: RunSpec) -> int:
     """Return the pixels of an image of the source: as ImageNet has them, or of a small network those that it reads."""
     return _side(spec) ** 2 if 0 < _side(spec) <= _SMALL_SIDE else _IMAGE_PIXELS
-
-
-def _seconds_per_pixel(augment: AugmentSpec) -> float:
-    """Return the seconds that a pixel of the result takes, with the mean number of drawn operations."""
-    drawn, jitter = augment.rand_augment, augment.color_jitter
-    operations = 0.0 if drawn is None else drawn.num_ops * drawn.probability
-    colors = 0 if jitter is None else _COLORS
-    return _PIXEL_SECONDS + _OPERATION_SECONDS * operations + _COLOR_SECONDS * colors
 
 
 def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:

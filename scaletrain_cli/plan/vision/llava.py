@@ -126,7 +126,11 @@ def llava_stage_time(
     """
     parts, text = llava_parts(spec, stage), language_spec(spec)
     read, network = trained_stage_time(text, layout, device, parts.language)
-    trained = trained_count(spec, stage) - _language_count(spec, stage)
+    trained = trained_count(spec, stage) - sum(
+        each.numel
+        for each in model_parameters(spec.model)
+        if each.name.startswith(_PATH) and (stage is None or each.name in stage.since)
+    )
     seen = network_seconds(spec, layout, device, parts.images, trained)
     compute, exposed = read.compute + seen.compute, read.exposed_communication + seen.exposed
     optimizer = read.optimizer + seen.optimizer
@@ -137,12 +141,3 @@ def llava_stage_time(
     time = time_of_samples(spec, layout, device, seconds, llava_flops(spec, stage), repeated)
     sent = network.per_step_bytes.data + seen.sent
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
-
-
-def _language_count(spec: RunSpec, stage: Stage | None) -> int:
-    """Return the parameters of the language model that train."""
-    return sum(
-        each.numel
-        for each in model_parameters(spec.model)
-        if each.name.startswith(_PATH) and (stage is None or each.name in stage.since)
-    )

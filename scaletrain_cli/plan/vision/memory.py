@@ -25,7 +25,7 @@ from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage, trained_at
 from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
-from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
+from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.plan.vision.trained import trained_count, trained_network
 from scaletrain_cli.spec import RunSpec
@@ -123,7 +123,12 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
         if block.training == "frozen":
             entering, saved = last, 0
             continue
-        inside = _kept(block, samples, element)
+        passed = block.training == "passed"
+        per_sample = sum(
+            element * (operation.kept - (operation.kept_for_weights if passed else 0)) + operation.kept_bytes
+            for operation in block.operations
+        )
+        inside = samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)
         repeated = full and block.input > 0
         each = samples * element * block.input if repeated else inside
         kept += block.count * each
@@ -136,13 +141,3 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
         gradients = samples * element * (skipped + max(operation.gradients for operation in block.operations))
         most = max(most, kept + gradients + (inside if repeated else 0))
     return Activations(kept, most)
-
-
-def _kept(block: Block, samples: int, element: int) -> int:
-    """Return the bytes that one block saves for its backward pass."""
-    passed = block.training == "passed"
-    per_sample = sum(
-        element * (operation.kept - (operation.kept_for_weights if passed else 0)) + operation.kept_bytes
-        for operation in block.operations
-    )
-    return samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)

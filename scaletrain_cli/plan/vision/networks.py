@@ -117,7 +117,17 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
             norm = layer_norm(channels, side**2, autocast=autocast)
             blocks.append(Block((norm, halving), place="block", first=number))
             side = half
-        layer = _convnext_layer(model, features, side**2, autocast)
+        pixels = side**2
+        wide, scaled = _EXPANSION * features, model.layer_scale_init_value > 0
+        layer = (
+            depthwise_convolution(features, 7, pixels),
+            layer_norm(features, pixels, autocast=autocast),
+            linear(pixels, features, wide),
+            activation(wide * pixels, before_linear=True),
+            linear(pixels, wide, features, kept=scaled, scaled=scaled),
+            *((layer_scale(features, pixels, autocast=autocast),) if scaled else ()),
+            addition(features * pixels, autocast=autocast, scaled=scaled),
+        )
         size = features * side**2
         if index < len(model.depths) - 1:
             blocks.append(Block(layer, depth, size, "block", number))
@@ -130,19 +140,6 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
     head = (pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))
     blocks.append(Block(head, place="closing"))
     return VisionNetwork(tuple(blocks), classes=model.num_labels, pooled=channels)
-
-
-def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: bool) -> tuple[Operation, ...]:
-    wide, scaled = _EXPANSION * channels, model.layer_scale_init_value > 0
-    return (
-        depthwise_convolution(channels, 7, pixels),
-        layer_norm(channels, pixels, autocast=autocast),
-        linear(pixels, channels, wide),
-        activation(wide * pixels, before_linear=True),
-        linear(pixels, wide, channels, kept=scaled, scaled=scaled),
-        *((layer_scale(channels, pixels, autocast=autocast),) if scaled else ()),
-        addition(channels * pixels, autocast=autocast, scaled=scaled),
-    )
 
 
 def _halved(side: int) -> int:

@@ -51,19 +51,7 @@ def _trained(whole: VisionNetwork, model: VisionSpec | LlavaSpec, key: SameObjec
             blocks.append(
                 replace(run, count=1, first=run.first + index, training=_training(run, index, trains, reached))
             )
-    return replace(whole, blocks=tuple(_joined(blocks)))
-
-
-def _training(run: Block, index: int, trains: Mapping[_Key, bool], reached: set[str]) -> str:
-    number = run.first + index if run.place == "block" else 0
-    if trains.get((run.tower, run.place, number), False):
-        reached.add(run.tower)
-        return "trained"
-    return "passed" if run.tower in reached else "frozen"
-
-
-def _joined(blocks: list[Block]) -> list[Block]:
-    """Return the blocks with equal neighbors as one run, which is timed and sized once."""
+    # Equal neighbors are one run, which is timed and sized once.
     found: list[Block] = []
     for block in blocks:
         last = found[-1] if found else None
@@ -72,4 +60,12 @@ def _joined(blocks: list[Block]) -> list[Block]:
             found[-1] = replace(last, count=last.count + 1)
         else:
             found.append(block)
-    return found
+    return replace(whole, blocks=tuple(found))
+
+
+def _training(run: Block, index: int, trains: Mapping[_Key, bool], reached: set[str]) -> str:
+    number = run.first + index if run.place == "block" else 0
+    if trains.get((run.tower, run.place, number), False):
+        reached.add(run.tower)
+        return "trained"
+    return "passed" if run.tower in reached else "frozen"

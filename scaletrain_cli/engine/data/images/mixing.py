@@ -79,7 +79,14 @@ def finish(
     targets = batch.targets
     if batch.mix is not None:
         weight, boxes = batch.mix[:, 0], batch.mix[:, 1:]
-        images, targets = _mixed_images(images, weight, boxes), _mixed_targets(targets, weight, classes)
+        # own * share + other * (1 - share): the share of CutMix is 0 in its box and 1 elsewhere, and so exact.
+        cut = (boxes[:, 2] > 0).view(-1, 1, 1, 1)
+        inside = _inside(boxes, images[: len(boxes)]).unsqueeze(1)
+        share = torch.where(cut, (~inside).float(), weight.view(-1, 1, 1, 1))
+        views = len(images) // len(weight)
+        index = torch.cat([_partners(len(weight), images.device) + view * len(weight) for view in range(views)])
+        share = share.repeat(views, 1, 1, 1)
+        images, targets = images * share + images[index] * (1.0 - share), _mixed_targets(targets, weight, classes)
     images = images.to(dtype, memory_format=memory_format)
     return batch._replace(images=images, targets=targets, erased=None, mix=None)
 
@@ -112,17 +119,6 @@ def _inside(boxes: Tensor, images: Tensor) -> Tensor:
 
 def _partners(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) ^ 1
-
-
-def _mixed_images(images: Tensor, weight: Tensor, boxes: Tensor) -> Tensor:
-    """Return own * share + other * (1 - share): the share of CutMix is 0 in its box and 1 elsewhere, and so exact."""
-    cut = (boxes[:, 2] > 0).view(-1, 1, 1, 1)
-    inside = _inside(boxes, images[: len(boxes)]).unsqueeze(1)
-    share = torch.where(cut, (~inside).float(), weight.view(-1, 1, 1, 1))
-    views = len(images) // len(weight)
-    index = torch.cat([_partners(len(weight), images.device) + view * len(weight) for view in range(views)])
-    share = share.repeat(views, 1, 1, 1)
-    return images * share + images[index] * (1.0 - share)
 
 
 def _mixed_targets(targets: Tensor | None, weight: Tensor, classes: int | None) -> Tensor | None:
