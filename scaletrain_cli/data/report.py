@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,23 @@ def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None 
     """Return the report of prepared data, given the folder of each source. Raises UsageError."""
     sources = [_source(name, folder) for name, folder in datasets.items()]
     duplicates = {each["key"]: each for source in sources for each in source.pop("duplicates")}
+    # A sum is None where a source does not have the count.
+    found = list(sources)
+    sizes = [source["bytes"] for source in found]
+    size = None if None in sizes else sum(sizes)
+    tokens = {split: sum(source["tokens"][split] for source in found) for split in _SPLITS}
+    read = [source["steps"][0]["documents"] if source["steps"] else None for source in found]
     return {
         "schema": SCHEMA,
         "sources": sources,
         "duplicates": list(duplicates.values()),
-        "totals": _totals(sources),
+        "totals": {
+            "documents_read": None if None in read else sum(read),
+            "documents": {split: sum(source["documents"][split] for source in found) for split in _SPLITS},
+            "tokens": tokens,
+            "bytes": size,
+            "tokens_per_byte": sum(tokens.values()) / size if size else None,
+        },
         "mixture": mixture,
     }
 
@@ -103,19 +115,3 @@ def images_in_rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:
     for name, field in (("distinct", "images"), ("places", "image_uses"), ("bytes", "image_bytes")):
         found[name] = {split: int(dataset[f"{split}_{field}"]) for split in _SPLITS}
     return found | {"rows_left_out": int(dataset["rows_with_bad_images"]), "bad": dataset["bad_images"].splitlines()}
-
-
-def _totals(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return sums over the sources; a sum is None where a source does not have the count."""
-    found = list(sources)
-    sizes = [source["bytes"] for source in found]
-    size = None if None in sizes else sum(sizes)
-    tokens = {split: sum(source["tokens"][split] for source in found) for split in _SPLITS}
-    read = [source["steps"][0]["documents"] if source["steps"] else None for source in found]
-    return {
-        "documents_read": None if None in read else sum(read),
-        "documents": {split: sum(source["documents"][split] for source in found) for split in _SPLITS},
-        "tokens": tokens,
-        "bytes": size,
-        "tokens_per_byte": sum(tokens.values()) / size if size else None,
-    }

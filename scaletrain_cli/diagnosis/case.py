@@ -284,7 +284,17 @@ def read_dataset(run: RunDir, spec: RunSpec) -> Dataset | None:
 def _sampled(files: tuple[Path, ...], dtype: str, seal: str) -> _Sampled:
     """Return the figures of a sample. ``seal`` tells the contents of the files apart."""
     try:
-        blocks = _read_blocks(files)
+        sizes = [path.stat().st_size for path in files]
+        total = sum(sizes)
+        if total <= _BLOCKS * _BLOCK_BYTES:
+            places = [(path, 0, size) for path, size in zip(files, sizes, strict=True)]
+        else:
+            places = [_place_at(total * number // _BLOCKS // 8 * 8, files, sizes) for number in range(_BLOCKS)]
+        blocks = []
+        for path, start, count in places:
+            with open_to_read(path) as file:
+                file.seek(start)
+                blocks.append(file.read(count))
     except OSError:
         return _Sampled()
     width = array(_CODES[dtype]).itemsize
@@ -295,8 +305,8 @@ def _sampled(files: tuple[Path, ...], dtype: str, seal: str) -> _Sampled:
     counts = Counter(tokens)
     plain = math.log(len(tokens)) - math.fsum(n * math.log(n) for n in counts.values()) / len(tokens)
     chance, length = random.Random(0), _PASSAGE_TOKENS * width
-    places = [chance.randrange(len(tokens) - _PASSAGE_TOKENS) * width for _ in range(_PASSAGES)]
-    repeated = sum(_occurs_twice(data, data[at : at + length], width) for at in places)
+    starts = [chance.randrange(len(tokens) - _PASSAGE_TOKENS) * width for _ in range(_PASSAGES)]
+    repeated = sum(_occurs_twice(data, data[at : at + length], width) for at in starts)
     return _Sampled(plain + (len(counts) - 1) / (2 * len(tokens)), repeated / _PASSAGES)
 
 
@@ -308,22 +318,6 @@ def _occurs_twice(data: bytes, passage: bytes, width: int) -> bool:
             return True
         found = data.find(passage, found + 1)
     return False
-
-
-def _read_blocks(files: tuple[Path, ...]) -> list[bytes]:
-    """Return up to 8 blocks of 256 kB, at equal distances over all files. Raises OSError."""
-    sizes = [path.stat().st_size for path in files]
-    total = sum(sizes)
-    if total <= _BLOCKS * _BLOCK_BYTES:
-        places = [(path, 0, size) for path, size in zip(files, sizes, strict=True)]
-    else:
-        places = [_place_at(total * number // _BLOCKS // 8 * 8, files, sizes) for number in range(_BLOCKS)]
-    blocks = []
-    for path, start, count in places:
-        with open_to_read(path) as file:
-            file.seek(start)
-            blocks.append(file.read(count))
-    return blocks
 
 
 def _place_at(at: int, files: tuple[Path, ...], sizes: list[int]) -> tuple[Path, int, int]:

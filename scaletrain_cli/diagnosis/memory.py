@@ -30,7 +30,10 @@ def growing(case: Case) -> Iterator[Finding]:
     before the last step. An attempt begins anew. On a CPU only a warning, and with low confidence: resident memory also
     counts free blocks, which become more over thousands of allocations while no more is in use.
     """
-    own = _peaks(case)
+    # The measured steps of the newest attempt.
+    history = case.history
+    rows = list(zip(history.steps, history.column("attempt"), history.column("memory_bytes"), strict=True))
+    own = [(step, size) for step, attempt, size in rows if attempt == rows[-1][1] and size == size]
     by_rank = {rank: _telemetry_peaks(series) for rank, series in case.telemetry.ranks.items()}
     found = {rank: growth for rank, rows in by_rank.items() if (growth := _growth(rows)) is not None}
     if not found and len(own) >= _FEWEST and (growth := _growth(own)) is not None:
@@ -130,10 +133,3 @@ def _telemetry_peaks(series: Series) -> list[tuple[int, float]]:
             largest = max(largest, size)
             rows.append((step, largest))
     return rows
-
-
-def _peaks(case: Case) -> list[tuple[int, float]]:
-    """Return (step, peak bytes) of the measured steps of the newest attempt."""
-    history = case.history
-    rows = list(zip(history.steps, history.column("attempt"), history.column("memory_bytes"), strict=True))
-    return [(step, size) for step, attempt, size in rows if attempt == rows[-1][1] and size == size]

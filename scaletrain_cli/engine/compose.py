@@ -239,28 +239,24 @@ def compose(
 def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> TrainedModel:
     """Return this rank's part of the model on the meta device."""
     if isinstance(spec.model, ModelSpec):
-        return _sharded_transformer(spec, layout, mesh, device)
+        causal = outline(spec.transformer)
+        keep_stage(causal, mesh.pipeline, spec.layout.pipeline_split)
+        assign_dropout_keys(causal, spec.training.seed)
+        place_dropout(causal, mesh)
+        shard_over_tensor_ranks(causal, mesh.tensor)
+        shard_experts(causal, mesh)
+        shard_attention_over_sequence(causal, mesh)
+        if causal.lm_head is not None:
+            choose_cross_entropy(causal.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
+        if spec.training.precision == "fp8":
+            use_fp8_linears(causal, device)
+        return causal
     model = outline(spec.model)
     assign_dropout_keys(model, spec.training.seed)
     if model.language is not None:
         choose_cross_entropy(model.language.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
     if spec.training.synchronizes_batch_norm(layout.micro_batch_size, mesh.data.size):
         synchronize(model, mesh.data)
-    return model
-
-
-def _sharded_transformer(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
-    model = outline(spec.transformer)
-    keep_stage(model, mesh.pipeline, spec.layout.pipeline_split)
-    assign_dropout_keys(model, spec.training.seed)
-    place_dropout(model, mesh)
-    shard_over_tensor_ranks(model, mesh.tensor)
-    shard_experts(model, mesh)
-    shard_attention_over_sequence(model, mesh)
-    if model.lm_head is not None:
-        choose_cross_entropy(model.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
-    if spec.training.precision == "fp8":
-        use_fp8_linears(model, device)
     return model
 
 

@@ -28,7 +28,14 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
         _transformer_inconsistencies(spec) if isinstance(spec.model, ModelSpec) else _vision_inconsistencies(spec)
     )
     if spec.training.epochs is not None:
-        yield from _epochs_inconsistencies(spec)
+        if spec.code.own_program:
+            key = "code.command" if spec.code.command else "code.engine"
+            yield "training.epochs", f"counts data of the built-in engine. Set training.steps with {key}."
+        if spec.data.mixes:
+            yield (
+                "training.epochs",
+                "must be null with several data.sources, which have epochs of their own. Set training.steps.",
+            )
     else:  # of the steps, which are not known before
         yield from _group_inconsistencies(spec)
     if spec.cluster.node_range is not None and spec.training.optimizer.name == "adamw_8bit":
@@ -61,17 +68,6 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
         yield key, f"must be 1: NCCL does not connect parts of GPUs ({spec.cluster.section.gpu_kind}, MIG)."
     yield from notify_inconsistencies(spec.notify, spec.env, own_program=spec.code.own_program)
     yield from spec.cluster.section.run_inconsistencies(env=spec.env, secret_env=spec.secret_env)
-
-
-def _epochs_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
-    if spec.code.own_program:
-        key = "code.command" if spec.code.command else "code.engine"
-        yield "training.epochs", f"counts data of the built-in engine. Set training.steps with {key}."
-    if spec.data.mixes:
-        yield (
-            "training.epochs",
-            "must be null with several data.sources, which have epochs of their own. Set training.steps.",
-        )
 
 
 def _group_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:

@@ -98,7 +98,21 @@ def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source
     found = clear_secrets(raw)
     named = _names_of_secrets(raw) if any(problem.key in _SECRET_KEYS for problem in problems) else set()
     others = [each for each in found if each.key[0] != "env" or each.key[-1] not in named]
-    return [*(_problem(each, found, source) for each in others), *_without_secrets(problems, found)]
+    cleaned = []  # with no text that looks like a secret
+    for problem in problems:
+        where = problem.where
+        if _hidden(where, found) != where:
+            where = Place(_hidden(problem.file or where, found), problem.line)
+        # Values are shown shortened, so the beginning of a secret could remain.
+        around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in found)
+        names_one = _why_name("?", tuple(problem.key.split("."))) is not None
+        if problem.given is not None and (around or names_one):
+            problem = replace(problem, given=HIDDEN)
+        texts = {name: getattr(problem, name) for name in ("key", "message", "given", "hint")}
+        shown: dict[str, Any] = {name: text and _hidden(text, found) for name, text in texts.items()}
+        reason = problem.reason if shown == texts else None  # its parameters are parts of the message
+        cleaned.append(replace(problem, where=where, reason=reason, **shown))
+    return [*(_problem(each, found, source) for each in others), *cleaned]
 
 
 def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:
@@ -125,25 +139,6 @@ def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source
 def _hidden(text: str, found: tuple[ClearSecret, ...]) -> str:
     """Return the text without the values of the secrets and without anything that has the form of a secret."""
     return hide_values(text, (secret.value for secret in found))
-
-
-def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) -> list[Problem]:
-    """Return the problems, with no text in them that looks like a secret."""
-    cleaned = []
-    for problem in problems:
-        where = problem.where
-        if _hidden(where, found) != where:
-            where = Place(_hidden(problem.file or where, found), problem.line)
-        # Values are shown shortened, so the beginning of a secret could remain.
-        around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in found)
-        named = _why_name("?", tuple(problem.key.split("."))) is not None
-        if problem.given is not None and (around or named):
-            problem = replace(problem, given=HIDDEN)
-        texts = {name: getattr(problem, name) for name in ("key", "message", "given", "hint")}
-        shown: dict[str, Any] = {name: text and _hidden(text, found) for name, text in texts.items()}
-        reason = problem.reason if shown == texts else None  # its parameters are parts of the message
-        cleaned.append(replace(problem, where=where, reason=reason, **shown))
-    return cleaned
 
 
 def _below(value: Any, key: Key) -> Iterator[ClearSecret]:

@@ -80,13 +80,22 @@ def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[s
     for step in steps:  # by the tokens per character of what is left in the end
         left = step["characters_left"]
         step["estimated_tokens_left"] = round(left * tokens / characters) if characters else None
+    # The documents of each language that were kept and removed; None without a step ``language``.
+    kept: dict[str, int] = {}
+    removed: dict[str, int] = {}
+    for step in steps:
+        if step["name"] == "language":
+            _add(kept, {name.partition(".")[2]: count for name, count in step["counts"].items()})
+            for rule in step["removed"]:
+                unsure = {"": rule["documents"]} if rule["rule"] == "language.min_probability" else rule["measured"]
+                _add(removed, unsure)
     return {
         "schema": SCHEMA,
         "source": source.name,
         "bytes_read": sum(file.size for file in _files(source)),
         "files": len(_files(source)),
         "steps": steps,
-        "languages": _languages(steps),
+        "languages": ({"kept": _in_order(kept), "removed": _in_order(removed)} if kept or removed else None),
         "duplicates": [_duplicates(step, sources) for step in source.chain.steps if step.looks_at_all is not None],
         **found,
     }
@@ -186,19 +195,6 @@ def _in_order(measured: Mapping[str, int]) -> dict[str, int]:
         return dict(sorted(measured.items(), key=lambda item: float(item[0])))
     except ValueError:
         return dict(sorted(measured.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _languages(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]] | None:
-    """Return the documents of each language that were kept and removed; None without a step ``language``."""
-    kept: dict[str, int] = {}
-    removed: dict[str, int] = {}
-    for step in steps:
-        if step["name"] == "language":
-            _add(kept, {name.partition(".")[2]: count for name, count in step["counts"].items()})
-            for rule in step["removed"]:
-                unsure = {"": rule["documents"]} if rule["rule"] == "language.min_probability" else rule["measured"]
-                _add(removed, unsure)
-    return {"kept": _in_order(kept), "removed": _in_order(removed)} if kept or removed else None
 
 
 def _duplicates(step: ChainStep, sources: Sequence[PreparedSource]) -> dict[str, Any]:

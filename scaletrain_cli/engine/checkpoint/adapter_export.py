@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -101,7 +100,12 @@ def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple
         raise UsageError(Reason("engine.peft-dora-beside-experts", {"module": beside}))
     shapes = base_shapes(model)
     trained = sorted({_module(name) for name in trained_ever(spec) if not is_adapter_parameter(name)})
-    _check_modules_to_save(model, modules, trained)
+    # PEFT cannot keep every trained module whole beside an adapter.
+    adapted = {module.name for module in modules}
+    for module in trained:
+        tied = model.tie_word_embeddings and module == _module(_table(model))
+        if tied or ".experts." in module or module in adapted:
+            raise UsageError(Reason("engine.peft-module-trained", {"module": module}))
     tensors = dict(peft_tensors(model.adapter, modules, saved.read))
     for name, shape in shapes.items():
         if _module(name) in trained:
@@ -113,15 +117,6 @@ def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _check_modules_to_save(model: ModelSpec, modules: Sequence[Adapted], trained: Sequence[str]) -> None:
-    """Raise UsageError for trained modules that PEFT cannot keep whole beside an adapter."""
-    adapted = {module.name for module in modules}
-    for module in trained:
-        tied = model.tie_word_embeddings and module == _module(_table(model))
-        if tied or ".experts." in module or module in adapted:
-            raise UsageError(Reason("engine.peft-module-trained", {"module": module}))
 
 
 def write_peft(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:

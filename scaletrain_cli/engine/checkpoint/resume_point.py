@@ -86,22 +86,7 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
     """
     passed_over: list[str] = []
     unreadable = False
-    for name in _names(folder, ranks, consensus):
-        found = _read_manifest(folder / name, ranks, consensus)
-        if isinstance(found, Defect):
-            passed_over.append(f"{name}/{found}")
-            unreadable |= found.kind == "unreadable"
-        elif found.clean or not clean:
-            defects = _verify_together(found, ranks, consensus)
-            if not defects:
-                return Search(found, passed_over, unreadable)
-            passed_over += [f"{name}/{file}: {defect}" for file, defect in defects.items()]
-            unreadable |= any(defect.kind == "unreadable" for defect in defects.values())
-    return Search(None, passed_over, unreadable)
-
-
-def _names(folder: Path, ranks: Ranks, consensus: RankConsensus) -> list[str]:
-    """Return the names of the committed folders, newest first."""
+    # The committed folders, newest first.
     names: list[str] = []
     problem: Reason | None = None
     if ranks.rank == 0:
@@ -113,7 +98,18 @@ def _names(folder: Path, ranks: Ranks, consensus: RankConsensus) -> list[str]:
     names, problem = consensus.follow_rank_zero((names, problem))
     if problem:
         raise UnreadableCheckpointsError(problem)
-    return names
+    for name in names:
+        found = _read_manifest(folder / name, ranks, consensus)
+        if isinstance(found, Defect):
+            passed_over.append(f"{name}/{found}")
+            unreadable |= found.kind == "unreadable"
+        elif found.clean or not clean:
+            defects = _verify_together(found, ranks, consensus)
+            if not defects:
+                return Search(found, passed_over, unreadable)
+            passed_over += [f"{name}/{file}: {defect}" for file, defect in defects.items()]
+            unreadable |= any(defect.kind == "unreadable" for defect in defects.values())
+    return Search(None, passed_over, unreadable)
 
 
 def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:

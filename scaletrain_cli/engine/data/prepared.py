@@ -85,17 +85,13 @@ def open_data_of(
                 params = {"folder": str(folder), "key": key, "value": value}
                 raise UsageError(Reason("data.prepared-without-setting", params))
     opened = open_rows(folder, document, seq_len, rank, ranks)
-    _require_images(spec, folder, opened[0], begun=begun)
-    return opened
-
-
-def _require_images(spec: RunSpec, folder: Path, info: RowsInfo, *, begun: bool) -> None:
-    """Raise UsageError if rows have images that the model does not take, or lack those that were bad."""
+    info = opened[0]
     if (problem := rows_problem(spec, asdict(info), folder)) is not None:
         raise UsageError(problem)
     if info.rows_with_bad_images and spec.data.on_bad == "stop" and not begun:
-        params = {"rows": info.rows_with_bad_images, "place": info.bad_images.partition("\n")[0]}
-        raise UsageError(Reason("data.bad-images-left-out", {"folder": str(folder), **params}))
+        bad = {"rows": info.rows_with_bad_images, "place": info.bad_images.partition("\n")[0]}
+        raise UsageError(Reason("data.bad-images-left-out", {"folder": str(folder), **bad}))
+    return opened
 
 
 def _made_for_another(folder: Path, found: str, objective: str) -> UsageError:

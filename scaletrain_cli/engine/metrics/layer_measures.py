@@ -441,7 +441,12 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
         if layer is None:
             layer = _outside(index, names, block_of, with_blocks)
         layers.of_matrix |= dict.fromkeys((matrix.name for matrix in matrices[id(parameter)]), layer)
-    towers = _towers(layers, names, block_of)
+    # The layers of the blocks of each part of the model that has some, in order.
+    found: dict[str, list[str]] = {}
+    for name, parameter in names:
+        if (layer := block_of.get(id(parameter))) is not None:
+            found.setdefault(_part(name), []).append(layer)
+    towers = {part: list(dict.fromkeys(own)) for part, own in found.items()}
     for tower, blocks in towers.items():
         first = layers.blocks[blocks[0]]
         begins = tower if len(with_blocks) > 1 else ""
@@ -497,14 +502,3 @@ def _outside(
     if index < in_blocks[0]:
         return prefix + EMBEDDING
     return block_of[id(names[next(number for number in in_blocks if number > index)][1])]
-
-
-def _towers(
-    layers: ModelLayers, names: list[tuple[str, nn.Parameter]], block_of: dict[int, str]
-) -> dict[str, list[str]]:
-    """Return the layers of the blocks of each part of the model that has some, in order."""
-    found: dict[str, list[str]] = {}
-    for name, parameter in names:
-        if (layer := block_of.get(id(parameter))) is not None:
-            found.setdefault(_part(name), []).append(layer)
-    return {part: list(dict.fromkeys(own)) for part, own in found.items()}

@@ -5,6 +5,7 @@ Also marks the experts for DeepSpeed, which reduces and shards them over other r
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,31 +29,27 @@ from scaletrain_cli.engine.parallel.mesh import (
 
 def shard_experts(model: nn.Module, mesh: Mesh) -> None:
     """Keep this rank's experts of a model on the meta device, and its share of their channels. Collective."""
-    shards = None if mesh.expert.group is None else _replica_group(mesh)
+    expert, tensor = mesh.expert, mesh.tensor
+    shards = None if expert.group is None else _replica_group(mesh)
     for layer in moe_layers_of(model):
-        _shard_layer(layer.experts, mesh, shards)
-        layer.dispatch, layer.replicas = DispatchOverRanks(mesh.expert, mesh.tensor), mesh.replicas.group
+        held = len(layer.experts.members) // expert.size
+        layer.experts.members = layer.experts.members[expert.rank * held : (expert.rank + 1) * held]
+        biases = {"gate_up_proj_bias": 1, "down_proj_bias": 1} if layer.experts.has_bias else {}
+        for name, dim in {"gate_up_proj": 1, "down_proj": 2, **biases}.items():
+            shard = getattr(layer.experts, name)[layer.experts.members.start : layer.experts.members.stop]
+            parts = len(layer.experts.joined[name.removesuffix("_bias")]) if dim == 1 else 1
+            spec = ShardSpec(dim, tensor.size, tensor.rank, parts)
+            parameter = nn.Parameter(spec.take(shard))
+            if tensor.group is not None:
+                mark_sharded(parameter, spec)
+            if shards is not None:
+                _mark_for_deepspeed(parameter, expert, shards)
+            setattr(layer.experts, name, parameter)
+        if tensor.group is not None:  # each rank adds its columns of the bias to its part of the sum
+            layer.experts.share_bias = partial(_in_columns, axis=tensor)
+        layer.dispatch, layer.replicas = DispatchOverRanks(expert, tensor), mesh.replicas.group
         if mesh.parts.group is not None:
             layer.tally, layer.sequence_ranks = TallyOverRanks(mesh.parts), mesh.parts.size
-
-
-def _shard_layer(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None:
-    expert, tensor = mesh.expert, mesh.tensor
-    held = len(experts.members) // expert.size
-    experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
-    biases = {"gate_up_proj_bias": 1, "down_proj_bias": 1} if experts.has_bias else {}
-    for name, dim in {"gate_up_proj": 1, "down_proj": 2, **biases}.items():
-        shard = getattr(experts, name)[experts.members.start : experts.members.stop]
-        parts = len(experts.joined[name.removesuffix("_bias")]) if dim == 1 else 1
-        spec = ShardSpec(dim, tensor.size, tensor.rank, parts)
-        parameter = nn.Parameter(spec.take(shard))
-        if tensor.group is not None:
-            mark_sharded(parameter, spec)
-        if shards is not None:
-            _mark_for_deepspeed(parameter, expert, shards)
-        setattr(experts, name, parameter)
-    if tensor.group is not None:  # each rank adds its columns of the bias to its part of the sum
-        experts.share_bias = lambda bias: _in_columns(bias, tensor)
 
 
 def _in_columns(part: Tensor, axis: Axis) -> Tensor:

@@ -79,7 +79,22 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     wanted = cluster.gpu
     if isinstance(wanted, str):
         name = full_name(wanted)
-        found = _from_row(name, _catalogue()[name])
+        row = _catalogue()[name]
+        found = Accelerator(
+            name=name,
+            memory_bytes=row["memory_bytes"],
+            flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
+            memory_bandwidth=row["memory_bandwidth"],
+            intra_node_bandwidth=row["intra_node_bandwidth"],
+            host_bandwidth=row["host_bandwidth"],
+            compute_capability=row["compute_capability"],
+            multiprocessors=row["multiprocessors"],
+            network=row["network"],
+            source=row["source"],
+            is_cpu=name == "cpu",
+            package=row.get("package", 1),
+            package_bandwidth=row.get("package_bandwidth", 0.0),
+        )
         if cluster.gpu_slice is not None:
             found = _part_of(found, *cluster.gpu_slice)
     else:
@@ -130,24 +145,6 @@ def _slice_bytes(whole: int, gib: int) -> int:
 def _catalogue() -> dict[str, dict[str, Any]]:
     text = files("scaletrain_cli.plan.catalogue").joinpath("hardware.json").read_text(encoding="utf-8")
     return dict(json.loads(text)["gpus"])
-
-
-def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
-    return Accelerator(
-        name=name,
-        memory_bytes=row["memory_bytes"],
-        flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
-        memory_bandwidth=row["memory_bandwidth"],
-        intra_node_bandwidth=row["intra_node_bandwidth"],
-        host_bandwidth=row["host_bandwidth"],
-        compute_capability=row["compute_capability"],
-        multiprocessors=row["multiprocessors"],
-        network=row["network"],
-        source=row["source"],
-        is_cpu=name == "cpu",
-        package=row.get("package", 1),
-        package_bandwidth=row.get("package_bandwidth", 0.0),
-    )
 
 
 def memory_bytes(cluster: ClusterSpec) -> int:

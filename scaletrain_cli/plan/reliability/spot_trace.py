@@ -216,7 +216,12 @@ class _Simulation:
 
     def to_the_end(self, intervals: _Intervals, start: float) -> bool:
         """Return whether the run finishes. Each repetition of the trace adds the same amount, so most are skipped."""
-        if self._through(_after(intervals, start)) or self._through(intervals):
+        rest, passed = [], 0.0
+        for seconds, up in intervals:
+            passed += seconds
+            if passed > start:
+                rest.append((min(seconds, passed - start), up))
+        if self._through(rest) or self._through(intervals):
             return True
         outcomes = [self._outcome(seconds) for seconds, up in intervals if up]
         per_round = math.fsum(gain for gain, _ in outcomes)
@@ -272,16 +277,6 @@ def _availability(trace: SpotTrace, needed: int) -> _Intervals:
     if len(found) == 1 and found[0][1]:
         return [(math.inf, True)]
     return [(seconds, bool(up)) for seconds, up in found]
-
-
-def _after(intervals: _Intervals, start: float) -> _Intervals:
-    """Return the intervals that remain after the first ``start`` seconds."""
-    rest, passed = [], 0.0
-    for seconds, up in intervals:
-        passed += seconds
-        if passed > start:
-            rest.append((min(seconds, passed - start), up))
-    return rest
 
 
 def spread(values: list[float]) -> Spread:

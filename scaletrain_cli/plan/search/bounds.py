@@ -167,7 +167,10 @@ class Bounds:
         if len(micro_batches) == 1 or zero_stage < 3 or min(known.widest) > enough:
             return known.widest
         if known.both is None:
-            narrow = self._narrowest_seconds(axes, zero_stage, offload, mode, micro_batches)
+            layout = build_layout(self.spec, axes, zero_stage, mode, micro_batches[0], offload)
+            one, two = self._times(layout, (1, 2))
+            sequences, further = self.spec.training.global_batch_size / axes.data, max(0.0, two.step - one.step)
+            narrow = [_SLACK * (one.step + (sequences / size - 1) * further) for size in micro_batches]
             known.both = [max(pair) for pair in zip(known.widest, narrow, strict=True)]
         return known.both
 
@@ -181,15 +184,6 @@ class Bounds:
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, micro_batches[0], "none")
         each = _SLACK * self._workload.data_seconds(self.spec, layout, self.device)
         return [each * self._batch / (axes.data * size) for size in micro_batches]
-
-    def _narrowest_seconds(
-        self, axes: Axes, zero_stage: int, offload: str, checkpointing: str, micro_batches: Sequence[int]
-    ) -> list[float]:
-        """Return the bound of ``group_seconds`` from the smallest micro-batch."""
-        layout = build_layout(self.spec, axes, zero_stage, checkpointing, micro_batches[0], offload)
-        one, two = self._times(layout, (1, 2))
-        sequences, further = self.spec.training.global_batch_size / axes.data, max(0.0, two.step - one.step)
-        return [_SLACK * (one.step + (sequences / size - 1) * further) for size in micro_batches]
 
     def peak_bytes(
         self,
