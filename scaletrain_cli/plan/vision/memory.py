@@ -26,6 +26,7 @@ from scaletrain_cli.plan.trained_parameters import Stage, trained_at
 from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import VisionNetwork
+from scaletrain_cli.plan.vision.parameters import parameter_counts
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.plan.vision.trained import trained_count, trained_network
 from scaletrain_cli.spec import RunSpec
@@ -48,16 +49,15 @@ def saved_vision_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step:
 def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
     """Return the bytes of a rank while the run trains what ``stage`` states (None: everything); all ranks are alike."""
     whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
-    element = weight_bytes(spec.training.precision)
+    element, (every, largest) = weight_bytes(spec.training.precision), parameter_counts(vision_model(spec))
     images = layout.micro_batch_size * views(spec)
     held = activation_bytes(whole, images, element, layout.activation_checkpointing)
     logits = loss_bytes(spec, whole, layout, element)
     if autocasts(spec):
         # Weights are fp32; autocast caches their 16-bit copies from forward to backward (torch/amp, weight cache).
-        held = Activations(*(size + element * whole.parameters for size in held))
+        held = Activations(*(size + element * every for size in held))
         training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
         spec = spec.model_copy(update={"training": training})
-    every, largest = whole.parameters, max(block.parameters for block in whole.blocks)
     count = every if stage is None else trained_count(spec, stage)
     framework = framework_of(spec)
     if framework.is_engine and not autocasts(spec):
@@ -134,7 +134,7 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
         kept += block.count * each
         if repeated:
             kept -= min(saved, each)
-        elif block.operations[0].parameters:  # a mean needs no input for its backward pass
+        elif block.operations[0].reads_input:
             kept += entering
         entering, saved = (last, 0) if repeated else (0, last)
         skipped = block.operations[-1].outputs

@@ -21,9 +21,11 @@ from scaletrain_cli.plan.vision.operations import (
     layer_scale,
     linear,
     max_pool,
+    mean_pool,
 )
+from scaletrain_cli.plan.vision.parameters import parameter_counts
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, LlavaSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
-from scaletrain_cli.spec.vision_model import VisionSpec
+from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, VisionSpec
 
 # A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
 _BOTTLENECK = 4
@@ -37,16 +39,7 @@ def resnet(model: ResNetSpec) -> VisionNetwork:
     image = Operation(kept=model.num_channels * model.image_size**2)
     stem = (
         image,
-        convolution(
-            model.num_channels,
-            width,
-            7,
-            model.image_size**2,
-            side**2,
-            bias=False,
-            channels_last=last,
-            of_images=True,
-        ),
+        convolution(model.num_channels, width, 7, model.image_size**2, side**2, channels_last=last, of_images=True),
         batch_norm(width, side**2),
         activation(width * side**2),
         max_pool(width, side**2, pooled**2),
@@ -61,15 +54,16 @@ def resnet(model: ResNetSpec) -> VisionNetwork:
             others = layer(features, features, out, out, last)
             blocks.append(Block(others, depth - 1, features * out**2, "block", number + 1))
         side, channels, number = out, features, number + depth
-    pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
-    blocks.append(Block((pooling, linear(1, channels, model.num_labels, kept=False)), place="closing"))
+    blocks.append(
+        Block((mean_pool(channels, side**2), linear(1, channels, model.num_labels, kept=False)), place="closing")
+    )
     return VisionNetwork(tuple(blocks), classes=model.num_labels, pooled=channels)
 
 
 def _conv_norm(
     channels: int, features: int, kernel: int, pixels: int, out: int, last: bool
 ) -> tuple[Operation, Operation]:
-    dense = convolution(channels, features, kernel, pixels, out, bias=False, channels_last=last)
+    dense = convolution(channels, features, kernel, pixels, out, channels_last=last)
     return dense, batch_norm(features, out)
 
 
@@ -106,14 +100,12 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
     """Return a ConvNeXt: patches, stages with downsampling before all but the first, and the classifier."""
     side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
     image = Operation(kept=model.num_channels * model.image_size**2)
-    patches = convolution(
-        model.num_channels, channels, model.patch_size, model.image_size**2, side**2, bias=True, of_images=True
-    )
+    patches = convolution(model.num_channels, channels, model.patch_size, model.image_size**2, side**2, of_images=True)
     blocks, number = [Block((image, patches, layer_norm(channels, side**2, autocast=autocast)))], 0
     for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         if index:
             half = side // 2
-            halving = convolution(channels, features, 2, side**2, half**2, bias=True)
+            halving = convolution(channels, features, 2, side**2, half**2)
             norm = layer_norm(channels, side**2, autocast=autocast)
             blocks.append(Block((norm, halving), place="block", first=number))
             side = half
@@ -136,8 +128,7 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
             last = (*layer[:-1], replace(layer[-1], kept=0))
             blocks.append(Block(last, 1, size, "block", number + depth - 1))
         channels, number = features, number + depth
-    pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
-    head = (pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))
+    head = (mean_pool(channels, side**2), layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))
     blocks.append(Block(head, place="closing"))
     return VisionNetwork(tuple(blocks), classes=model.num_labels, pooled=channels)
 
@@ -152,10 +143,10 @@ def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     hidden, side = model.hidden_size, model.image_size // model.patch_size
     tokens = side**2 + 1
     build = _Builder(fused, autocast)
-    layer = build.layer(tokens, hidden, model.num_attention_heads, model.intermediate_size, bias=model.qkv_bias)
+    layer = build.layer(model, tokens, bias=model.qkv_bias)
     return VisionNetwork(
         (
-            Block(build.patches(model.num_channels, model.image_size, model.patch_size, hidden, bias=True)),
+            Block(build.patches(model)),
             Block(layer, model.num_hidden_layers, tokens * hidden * build.stream, "block"),
             Block((build.norm(hidden, 1), linear(1, hidden, model.num_labels, kept=False)), place="closing"),
         ),
@@ -172,24 +163,21 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     image, text, joint = model.vision_config, model.text_config, model.projection_dim
     tokens, words = (image.image_size // image.patch_size) ** 2 + 1, text.max_position_embeddings
     build = _Builder(fused, autocast, quick_gelu=True)
-    patches = build.patches(image.num_channels, image.image_size, image.patch_size, image.hidden_size, bias=False)
     table = Operation(
-        parameters=(text.vocab_size + words) * text.hidden_size,
         kept=words * text.hidden_size * build.stream,  # the sum with the positions, saved by the first norm
         kept_bytes=8 * words,  # token ids, as int64
         inputs=2 * words * text.hidden_size,
         outputs=words * text.hidden_size,
         moved_back=2 * words * text.hidden_size,
     )
-    seen = build.layer(tokens, image.hidden_size, image.num_attention_heads, image.intermediate_size)
-    read = build.layer(words, text.hidden_size, text.num_attention_heads, text.intermediate_size)
+    seen, read = build.layer(image, tokens), build.layer(text, words)
     ends = (
         (build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False, kept=False)),
         (build.norm(text.hidden_size, 1), linear(1, text.hidden_size, joint, bias=False, kept=False)),
     )
     return VisionNetwork(
         (
-            Block((*patches, build.norm(image.hidden_size, tokens)), tower="image"),
+            Block((*build.patches(image), build.norm(image.hidden_size, tokens)), tower="image"),
             Block(seen, image.num_hidden_layers, tokens * image.hidden_size * build.stream, "block", tower="image"),
             Block(ends[0], place="closing", tower="image"),
             Block((table,), tower="text"),
@@ -197,7 +185,6 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
             Block(ends[1], place="closing", tower="text"),
         ),
         features=2 * joint,
-        scalars=1 if model.logit_bias_init_value is None else 2,
     )
 
 
@@ -210,16 +197,14 @@ def llava_tower(model: LlavaSpec) -> VisionNetwork:
     image, text = model.vision_config, model.text_config
     build = _Builder(fused=True, autocast=False, quick_gelu=image.hidden_act == "quick_gelu")
     tokens = (image.image_size // image.patch_size) ** 2 + 1
-    patches = build.patches(image.num_channels, image.image_size, image.patch_size, image.hidden_size, bias=False)
-    layer = build.layer(tokens, image.hidden_size, image.num_attention_heads, image.intermediate_size)
     rows = model.tokens_per_image
     projector = (
         linear(rows, image.hidden_size, text.hidden_size),
         activation(rows * text.hidden_size, before_linear=True),
         linear(rows, text.hidden_size, text.hidden_size, kept=False),
     )
-    opening = Block((*patches, build.norm(image.hidden_size, tokens)), tower="image")
-    blocks = Block(layer, model.tower_depth, tokens * image.hidden_size, "block", tower="image")
+    opening = Block((*build.patches(image), build.norm(image.hidden_size, tokens)), tower="image")
+    blocks = Block(build.layer(image, tokens), model.tower_depth, tokens * image.hidden_size, "block", tower="image")
     return VisionNetwork((opening, blocks, Block(projector, place="closing", tower="image")))
 
 
@@ -239,15 +224,15 @@ class _Builder:
     def norm(self, hidden: int, rows: int) -> Operation:
         return layer_norm(hidden, rows, autocast=self.autocast)
 
-    def patches(self, channels: int, side: int, patch: int, hidden: int, *, bias: bool) -> tuple[Operation, ...]:
+    def patches(self, tower: VitSpec | ClipVisionSpec) -> tuple[Operation, ...]:
         """Return the image, the patches as a convolution, and the sum with class token and positions."""
-        pixels, tokens = side**2, (side // patch) ** 2
+        channels, hidden, patch = tower.num_channels, tower.hidden_size, tower.patch_size
+        pixels, tokens = tower.image_size**2, (tower.image_size // patch) ** 2
         embedded = (tokens + 1) * hidden
         return (
             Operation(kept=channels * pixels),
-            convolution(channels, hidden, patch, pixels, tokens, bias=bias, of_images=True, kept=False),
+            convolution(channels, hidden, patch, pixels, tokens, of_images=True, kept=False),
             Operation(
-                parameters=(tokens + 2) * hidden,
                 kept=embedded * self.stream,
                 inputs=2 * embedded,
                 outputs=2 * embedded,
@@ -255,8 +240,11 @@ class _Builder:
             ),
         )
 
-    def layer(self, rows: int, hidden: int, heads: int, inner: int, *, bias: bool = True) -> tuple[Operation, ...]:
+    def layer(
+        self, tower: VitSpec | ClipVisionSpec | ClipTextSpec, rows: int, *, bias: bool = True
+    ) -> tuple[Operation, ...]:
         """Return a pre-norm transformer block; ``bias`` is that of the query, key and value projections."""
+        hidden, heads, inner = tower.hidden_size, tower.num_attention_heads, tower.intermediate_size
         joined = addition(rows * hidden, autocast=self.autocast)
         return (
             self.norm(hidden, rows),
@@ -322,5 +310,5 @@ def training_flops(model: VisionSpec) -> int:
 @lru_cache(maxsize=64)
 def vision_size(model: VisionSpec) -> ModelSize:
     """Return parameters, and training FLOPs per image, or per pair of image and text."""
-    parameters = network(model).parameters
+    parameters, _ = parameter_counts(model)
     return ModelSize(parameters, parameters, float(training_flops(model)))

@@ -1,4 +1,4 @@
-"""Operations of vision networks: parameters, products, memory traffic and saved activations of each.
+"""Operations of vision networks: products, memory traffic and saved activations of each.
 
 All figures are for one sample; an element is one value in the training precision.
 
@@ -29,7 +29,6 @@ def convolution(
     pixels: int,
     out_pixels: int,
     *,
-    bias: bool,
     channels_last: bool = True,
     of_images: bool = False,
     kept: bool = True,
@@ -40,7 +39,6 @@ def convolution(
     """
     inputs, outputs, depth = channels * pixels, features * out_pixels, channels * kernel**2
     return Operation(
-        parameters=depth * features + (features if bias else 0),
         rows=out_pixels,
         columns=features,
         depth=depth,
@@ -64,7 +62,6 @@ def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
     """
     size = channels * pixels
     return Operation(
-        parameters=channels * (kernel**2 + 1),
         rows=pixels,
         columns=channels,
         depth=kernel**2,
@@ -87,7 +84,6 @@ def linear(
     """
     inputs, outputs = rows * channels, rows * features
     return Operation(
-        parameters=channels * features + (features if bias else 0),
         rows=rows,
         columns=features,
         depth=channels,
@@ -104,7 +100,6 @@ def batch_norm(channels: int, pixels: int) -> Operation:
     """Return a BatchNorm. Forward reads its input twice (statistics, values), backward reads two tensors twice."""
     size = channels * pixels
     return Operation(
-        parameters=2 * channels,
         kept_once_bytes=2 * _FP32 * channels,
         inputs=2 * size,
         outputs=size,
@@ -116,7 +111,6 @@ def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation
     """Return a LayerNorm, with one saved mean and inverse root per row. Backward: input gradient, two weight sums."""
     size = channels * rows
     return Operation(
-        parameters=2 * channels,
         kept=size,
         kept_for_weights=size,
         kept_bytes=2 * _FP32 * rows,
@@ -155,7 +149,7 @@ def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operatio
     """Return a layer scale: a learned factor per channel."""
     size = channels * rows
     outputs = size * (2 if autocast else 1)
-    return Operation(parameters=channels, inputs=size, outputs=outputs, moved_back=2 * outputs + 2 * size, kernels=4)
+    return Operation(inputs=size, outputs=outputs, moved_back=2 * outputs + 2 * size, kernels=4)
 
 
 def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
@@ -170,6 +164,12 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
         outputs=outputs + indices,
         moved_back=2 * inputs + outputs + indices,
     )
+
+
+def mean_pool(channels: int, pixels: int) -> Operation:
+    """Return the mean over an image, whose input is not saved for it."""
+    size = channels * pixels
+    return Operation(kept=channels, reads_input=False, inputs=size, outputs=channels, moved_back=size)
 
 
 def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool = False) -> tuple[Operation, ...]:
@@ -230,7 +230,6 @@ class Operation:
     product too, as implicit GEMM with its output pixels as rows (cuDNN, arXiv:1410.0759).
     """
 
-    parameters: int = 0
     rows: int = 0
     columns: int = 0
     depth: int = 0
@@ -241,6 +240,7 @@ class Operation:
     fused_attention: bool = False  # both products and the softmax in one kernel
     depthwise: bool = False  # each channel separately, without tensor cores
     pointwise: bool = False  # each output element needs only the input element at its position
+    reads_input: bool = True  # its backward pass needs its input
     kept: int = 0  # elements saved for the backward pass
     kept_for_weights: int = 0  # those of them that only the gradient of a weight needs
     kept_bytes: int = 0  # bytes saved in fixed types: statistics and indices
@@ -285,11 +285,6 @@ class Block:
     training: str = "trained"
 
     @property
-    def parameters(self) -> int:
-        """Parameters of one block."""
-        return sum(operation.parameters for operation in self.operations)
-
-    @property
     def macs(self) -> int:
         """Multiply-accumulate operations of one block and sample, forward."""
         return sum(operation.macs for operation in self.operations)
@@ -303,12 +298,6 @@ class VisionNetwork:
     features: int = 0  # elements per sample that contrastive learning gathers from all ranks; 0: a classifier
     classes: int = 0
     pooled: int = 0  # elements of the features before the classifier
-    scalars: int = 0  # parameters without dimensions, such as the temperature of CLIP's logits
-
-    @property
-    def parameters(self) -> int:
-        """Number of trainable parameters."""
-        return self.scalars + sum(block.parameters * block.count for block in self.blocks)
 
     @property
     def macs(self) -> int:

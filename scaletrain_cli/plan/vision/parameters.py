@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -59,6 +60,15 @@ def vision_parameters(model: VisionSpec | LlavaSpec) -> tuple[Parameter, ...]:
             return tuple(_clip(model))
         case LlavaSpec():
             return tuple(_llava(model))
+
+
+@lru_cache(maxsize=64)
+def parameter_counts(model: VisionSpec | LlavaSpec) -> tuple[int, int]:
+    """Return the number of parameters that are computed with, and that of the largest block."""
+    sizes = Counter[tuple[str, str, int | None]]()
+    for each in vision_parameters(model):
+        sizes[each.tower, each.place, each.block] += each.numel if each.trains else 0
+    return sizes.total(), max(sizes.values())
 
 
 @lru_cache(maxsize=64)

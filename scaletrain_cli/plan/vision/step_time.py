@@ -25,9 +25,9 @@ from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, loss_seconds, views
 from scaletrain_cli.plan.vision.networks import planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
-from scaletrain_cli.plan.vision.parameters import vision_buffers
+from scaletrain_cli.plan.vision.parameters import parameter_counts, vision_buffers
 from scaletrain_cli.plan.vision.trained import trained_count, trained_network
-from scaletrain_cli.spec import ResNetSpec, RunSpec
+from scaletrain_cli.spec import ModelSpec, ResNetSpec, RunSpec
 
 # Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if
 # rows are not a multiple of 16 bytes, as with 197 tokens, so that elements are loaded one by one (NVIDIA, Matrix
@@ -166,7 +166,7 @@ def vision_stage_time(
     """
     training, profile = spec.training, framework_of(spec).profile
     whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
-    count = whole.parameters if stage is None else trained_count(spec, stage)
+    count = trained_count(spec, stage)
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
     on, images = machine(device, training.precision, layout.compile), views(spec)
     forward, backward, launched = pass_seconds(whole, images * layout.micro_batch_size, on)
@@ -308,7 +308,8 @@ def _data_seconds(
     """
     ranks, micro_batches, training = zero_shards(layout), layout.gradient_accumulation_steps, spec.training
     link, element = cluster_link(spec.cluster, device), weight_bytes(training.precision)
-    weights = whole.parameters * element
+    assert not isinstance(spec.model, ModelSpec)
+    weights = parameter_counts(spec.model)[0] * element
     gradients = trained * (profile.gradient_reduced or gradient_bytes(training.precision, training.grad_dtype))
     # A contrastive loss gathers two feature vectors of each sample.
     features = 0 if least else 2 * feature_width(spec, whole)

@@ -17,6 +17,7 @@ from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.vision.memory import activation_bytes, loss_bytes
 from scaletrain_cli.plan.vision.networks import network
 from scaletrain_cli.plan.vision.operations import VisionNetwork
+from scaletrain_cli.plan.vision.parameters import parameter_counts
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 from tests.plan.vision.test_vision_size import model_of
@@ -55,7 +56,7 @@ def whole(preset: str) -> VisionNetwork:
 def test_a_plan_counts_images_and_goes_through_json(preset: str) -> None:
     plan = make_plan(spec_of(preset))
     assert plan.memory.fits
-    assert plan.model.parameters == whole(preset).parameters
+    assert plan.model.parameters == parameter_counts(model_of(preset))[0]
     assert plan.time.tokens_per_second == pytest.approx(512 / plan.time.step)
     assert plan.durability.checkpoint_bytes >= 12 * plan.model.parameters
     assert json.loads(json.dumps(plan.to_json()))["layout"]["tensor_parallel"] == 1
