@@ -78,10 +78,7 @@ class _Sample:
 
 
 def source_sizes(
-    data: DataSpec,
-    runs_root: Path,
-    folder: Path = Path(),
-    files: Mapping[str, Sequence[SourceFile]] | None = None,
+    data: DataSpec, runs_root: Path, folder: Path = Path(), files: Mapping[str, Sequence[SourceFile]] | None = None
 ) -> dict[str, SourceSize]:
     """Return the size of each source of text by its name; sources that cannot be read here are left out.
 

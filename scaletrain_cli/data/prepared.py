@@ -146,11 +146,7 @@ def _require_readable(data: DataSpec, folder: Path, known: Mapping[str, Path]) -
 
 
 def _sources(
-    data: DataSpec,
-    runs_root: Path,
-    folder: Path,
-    read: ReadHashes | None,
-    known: Mapping[str, Path] | None = None,
+    data: DataSpec, runs_root: Path, folder: Path, read: ReadHashes | None, known: Mapping[str, Path] | None = None
 ) -> list[_Found] | None:
     """Return the sources of a spec; None if the content of one is not known, and ``read`` is None."""
     found = []

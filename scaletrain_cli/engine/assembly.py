@@ -337,12 +337,7 @@ def _require_same_data(
 
 
 def _mixture(
-    run: RunDir,
-    record: RunRecord,
-    data: RunData,
-    first_batch: int,
-    ranks: Ranks,
-    consensus: RankConsensus,
+    run: RunDir, record: RunRecord, data: RunData, first_batch: int, ranks: Ranks, consensus: RankConsensus
 ) -> RunMixture:
     """Return the mixture of sources from a batch on, which rank 0 records if it is a new one. Collective."""
     found: RunMixture | None = None

@@ -150,12 +150,7 @@ class ModelStepper(Stepper):
     """
 
     def __init__(
-        self,
-        composed: Composed,
-        training: TrainingSpec,
-        mesh: Mesh,
-        device: torch.device,
-        sources: Sequence[str] = (),
+        self, composed: Composed, training: TrainingSpec, mesh: Mesh, device: torch.device, sources: Sequence[str] = ()
     ) -> None:
         super().__init__(composed, training, mesh)
         self._device, self._sources = device, tuple(sources)

@@ -88,11 +88,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        descriptor: int | None = None,
-        *,
-        several_nodes: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, descriptor: int | None = None, *, several_nodes: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.hang_seconds: float | None = None
         self.observer: Callable[[int, str], None] | None = None

@@ -123,11 +123,7 @@ def _write(path: Path, content: bytes | bytearray) -> None:
 
 
 def _add(
-    found: Found,
-    settings: ImageSettings,
-    classes: Mapping[str, int],
-    written: Mapping[str, _Written],
-    sizes: set[int],
+    found: Found, settings: ImageSettings, classes: Mapping[str, int], written: Mapping[str, _Written], sizes: set[int]
 ) -> Bad | None:
     """Add a sample to its split; return why it cannot be used, or None. ``sizes``: of targets of numbers."""
     try:

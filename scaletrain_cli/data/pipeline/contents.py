@@ -31,11 +31,7 @@ class _Unit(NamedTuple):
 
 @contextmanager
 def shared_reading(
-    datasets: Path,
-    workers: int,
-    progress: Progress,
-    failure: Path | None = None,
-    timing: Timing | None = None,
+    datasets: Path, workers: int, progress: Progress, failure: Path | None = None, timing: Timing | None = None
 ) -> Iterator[ReadHashes]:
     """Yield a function that returns a hash of what each of some files contains, by its path.
 

@@ -304,11 +304,7 @@ def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[
 
 
 def _without_duplicates(
-    found: Sequence[_Work],
-    section: DuplicatesSpec,
-    steps: Path,
-    memory_bytes: int,
-    crew: _Crew,
+    found: Sequence[_Work], section: DuplicatesSpec, steps: Path, memory_bytes: int, crew: _Crew
 ) -> list[_Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
     chosen = [number for number, each in enumerate(found) if applies(section, each.source)]

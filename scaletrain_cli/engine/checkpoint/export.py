@@ -420,13 +420,7 @@ def export(
 
 
 def export_adapter(
-    checkpoint: Path,
-    spec: RunSpec,
-    output: Path,
-    text: TextFiles,
-    base: Base | None = None,
-    *,
-    averaged: bool = False,
+    checkpoint: Path, spec: RunSpec, output: Path, text: TextFiles, base: Base | None = None, *, averaged: bool = False
 ) -> dict[str, Any]:
     """Write the adapter of a run as a PEFT folder, in fp32, and return its path and size. As ``export`` otherwise."""
     model_type = to_hugging_face(exported_model(spec.transformer))["model_type"]

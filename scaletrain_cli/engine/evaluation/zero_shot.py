@@ -21,10 +21,7 @@ _PROMPTS_AT_A_TIME = 64
 
 
 def class_features(
-    classes: Sequence[str],
-    templates: Sequence[str],
-    encode: Callable[[Sequence[str]], Tensor],
-    axis: Axis,
+    classes: Sequence[str], templates: Sequence[str], encode: Callable[[Sequence[str]], Tensor], axis: Axis
 ) -> Tensor:
     """Return the feature of each class, [classes, d] in fp32 on the CPU, the same on every rank. Collective.
 

@@ -92,10 +92,7 @@ class StepSplit:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        waits: CollectiveWaits | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, device: torch.device, waits: CollectiveWaits | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._on_gpu, self._device, self._clock = device.type == "cuda", device, clock
         self._waits, self._waited_before = waits, 0.0

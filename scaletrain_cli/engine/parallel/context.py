@@ -172,15 +172,7 @@ class _Kernel:
         return ((scores - sums.unsqueeze(-1)).exp_().to(value.dtype) @ value), sums
 
     def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        result: Tensor,
-        sums: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
+        self, gradient: Tensor, query: Tensor, result: Tensor, sums: Tensor, key: Tensor, value: Tensor, *, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values; ``result`` and ``sums`` are those over all keys."""
         scale, heads, queries, keys = self._scale, key.shape[1], query.shape[2], key.shape[2]

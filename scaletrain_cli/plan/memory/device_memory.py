@@ -61,12 +61,7 @@ def verdict(fits: bool, probability: float) -> str:
 
 
 def plan_memory(
-    spec: RunSpec,
-    layout: Layout,
-    device: Accelerator,
-    framework: Framework | None = None,
-    *,
-    every_stage: bool = True,
+    spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework | None = None, *, every_stage: bool = True
 ) -> Memory:
     """Return the memory of the worst rank against the device, and of each pipeline stage.
 

@@ -74,11 +74,7 @@ def rank_model_states(
 
 
 def engine_states(
-    spec: RunSpec,
-    layout: Layout,
-    stage: Stage,
-    replica: int | None = None,
-    trained: TrainedStage | None = None,
+    spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None, trained: TrainedStage | None = None
 ) -> tuple[ModelStates, int]:
     """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory.
 
@@ -228,12 +224,7 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage, trained: Tra
 
 
 def _gradient_elements(
-    spec: RunSpec,
-    layout: Layout,
-    groups: tuple[SharedGroup, ...],
-    replica: int | None,
-    padded: int,
-    partition: int,
+    spec: RunSpec, layout: Layout, groups: tuple[SharedGroup, ...], replica: int | None, padded: int, partition: int
 ) -> int:
     """Return the gradient elements that a rank holds in ZeRO stages 1 and 2.
 

@@ -186,13 +186,7 @@ class Bounds:
         return [each * self._batch / (axes.data * size) for size in micro_batches]
 
     def peak_bytes(
-        self,
-        axes: Axes,
-        zero_stage: int,
-        micro_batch: int,
-        checkpointing: str,
-        offload: str,
-        enough: float = math.inf,
+        self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str, enough: float = math.inf
     ) -> int:
         """Return a lower bound on the bytes of the fullest rank; that of its states alone if it exceeds ``enough``."""
         if axes.pipeline > 1 and not self._alike:
@@ -216,13 +210,7 @@ class Bounds:
         return int(_SLACK * (held * share + activations))
 
     def stage_bytes(
-        self,
-        axes: Axes,
-        zero_stage: int,
-        micro_batch: int,
-        checkpointing: str,
-        offload: str,
-        enough: float = math.inf,
+        self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str, enough: float = math.inf
     ) -> int:
         """Return a closer lower bound than ``peak_bytes`` for the ranks of a pipeline: that of one of its full stages.
 

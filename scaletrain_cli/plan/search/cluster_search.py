@@ -325,11 +325,7 @@ def with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Trie
 
 
 def refined(
-    clusters: Clusters,
-    limits: ClusterLimits,
-    names: Sequence[str | None],
-    tried: Sequence[Tried],
-    fewest_nodes: int,
+    clusters: Clusters, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
 ) -> tuple[list[Tried], int]:
     """Plan more clusters, most promising first, until none can beat the best; return them, and how many were left."""
     spec = clusters.spec

@@ -231,10 +231,7 @@ class Clip(VisionModel):
         return normalized(self.text_projection(self.text_model(tokens)))
 
     def forward(
-        self,
-        pixels: Tensor | None,
-        tokens: Tensor | None,
-        output: Callable[[Clip, Any], Any] | None = None,
+        self, pixels: Tensor | None, tokens: Tensor | None, output: Callable[[Clip, Any], Any] | None = None
     ) -> Any:
         """Return the ``ClipFeatures`` of pairs of image and caption.
 
