@@ -173,7 +173,9 @@ class Trainer:
             decision, measures = self.step_sync.agree(state.step, self.deferred_metrics.due(state.step))
             save_due = decision is StepDecision.SAVE or state.at_last_step
             if save_due or state.evaluation_due or decision is StepDecision.PREEMPT:
-                measures += self._remaining_measures()
+                agreed = self.step_sync.consensus.on_values
+                # None on a CPU, those of the newest step on a GPU.
+                measures += [each._replace(values=agreed(each.values)) for each in self.deferred_metrics.remaining()]
             rolled_back = self._check(state, measures)
             if decision is StepDecision.PREEMPT:
                 return
@@ -401,11 +403,6 @@ class Trainer:
                 state["batch_norm_images"] = images
             self.checkpointer.save(step, state, wait=wait)
         self.ledger.write()
-
-    def _remaining_measures(self) -> list[StepMeasures]:
-        """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""
-        agreed = self.step_sync.consensus.on_values
-        return [measured._replace(values=agreed(measured.values)) for measured in self.deferred_metrics.remaining()]
 
     def _save_before_exit(self, step: int) -> dict[str, Any]:
         """Save and wait, unless the grace period is too short; return the details of a save that was left out."""

@@ -44,7 +44,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
     """
     limits = model.limits() if isinstance(model, TrainedModel) else {}
     if stage is None:
-        kept = set() if settings.decay_embeddings else _embeddings(model)
+        embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding | VocabularyParallelEmbedding))
+        kept = set() if settings.decay_embeddings else {id(w) for each in embeddings for w in each.parameters(False)}
         never = model.never_decays if isinstance(model, TrainedModel) else (lambda _: False)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -55,7 +56,9 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
             if name in limits:
                 limited.append({"params": [parameter], "weight_decay": 0.0, LIMITS: limits[name]})
                 continue
-            decays = _is_matrix(parameter) and id(parameter) not in kept and not (name.endswith("bias") or never(name))
+            # ZeRO-3 keeps the shape of a partitioned parameter in ``ds_shape``.
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+            decays = is_matrix and id(parameter) not in kept and not (name.endswith("bias") or never(name))
             (decayed if decays else others).append(parameter)  # biases of experts are stacked
         groups: Groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
         return [*groups, {"params": others, "weight_decay": 0.0}, *limited]
@@ -119,16 +122,6 @@ def freeze(model: nn.Module, stage: Stage) -> None:
     """Let only the parameters train that train in a stage. Call it before DeepSpeed starts."""
     for parameter, (name, *_) in names_of_parameters(model).items():
         parameter.requires_grad_(name in stage.since)
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    modules = (each for each in model.modules() if isinstance(each, nn.Embedding | VocabularyParallelEmbedding))
-    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Return True for at least two dimensions; ZeRO-3 keeps the shape of a partitioned parameter in ``ds_shape``."""
-    return len(getattr(parameter, "ds_shape", parameter.shape)) > 1
 
 
 def build_optimizer(

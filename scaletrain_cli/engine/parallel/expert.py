@@ -30,7 +30,9 @@ from scaletrain_cli.engine.parallel.mesh import (
 def shard_experts(model: nn.Module, mesh: Mesh) -> None:
     """Keep this rank's experts of a model on the meta device, and its share of their channels. Collective."""
     expert, tensor = mesh.expert, mesh.tensor
-    shards = None if expert.group is None else _replica_group(mesh)
+    shards = None  # the ranks that ZeRO shards a rank's experts over; a group even for one rank
+    if expert.group is not None:
+        shards = _own_group(1) if mesh.expert_replicas.group is None else mesh.expert_replicas.group
     for layer in moe_layers_of(model):
         held = len(layer.experts.members) // expert.size
         layer.experts.members = layer.experts.members[expert.rank * held : (expert.rank + 1) * held]
@@ -219,13 +221,6 @@ def _mark_for_deepspeed(shard: nn.Parameter, expert: Axis, shards: dist.ProcessG
 
 def _group_name(expert: Axis) -> str:
     return f"ep_size_{expert.size}"
-
-
-def _replica_group(mesh: Mesh) -> dist.ProcessGroup:
-    """Return the ranks that ZeRO shards a rank's experts over; a group even for one rank."""
-    if mesh.expert_replicas.group is not None:
-        return mesh.expert_replicas.group
-    return _own_group(1)
 
 
 def _own_group(size: int) -> dist.ProcessGroup:

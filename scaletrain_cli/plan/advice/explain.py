@@ -165,7 +165,9 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
     rows = tuple(row(f"ZeRO-{c.layout.zero_stage}, recompute {c.layout.activation_checkpointing}", c) for c in sharded)
     if not fitting:
         least = min(sharded, key=lambda candidate: candidate.memory.peak)
-        what = "activations" if (least.memory.activations + least.memory.logits) > _kept(least) else "states"
+        memory = least.memory
+        states = memory.parameters + memory.gradients + memory.optimizer_states
+        what = "activations" if memory.activations + memory.logits > states else "states"
         verdict = Reason("plan.sharding-too-small", {"device": _noun(device), "what": what})
         return Question("sharding", question, rows, False, (verdict,), (Reason("plan.cut-layers"),))
     fastest = min(fitting, key=lambda candidate: candidate.time.step)
@@ -237,11 +239,6 @@ def _not_yet(spec: RunSpec, axis: str) -> Iterator[Reason]:
 
 def _per_parameter(size: int, count: int) -> Reason:
     return Reason("plan.bytes-per-parameter", {"bytes_per_parameter": size / count})
-
-
-def _kept(candidate: Candidate) -> int:
-    memory = candidate.memory
-    return memory.parameters + memory.gradients + memory.optimizer_states
 
 
 def _within_node(spec: RunSpec) -> list[int]:

@@ -146,17 +146,14 @@ def _bubble(plan: RunPlan) -> Iterator[Question]:
     if stages == 1:
         return
     share = (stages - 1) / (micro_batches * chunks)
+    formula = Reason("plan.bubble-formula", {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
     rows = (
-        Row("ideal bubble, of the compute", share=share, note=_formula(stages, micro_batches, chunks)),
+        Row("ideal bubble, of the compute", share=share, note=formula),
         Row("bubble of this plan, of the step", seconds=time.bubble, share=time.bubble / time.step),
     )
     verdict = Reason("plan.bubble-share", {"share": time.bubble / time.step})
     follows = () if share < 0.1 else (Reason("plan.shrink-the-bubble"),)
     yield Question("bubble", Reason("plan.ask-bubble"), rows, None, (verdict,), follows)
-
-
-def _formula(stages: int, micro_batches: int, chunks: int) -> Reason:
-    return Reason("plan.bubble-formula", {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
 
 
 def _communication(plan: RunPlan) -> Question:

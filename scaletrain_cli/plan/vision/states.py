@@ -26,18 +26,15 @@ def vision_states(spec: RunSpec, layout: Layout, stage: Stage | None = None, rep
     """
     tensors = trained_tensors(spec, stage)
     states = states_of_tensors(spec, layout, tensors, replica)[0]
-    averaged = 0 if spec.training.averaging.name == "none" else MASTER_BYTES * _statistics(spec)
     assert not isinstance(spec.model, ModelSpec)
+    buffers = vision_buffers(spec.model)
+    # Running statistics are averaged as the weights are; counters are not.
+    statistics = sum(buffer.size_bytes for buffer in buffers if buffer.element_bytes == MASTER_BYTES)
+    averaged = 0 if spec.training.averaging.name == "none" else statistics
     return states._replace(
-        parameters=states.parameters + sum(buffer.size_bytes for buffer in vision_buffers(spec.model)),
+        parameters=states.parameters + sum(buffer.size_bytes for buffer in buffers),
         optimizer_states=states.optimizer_states + averaged,
     )
-
-
-def _statistics(spec: RunSpec) -> int:
-    """Return the number of running statistics, which are averaged as the weights are; counters are not."""
-    assert not isinstance(spec.model, ModelSpec)
-    return sum(buffer.numel for buffer in vision_buffers(spec.model) if buffer.element_bytes == MASTER_BYTES)
 
 
 def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:

@@ -130,20 +130,17 @@ def _product_seconds(operation: Operation, samples: int, on: Machine, weights: b
     if operation.convolution:
         unbound = replace(unbound, depth=_CONVOLUTION_DEPTH)
     forward = matmul_seconds(rows, depth, columns, unbound)
-    backward = _weight_seconds(rows, depth, columns, unbound) if weights else 0.0
+    backward = 0.0
+    if weights:  # whose many rows are divided to fill all multiprocessors
+        tiles = -(-depth // unbound.tile_rows) * -(-columns // unbound.tile_columns)
+        parts = max(1, min(unbound.multiprocessors // tiles, rows // unbound.depth))
+        backward = matmul_seconds(depth * parts, _whole(-(-rows // parts), _PART), columns, unbound)
     if operation.has_input_gradient:
         backward += matmul_seconds(rows, columns * operation.taps, depth // operation.taps, unbound)
     same_size = operation.inputs * operation.taps == operation.rows * depth
     if operation.taps == 9 and same_size and not on.matrix_units and not rate.is_cpu:
         return forward / _WINOGRAD, backward / _WINOGRAD
     return forward, backward
-
-
-def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:
-    """Return the seconds of the weight gradient, whose many rows are divided to fill all multiprocessors."""
-    tiles = -(-depth // rate.tile_rows) * -(-columns // rate.tile_columns)
-    parts = max(1, min(rate.multiprocessors // tiles, rows // rate.depth))
-    return matmul_seconds(depth * parts, _whole(-(-rows // parts), _PART), columns, rate)
 
 
 def _whole(count: int, multiple: int) -> int:
