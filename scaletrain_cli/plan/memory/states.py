@@ -121,7 +121,11 @@ def chosen_master(spec: RunSpec, usual: MasterWeights, *, engine: bool) -> Maste
 
 
 def master_bytes(precision: str, zero_stage: int, master: MasterWeights) -> int:
-    """Return the bytes per parameter of the copy of the weights that the optimizer updates; 0 if there is none."""
+    """Return the bytes per parameter of the copy of the weights that the optimizer updates; 0 if there is none.
+
+    DeepSpeed keeps one except in stage 0 of fp32; Megatron-LM and nanotron keep one for 16-bit weights; the weights of
+    FSDP are fp32 themselves (torch, MixedPrecisionPolicy).
+    """
     if master is MasterWeights.OF_16_BITS:
         return 2 if zero_stage else 0
     if master in (MasterWeights.THE_WEIGHTS, MasterWeights.NONE):
@@ -180,21 +184,6 @@ def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int
     return found.moment_bytes * _STATE_BYTES[state_dtype] // _FP32_BYTES
 
 
-def optimizer_state_bytes_per_parameter(
-    precision: str,
-    zero_stage: int,
-    optimizer: str = "adamw",
-    master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
-    state_dtype: str = "fp32",
-) -> int:
-    """Return the bytes of moments and master weights per parameter.
-
-    DeepSpeed keeps master weights except in stage 0 of fp32; Megatron-LM and nanotron keep them for 16-bit weights; the
-    weights of FSDP are fp32 themselves (torch, MixedPrecisionPolicy).
-    """
-    return moment_bytes_per_parameter(optimizer, state_dtype) + master_bytes(precision, zero_stage, master)
-
-
 def moment_bytes(optimizer: str, elements: int, state_dtype: str = "fp32") -> int:
     """Return the bytes of the moments of one flat tensor with ``elements`` parameters."""
     if optimizer != "adamw_8bit":
@@ -225,7 +214,7 @@ def checkpoint_bytes_per_parameter(
 
     In stage 3 the master weights are the only weights in the checkpoint.
     """
-    states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, master, state_dtype)
+    states = moment_bytes_per_parameter(optimizer, state_dtype) + master_bytes(precision, zero_stage, master)
     alone = zero_stage == 3 and master is not MasterWeights.NONE
     return states if alone else weight_bytes(precision) + states
 
@@ -251,7 +240,8 @@ def model_state_bytes(
     held_weights = partition if zero_stage >= 3 else parameters
     held_gradients = partition if zero_stage >= 2 else parameters
     held_states = partition if zero_stage >= 1 else parameters
-    states = held_states * optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, master, state_dtype)
+    each = moment_bytes_per_parameter(optimizer, state_dtype) + master_bytes(precision, zero_stage, master)
+    states = held_states * each
     if optimizer == "adamw_8bit":
         states += 2 * _FP32_BYTES * -(-held_states // _SCALED_VALUES)
     if master is MasterWeights.THE_WEIGHTS:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
-from scaletrain_cli.plan.memory.states import gradient_bytes, optimizer_state_bytes_per_parameter, weight_bytes
+from scaletrain_cli.plan.memory.states import MOMENT_BYTES, MasterWeights, gradient_bytes, master_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -60,7 +60,8 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
     if spec.layout.offload_device == "nvme":
         given = spec.cluster.nvme_bandwidth
         drive = (_NVME_BANDWIDTH if given == "auto" else max(given, 1.0)) / spec.cluster.gpus_per_node
-        states = updated * optimizer_state_bytes_per_parameter(training.precision, layout.zero_stage)
+        master = master_bytes(training.precision, layout.zero_stage, MasterWeights.OF_EACH_PARTITION)
+        states = updated * (MOMENT_BYTES + master)
         seconds += (2 * states + fetched) / drive  # states are read and written; no overlap with the drives
     return seconds
 

@@ -24,8 +24,9 @@ from scaletrain_cli.plan.memory.states import (
     MasterWeights,
     checkpoint_bytes_per_parameter,
     lighter_update_bytes,
+    master_bytes,
     model_state_bytes,
-    optimizer_state_bytes_per_parameter,
+    moment_bytes_per_parameter,
     uses_bf16_optimizer,
 )
 from scaletrain_cli.plan.planning import make_plan
@@ -160,7 +161,7 @@ def test_deepspeed_holds_and_saves_what_the_planner_says(
 
 def test_moments_of_fewer_bits_and_no_master_weights_take_the_bytes_of_their_dtypes() -> None:
     def held(dtype: str, master: MasterWeights) -> int:
-        return optimizer_state_bytes_per_parameter("bf16", 1, "adamw", master, dtype)
+        return moment_bytes_per_parameter("adamw", dtype) + master_bytes("bf16", 1, master)
 
     usual = MasterWeights.OF_EACH_PARTITION
     assert [held(dtype, usual) for dtype in ("fp32", "bf16", "fp8")] == [12, 8, 6]
