@@ -411,16 +411,16 @@ class RunPlan:
         data["alternatives"] = [
             dataclasses.asdict(each.layout)
             | {"time": {"step": each.step_seconds}, "memory": {"peak": each.peak_bytes}, "fits": each.fits}
-            | {"why": str(each.why), **coded(each.why)}
+            | {"why": str(each.why), **each.why.to_document()}
             for each in self.alternatives
         ]
         data["rejected"] = [
-            {"reason": each.text, "count": each.count, "example": each.example, **coded(each.reason)}
+            {"reason": each.text, "count": each.count, "example": each.example, **each.reason.to_document()}
             for each in self.rejected
         ]
         data["sanity"] = [
             {"topic": each.topic, "value": each.value, "verdict": each.verdict, "message": f"{each.message}."}
-            | coded(each.message)
+            | each.message.to_document()
             for each in self.sanity
         ]
         data["cost"] = self.cost.to_json()
@@ -428,20 +428,15 @@ class RunPlan:
             reasons: tuple[Reason, ...] = getattr(self, name)
             stop = "." if name == "warnings" else ""
             data[name] = [f"{reason}{stop}" for reason in reasons]
-            data[f"{name.removesuffix('s')}_reasons"] = [coded(reason) for reason in reasons]
+            data[f"{name.removesuffix('s')}_reasons"] = [reason.to_document() for reason in reasons]
         return {"schema": data.pop("schema"), **data}
 
 
 _REASONED = ("alternatives", "rejected", "sanity", "warnings", "assumptions")
 
 
-def coded(reason: Reason) -> dict[str, Any]:
-    """Return the code and the parameters of a reason, as in the plan's JSON."""
-    return reason.to_document()
-
-
 def _priced(row: Market | Cost) -> dict[str, Any]:
-    source = {"price_source": str(row.price_source), "price_source_reason": coded(row.price_source)}
+    source = {"price_source": str(row.price_source), "price_source_reason": row.price_source.to_document()}
     return dataclasses.asdict(row) | source
 
 

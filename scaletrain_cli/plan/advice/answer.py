@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
 from scaletrain_cli.plan.planning import Measurements, make_plan
-from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -44,7 +44,7 @@ class Compared:
     def to_json(self) -> dict[str, Any]:
         """Return ``name``, ``feasible``, ``reason`` with its code beside it, ``problems`` and the plan."""
         row = {"name": self.name, "feasible": self.feasible, "reason": self.reason and str(self.reason)}
-        row |= {} if self.reason is None else coded(self.reason)
+        row |= {} if self.reason is None else self.reason.to_document()
         problems = [problem.to_json() for problem in self.problems]
         return row | {"problems": problems, "plan": None if self.plan is None else self.plan.to_json()}
 
@@ -115,7 +115,7 @@ class Answer:
         if self.sizes:
             advice = self.sizes[0].range_advice(self.sizes)
             data["sizes"] = [size.to_json() for size in self.sizes]
-            data["range_advice"] = None if advice is None else {"text": str(advice), **coded(advice)}
+            data["range_advice"] = None if advice is None else {"text": str(advice), **advice.to_document()}
         if self.elastic is not None:
             data["elastic"] = self.elastic.to_json()
         return data

@@ -11,7 +11,7 @@ from typing import Any
 
 from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.result import Layout, coded
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.search.layouts import broken_rules
 from scaletrain_cli.plan.workloads.registry import workload_of
@@ -75,7 +75,7 @@ class Row:
         row = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.note is None:
             return row | {"note": ""}
-        return row | {"note": str(self.note), **coded(self.note)}
+        return row | {"note": str(self.note), **self.note.to_document()}
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class Question:
             "verdict": self.verdict_text,
             "follows": self.follows_text,
             "reasons": {
-                "question": coded(self.question),
-                "verdict": [coded(reason) for reason in self.verdict],
-                "follows": [coded(reason) for reason in self.follows],
+                "question": self.question.to_document(),
+                "verdict": [reason.to_document() for reason in self.verdict],
+                "follows": [reason.to_document() for reason in self.follows],
             },
         }
 

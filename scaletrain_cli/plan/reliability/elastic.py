@@ -10,7 +10,7 @@ from typing import Any
 
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize, growth, largest_usable, usable_plans
 from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, Spread, joined, spread
-from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
@@ -56,7 +56,7 @@ class ElasticOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields; ``advice`` as text, with its code in ``advice_reason``."""
-        return asdict(self) | {"advice": str(self.advice), "advice_reason": coded(self.advice)}
+        return asdict(self) | {"advice": str(self.advice), "advice_reason": self.advice.to_document()}
 
 
 def compare_on_trace(spec: RunSpec, sizes: Sequence[NodeSize], trace: SpotTrace) -> ElasticOutcome | None:

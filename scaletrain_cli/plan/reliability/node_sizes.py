@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
-from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.reasons import Reason, as_reason
 from scaletrain_cli.spec import RunSpec
@@ -42,7 +42,7 @@ class NodeSize:
             "expected_usd": None if plan is None else plan.cost.expected_usd,
             "why_not": None if self.why_not is None else str(self.why_not),
         }
-        return row | ({} if self.why_not is None else {"why_not_reason": coded(self.why_not)})
+        return row | ({} if self.why_not is None else {"why_not_reason": self.why_not.to_document()})
 
 
 def at_size(spec: RunSpec, nodes: int) -> RunSpec:

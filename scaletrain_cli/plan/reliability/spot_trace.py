@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
@@ -153,9 +153,9 @@ class TraceOutcome:
         """Return the fields; ``nodes_assumed`` and ``notes`` as texts, with their codes in ``..._reason(s)``."""
         return asdict(self) | {
             "nodes_assumed": str(self.nodes_assumed),
-            "nodes_assumed_reason": coded(self.nodes_assumed),
+            "nodes_assumed_reason": self.nodes_assumed.to_document(),
             "notes": [f"{note}." for note in self.notes],
-            "note_reasons": [coded(note) for note in self.notes],
+            "note_reasons": [note.to_document() for note in self.notes],
         }
 
 

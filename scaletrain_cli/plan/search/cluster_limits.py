@@ -9,7 +9,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.catalogue.hardware import full_name
-from scaletrain_cli.plan.result import Layout, coded
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.quantities import parse_count, parse_seconds
 
@@ -106,7 +106,7 @@ class Considered:
         row = {field.name: getattr(self, field.name) for field in fields(self)}
         row["layout"] = None if self.layout is None else asdict(self.layout)
         row["why"] = "" if self.why is None else str(self.why)
-        return row | ({} if self.why is None else coded(self.why))
+        return row | ({} if self.why is None else self.why.to_document())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.plan.planning import plan_or_raise
-from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_limits import OBJECTIVES, ClusterLimits, Considered
 from scaletrain_cli.plan.search.cluster_search import (
     Clusters,
@@ -54,7 +54,10 @@ class Sizing:
         """
         keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
         rows = [row.to_json() for row in self.considered]
-        notes = {"notes": [str(note) for note in self.notes], "note_reasons": [coded(note) for note in self.notes]}
+        notes = {
+            "notes": [str(note) for note in self.notes],
+            "note_reasons": [note.to_document() for note in self.notes],
+        }
         return (
             {key: getattr(self, key) for key in keys}
             | notes
