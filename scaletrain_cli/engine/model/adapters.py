@@ -21,7 +21,7 @@ from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, dr
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.loss import LanguageModelHead
-from scaletrain_cli.engine.model.materialization import WeightSource, normal, uniform
+from scaletrain_cli.engine.model.materialization import DrawnWeights, Initial, WeightSource
 from scaletrain_cli.engine.model.moe import Experts
 from scaletrain_cli.engine.parallel.mesh import WHOLE_SEQUENCE, SequencePart, ShardSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, is_adapter_parameter
@@ -248,6 +248,12 @@ _EXPERT_MARKS = (
 # The first values of the factors.
 
 
+def _of_factor(name: str, shape: tuple[int, ...]) -> Initial:
+    if name.endswith(".lora_A.weight"):
+        return Initial(bound=1 / math.sqrt(shape[1]))
+    return Initial(std=1.0 if name.endswith(".lora_embedding_B") else 0.0)
+
+
 @dataclass(frozen=True)
 class AdapterInitialization:
     """First values as in PEFT: A is uniform as in nn.Linear, B zero, magnitudes the norms of the rows.
@@ -270,15 +276,9 @@ class AdapterInitialization:
             return self.base.read(name, whole_shape, spec)
         if self.trained is not None:
             return self.trained.read(name, whole_shape, spec)
-        if name.endswith(".lora_A.weight"):
-            bound = 1 / math.sqrt(whole_shape[1])
-            return uniform(self.seed, name, whole_shape, bound, spec, self.device)
-        if name.endswith(".lora_embedding_B"):
-            return normal(self.seed, name, whole_shape, 1.0, spec, self.device)
         if name.endswith(".lora_magnitude_vector"):
             return self._norms(self.layers[name.removesuffix(".lora_magnitude_vector")], spec)
-        local = [n // spec.ranks if spec and dim == spec.dim else n for dim, n in enumerate(whole_shape)]
-        return torch.zeros(local, device=self.device)
+        return DrawnWeights(self.seed, self.device, _of_factor).read(name, whole_shape, spec)
 
     def _norms(self, layer: Adapted, spec: ShardSpec | None) -> Tensor:
         """Return the norms of the rows of a weight, or of those in a shard; one matrix is in memory at a time."""

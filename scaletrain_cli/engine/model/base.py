@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from scaletrain_cli.engine.model.materialization import WeightSource, constant, normal, uniform
-from scaletrain_cli.engine.parallel.mesh import ShardSpec
+from scaletrain_cli.engine.model.materialization import DrawnWeights, Initial, WeightSource
 
 if TYPE_CHECKING:
     from scaletrain_cli.engine.model.causal_lm import CausalLM
@@ -37,8 +35,12 @@ class TrainedModel(nn.Module, ABC):
         """The units of activation checkpointing and compilation, by a name of their own."""
 
     @abstractmethod
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        """Return the distribution of the first values of a parameter or stored buffer, by its Hugging Face name."""
+
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
         """Return the random weights that training begins with; ``device`` draws them."""
+        return DrawnWeights(seed, device, self.initial)
 
     def limits(self) -> dict[str, tuple[float, float]]:
         """Return the least and largest value of parameters that each update is followed by a clamp of, by name."""
@@ -49,33 +51,6 @@ class TrainedModel(nn.Module, ABC):
         return False
 
 
-class Initial(NamedTuple):
-    """The first values of a tensor: ``constant``, or drawn from Normal(0, ``std``) or Uniform(-``bound``, ``bound``).
-
-    At most one of ``std`` and ``bound`` is above 0; the constant then has no effect.
-    """
-
-    constant: float = 0.0
-    std: float = 0.0
-    bound: float = 0.0
-
-
-class DrawnWeights:
-    """A weight source: each tensor is a function of seed, name and shape; ``initial`` has its distribution."""
-
-    def __init__(self, seed: int, device: torch.device, initial: Callable[[str, tuple[int, ...]], Initial]) -> None:
-        self._seed, self._device, self._initial = seed, device, initial
-
-    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """Return this rank's shard of a parameter or a stored buffer, fp32."""
-        begins = self._initial(name, whole_shape)
-        if begins.std:
-            return normal(self._seed, name, whole_shape, begins.std, spec, self._device)
-        if begins.bound:
-            return uniform(self._seed, name, whole_shape, begins.bound, spec, self._device)
-        return constant(begins.constant, whole_shape, spec, self._device)
-
-
 class VisionModel(TrainedModel):
     """A network for images, or for pairs of image and text.
 
@@ -84,10 +59,3 @@ class VisionModel(TrainedModel):
     or the features that nt_xent compares. ``samples``: [images] int64, unique numbers of the images in the run, which
     key stochastic depth; None in evaluation. One for pairs is called with ``forward(pixels, tokens, *, output=None)``.
     """
-
-    @abstractmethod
-    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
-        """Return the distribution of the first values of a parameter or stored buffer, by its Hugging Face name."""
-
-    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
-        return DrawnWeights(seed, device, self.initial)

@@ -6,13 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import TokenContext, needs_mask
 from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.loss import LanguageModelHead
-from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource
+from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -47,12 +46,16 @@ class CausalLM(TrainedModel):
         if self.spec.tie_word_embeddings:
             self.tie()
 
-    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
-        spec = self.spec
-        norm_weight = 0.0 if spec.zero_centered_norm else 1.0
-        return ScaledInitialization(
-            seed, spec.initializer_range, spec.num_hidden_layers, self.residual_projections, device, norm_weight
-        )
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        """Return Normal(0, initializer_range) for matrices, over sqrt(2 layers) for those into the residual stream.
+
+        The variance of the residual stream is then independent of depth (GPT-2 report, section 2.3). Norms begin with
+        1, or with 0 if they are centered there, biases and sinks with 0.
+        """
+        if name.endswith("bias") or len(shape) == 1:
+            return Initial(0.0 if name.endswith(("bias", "sinks")) or self.spec.zero_centered_norm else 1.0)
+        divisor = (2 * self.spec.num_hidden_layers) ** 0.5 if name.endswith(self.residual_projections) else 1.0
+        return Initial(std=self.spec.initializer_range / divisor)
 
     @property
     def language(self) -> CausalLM:

@@ -21,91 +21,59 @@ from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
 _CHUNK_NUMEL = 2**18
 
 
-@dataclass(frozen=True)
-class ScaledInitialization:
-    """Normal(0, ``initializer_range``) matrices; those into the residual stream are divided by sqrt(2 ``layers``).
+class Initial(NamedTuple):
+    """The first values of a tensor: ``constant``, or drawn from Normal(0, ``std``) or Uniform(-``bound``, ``bound``).
 
-    The variance of the residual stream is then independent of depth (GPT-2 report, section 2.3). Norms are
-    ``norm_weight``, biases and sinks 0. Weights are a function of seed, name and whole shape. ``device`` draws them; a
-    CPU and a GPU draw different values.
+    At most one of ``std`` and ``bound`` is above 0; the constant then has no effect.
+    """
+
+    constant: float = 0.0
+    std: float = 0.0
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class DrawnWeights:
+    """A weight source: each tensor is a function of seed, name and whole shape; ``initial`` has its distribution.
+
+    ``device`` draws the values; a CPU and a GPU draw different ones.
     """
 
     seed: int
-    initializer_range: float
-    layers: int
-    residual_projections: tuple[str, ...]
     device: torch.device
-    norm_weight: float = 1.0
+    initial: Callable[[str, tuple[int, ...]], Initial]
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """Return this rank's shard of the parameter, fp32."""
-        if name.endswith("bias") or len(whole_shape) == 1:
-            value = 0.0 if name.endswith(("bias", "sinks")) else self.norm_weight
-            return constant(value, whole_shape, spec, self.device)
-        std = self.initializer_range
-        if name.endswith(self.residual_projections):
-            std /= (2 * self.layers) ** 0.5
-        return normal(self.seed, name, whole_shape, std, spec, self.device)
-
-
-def normal(
-    seed: int, name: str, whole_shape: tuple[int, ...], std: float, spec: ShardSpec | None, device: torch.device
-) -> Tensor:
-    """Return a shard of a Normal(0, std) tensor of at least one dimension, fp32."""
-
-    def draw(chunk: Tensor, generator: torch.Generator) -> Tensor:
-        return chunk.normal_(0.0, std, generator=generator)
-
-    return _drawn(draw, seed, name, whole_shape, spec, device)
-
-
-def uniform(
-    seed: int, name: str, whole_shape: tuple[int, ...], bound: float, spec: ShardSpec | None, device: torch.device
-) -> Tensor:
-    """Return a shard of a tensor of at least one dimension that is uniform between -bound and bound, fp32."""
-
-    def draw(chunk: Tensor, generator: torch.Generator) -> Tensor:
-        return chunk.uniform_(-bound, bound, generator=generator)
-
-    return _drawn(draw, seed, name, whole_shape, spec, device)
-
-
-def constant(value: float, whole_shape: tuple[int, ...], spec: ShardSpec | None, device: torch.device) -> Tensor:
-    """Return a shard of a tensor of one value, fp32."""
-    return torch.full(_local(whole_shape, spec), value, device=device)
-
-
-def _drawn(
-    draw: Callable[[Tensor, torch.Generator], Tensor],
-    seed: int,
-    name: str,
-    whole_shape: tuple[int, ...],
-    spec: ShardSpec | None,
-    device: torch.device,
-) -> Tensor:
-    """Return a shard of a random tensor, which ``draw`` fills in chunks of whole rows."""
-    *leading, columns = whole_shape
-    rows, kept_columns = torch.arange(torch.Size(leading).numel()), None
-    whole_rows = len(rows)
-    if spec is not None and spec.dim == len(leading):
-        kept_columns = ShardSpec(0, spec.ranks, spec.rank, spec.parts).take(torch.arange(columns)).to(device)
-    elif spec is not None:
-        rows = spec.take(rows.view(leading)).flatten()  # ascending, as all shards of a row-major order are
-    kept = torch.empty(_local(whole_shape, spec), device=device)
-    flat, generator = kept.view(len(rows), -1), torch.Generator(device)
-    height = max(1, _CHUNK_NUMEL // columns)
-    scratch, start = torch.empty(min(height, whole_rows), columns, device=device), 0
-    while start < len(rows):
-        chunk = int(rows[start]) // height
-        first, last = chunk * height, min((chunk + 1) * height, whole_rows)
-        end = start + int(torch.searchsorted(rows[start : start + height], last))
-        generator.manual_seed(_chunk_seed(seed, name, chunk))
-        drawn = draw(scratch[: last - first], generator)
-        wanted = rows[start:end] - first
-        drawn = drawn if end - start == last - first else drawn[wanted.to(device)]
-        flat[start:end] = drawn if kept_columns is None else drawn[:, kept_columns]
-        start = end
-    return kept
+        """Return this rank's shard of a parameter or a stored buffer, fp32. It is drawn in chunks of whole rows."""
+        constant, std, bound = self.initial(name, whole_shape)
+        if not std and not bound:
+            return torch.full(_local(whole_shape, spec), constant, device=self.device)
+        *leading, columns = whole_shape
+        rows, kept_columns = torch.arange(torch.Size(leading).numel()), None
+        whole_rows = len(rows)
+        if spec is not None and spec.dim == len(leading):
+            kept_columns = ShardSpec(0, spec.ranks, spec.rank, spec.parts).take(torch.arange(columns)).to(self.device)
+        elif spec is not None:
+            rows = spec.take(rows.view(leading)).flatten()  # ascending, as all shards of a row-major order are
+        kept = torch.empty(_local(whole_shape, spec), device=self.device)
+        flat, generator = kept.view(len(rows), -1), torch.Generator(self.device)
+        height = max(1, _CHUNK_NUMEL // columns)
+        scratch, start = torch.empty(min(height, whole_rows), columns, device=self.device), 0
+        while start < len(rows):
+            chunk = int(rows[start]) // height
+            first, last = chunk * height, min((chunk + 1) * height, whole_rows)
+            end = start + int(torch.searchsorted(rows[start : start + height], last))
+            generator.manual_seed(_chunk_seed(self.seed, name, chunk))
+            drawn = scratch[: last - first]
+            if std:
+                drawn.normal_(0.0, std, generator=generator)
+            else:
+                drawn.uniform_(-bound, bound, generator=generator)
+            wanted = rows[start:end] - first
+            drawn = drawn if end - start == last - first else drawn[wanted.to(self.device)]
+            flat[start:end] = drawn if kept_columns is None else drawn[:, kept_columns]
+            start = end
+        return kept
 
 
 def _chunk_seed(seed: int, name: str, chunk: int) -> int:

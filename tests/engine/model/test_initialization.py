@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from scaletrain_cli.engine.model import materialization
-from scaletrain_cli.engine.model.materialization import ScaledInitialization
+from scaletrain_cli.engine.model import materialization, outline
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
+from tests.plan.specs import model_of
 
 CPU = torch.device("cpu")
-SOURCE = ScaledInitialization(1, 0.02, layers=8, residual_projections=("o_proj.weight",), device=CPU)
+MODEL = outline(model_of("llama-7b", num_hidden_layers=8))
+SOURCE = MODEL.first_weights(1, CPU)
 SHAPES = [(600, 24), (12, 60, 24), (12, 6, 12, 18)]
 
 
@@ -37,7 +38,7 @@ def test_a_shard_of_rows_draws_only_its_chunks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_weights_depend_on_seed_name_and_position_alone() -> None:
     one = SOURCE.read("a.weight", (14, 24), None)
-    other_seed = ScaledInitialization(2, 0.02, 8, (), CPU).read("a.weight", (14, 24), None)
+    other_seed = MODEL.first_weights(2, CPU).read("a.weight", (14, 24), None)
     assert torch.equal(one, SOURCE.read("a.weight", (14, 24), None))
     assert not torch.equal(one, other_seed)
     assert not torch.equal(one, SOURCE.read("b.weight", (14, 24), None))

@@ -11,13 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
-from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize, zero3_partition
+from scaletrain_cli.engine.model.materialization import DrawnWeights, Initial, materialize, zero3_partition
 from scaletrain_cli.engine.model.moe import Experts
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, mark_sharded, shard_spec_of
 from tests.engine.ranks import on_ranks
 
 CPU = torch.device("cpu")
-SOURCE = ScaledInitialization(seed=0, initializer_range=0.1, layers=2, residual_projections=(), device=CPU)
+
+
+def initial(name: str, shape: tuple[int, ...]) -> Initial:
+    return Initial(std=0.1) if len(shape) > 1 else Initial(0.0 if name.endswith("bias") else 1.0)
+
+
+SOURCE = DrawnWeights(0, CPU, initial)
 
 
 class Scores(nn.Module):

@@ -21,7 +21,7 @@ from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
+from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.moe import update_correction_biases
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.schedules import learning_rate
@@ -236,17 +236,9 @@ def first_weights(spec: RunSpec) -> nn.Module:
 
         loaded: nn.Module = AutoModelForCausalLM.from_pretrained(spec.transformer.weights)
         return loaded
-    model, own = outline(spec.transformer), spec.transformer
+    model = outline(spec.transformer)
     assign_dropout_keys(model, spec.training.seed)
-    source = ScaledInitialization(
-        spec.training.seed,
-        own.initializer_range,
-        own.num_hidden_layers,
-        model.residual_projections,
-        _CPU,
-        norm_weight=0.0 if own.zero_centered_norm else 1.0,
-    )
-    materialize(model, source, _CPU)
+    materialize(model, model.first_weights(spec.training.seed, _CPU), _CPU)
     return model
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.base import Initial, VisionModel
+from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS, attention_of_heads
 from scaletrain_cli.spec import ClipSpec
 from scaletrain_cli.spec.vision_model import OLD_EOS, ClipTextSpec, ClipVisionSpec

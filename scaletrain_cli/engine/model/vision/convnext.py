@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import KeyedDropPath
-from scaletrain_cli.engine.model.base import Initial, VisionModel
+from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.spec import ConvNextSpec
 
 _EPS = 1e-6  # of all norms but the last one

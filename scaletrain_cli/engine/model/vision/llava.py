@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.base import DrawnWeights, Initial, TrainedModel
+from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.materialization import WeightSource
+from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.clip import VisionTower, tower_initial
 from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS
-from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.spec import LlavaSpec
 from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL
 
@@ -81,10 +80,9 @@ class Llava(TrainedModel):
         language = self.language_model.blocks.items()
         return nn.ModuleDict({f"vision_{n}": each for n, each in tower} | {f"text_{n}": each for n, each in language})
 
-    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
-        return _FirstWeights(self.language_model.first_weights(seed, device), DrawnWeights(seed, device, self._initial))
-
-    def _initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        if name.startswith(LANGUAGE_MODEL):
+            return self.language_model.initial(name, shape)
         if not name.startswith(_PROJECTOR):
             return tower_initial(self.spec.vision_config, name, shape)
         return Initial() if name.endswith("bias") else Initial(std=self.spec.text_config.initializer_range)
@@ -157,15 +155,3 @@ def require_image_tokens(spec: LlavaSpec, tokens: int, images: int) -> None:
             f"images with {spec.tokens_per_image} features each, which need {expected}. Write "
             f"{spec.tokens_per_image} image tokens for each image, and do not cut them off."
         )
-
-
-class _FirstWeights:
-    """The first weights of the language model by its own rule, and of all others by theirs."""
-
-    def __init__(self, language: WeightSource, others: WeightSource) -> None:
-        self._language, self._others = language, others
-
-    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """Return this rank's shard of a parameter, fp32."""
-        source = self._language if name.startswith(LANGUAGE_MODEL) else self._others
-        return source.read(name, whole_shape, spec)

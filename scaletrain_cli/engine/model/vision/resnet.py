@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.base import Initial, VisionModel
+from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.batch_norm import BatchNorm2d, update_statistics
 from scaletrain_cli.spec import ResNetSpec
 from scaletrain_cli.spec.vision_model import GROUPS
