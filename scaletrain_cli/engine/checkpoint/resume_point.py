@@ -86,8 +86,7 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
     """
     passed_over: list[str] = []
     unreadable = False
-    # The committed folders, newest first.
-    names: list[str] = []
+    names: list[str] = []  # of the committed folders, newest first
     problem: Reason | None = None
     if ranks.rank == 0:
         try:

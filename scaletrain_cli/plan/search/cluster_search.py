@@ -212,17 +212,13 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
         found = with_closest(clusters, limits, found)
     for gpu in names if len(names) > 1 else ():
         if not any(each.row.seconds for each in found if each.gpu == gpu):
-            # The cluster of one kind of GPU with the best bound; if it does not fit, the next, up to _MOST_TRIES.
-            every = list(found)
-            open_ = [
-                index for index, each in enumerate(every) if each.gpu == gpu and each.row.least_seconds is not None
-            ]
-            open_.sort(key=lambda index: limits.rank(_with_bounds(every[index].row)))
-            for index in open_[:_MOST_TRIES]:
-                every[index] = clusters.plan(every[index].row.nodes, gpu)
-                if every[index].row.seconds:
+            # That with the best bound; if it does not fit, the next, up to _MOST_TRIES.
+            left = [place for place, each in enumerate(found) if each.gpu == gpu and each.row.least_seconds is not None]
+            ranks = {place: limits.rank(_with_bounds(found[place].row)) for place in left}
+            for place in sorted(left, key=ranks.__getitem__)[:_MOST_TRIES]:
+                found[place] = clusters.plan(found[place].row.nodes, gpu)
+                if found[place].row.seconds:
                     break
-            found = every
     return found
 
 
