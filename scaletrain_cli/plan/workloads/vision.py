@@ -128,13 +128,8 @@ class VisionWorkload(ImageWorkload):
         model = vision_model(spec)
         return trained_network(network(model), model, stage).training_flops
 
-    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
-        return stage_memory(spec, layout, device, stage)
-
-    def stage_time(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
-    ) -> tuple[Time, Network]:
-        return vision_stage_time(spec, layout, device, stage, least=least)
+    stage_memory = staticmethod(stage_memory)
+    stage_time = staticmethod(vision_stage_time)
 
     def size(self, model: AnyModel) -> ModelSize:
         assert not isinstance(model, ModelSpec)
@@ -192,16 +187,9 @@ class LlavaWorkload(ImageWorkload):
         flops = language.seq_len * architecture.training_flops_per_token(language) + llava_tower(model).training_flops
         return ModelSize(every, every - idle, float(flops))
 
-    def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
-        return llava_flops(spec, stage)
-
-    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
-        return llava_stage_memory(spec, layout, device, stage)
-
-    def stage_time(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
-    ) -> tuple[Time, Network]:
-        return llava_stage_time(spec, layout, device, stage, least=least)
+    stage_flops = staticmethod(llava_flops)
+    stage_memory = staticmethod(llava_stage_memory)
+    stage_time = staticmethod(llava_stage_time)
 
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
