@@ -17,7 +17,6 @@ from scaletrain_cli.diagnosis.findings import Cause, Change
 from scaletrain_cli.diagnosis.history import History, read_history
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.documents import undamaged_document
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events

@@ -144,7 +144,8 @@ def run_goodput(run: RunDir) -> Goodput | None:
         return None
     kept = events[scratch:]
     stops = [event.get("seconds") for event in kept if event["event"] == "suspended"]
-    return sum_goodput(spans, steps_lost(kept), math.fsum(stop for stop in stops if type(stop) in (int, float)))
+    suspended = math.fsum(stop for stop in stops if isinstance(stop, int | float))
+    return sum_goodput(spans, steps_lost(kept), suspended)
 
 
 def steps_lost(events: Iterable[Mapping[str, Any]]) -> int:
