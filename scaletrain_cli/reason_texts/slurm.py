@@ -257,7 +257,10 @@ TEXTS: dict[str, Text] = {
     ),
     "unknown-reservation": Text("this cluster has the reservations {reservations:list}", ("Use one of them, or none",)),
     "no-reservations": Text("this cluster has no reservations now", ("Remove the key",)),
-    "no-activate-script": Text("there is no such file", ("Name the script that sets up Python on the nodes",)),
+    "no-activate-script": Text(
+        "there is no such file",
+        ("Name the script that sets up Python on the nodes; its arguments are slurm.activate_arguments",),
+    ),
     "no-image": Text("there is no such file", ("Name an image",)),
     "no-mount-source": Text("{source} does not exist", ("Name a folder of the nodes",)),
     # ---- preflight: what only waits, or should be known ------------------------------------------------------------

@@ -203,11 +203,16 @@ class SlurmSpec(BackendSection):
     gres: tuple[Gres, ...] = Field(default=(), description="other generic resources per node, as nvme:500")
     modules: list[Module] = []
     activate: AbsolutePath | None = Field(default=None, description="a script to source, as /opt/venv/bin/activate")
+    activate_arguments: list[Annotated[str, Matching(r"[^\x00\n]+", 4096, "must be one line")]] = Field(
+        default=[], description="of that script, as [myenv] for the one of conda"
+    )
     container: ContainerSpec | None = None
     preparation: SlurmPreparationSpec = SlurmPreparationSpec()
     extra: dict[SlurmOption, SlurmValue] = {}
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        if self.activate_arguments and self.activate is None:
+            yield "activate_arguments", "has no effect without slurm.activate, the script that gets them. Set it."
         if self.switches_wait is not None and self.switches is None:
             yield "switches_wait", "has no effect without slurm.switches, the maximum number of leaf switches. Set it."
         for name in sorted(_NOT_EXTRA.keys() & self.extra.keys()):

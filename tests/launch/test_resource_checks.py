@@ -61,6 +61,7 @@ NAMES_NOTHING = {
     "model.text_config.hf_config": "read with the spec, see model.hf_config",
     **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
+    "cluster.slurm.activate_arguments.*": "words for that script",
     **{
         f"data.fields.{name}": "a column, which the check of data.source looks for"
         for name in FieldsSpec.model_fields

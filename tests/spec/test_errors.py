@@ -102,6 +102,7 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
         ("env={1A: b}", "must be the name of an environment variable: letters, digits and _, not starting with"),
         ("secret_env=[A-B]", "must be the name of an environment variable"),
         ("cluster.slurm.activate=venv", "slurm.activate = venv: must be an absolute path on one line."),
+        ("cluster.slurm.activate_arguments=[a]", "activate_arguments: has no effect without slurm.activate"),
         ("cluster.slurm.activate=''", "slurm.activate = : must not be empty."),
         ("cluster.slurm.modules=[-x]", "slurm.modules.0 = -x: must be the name of an environment module, such as cuda"),
         ("cluster.slurm.container={image: -x}", "container.image = -x: must be an image file or URL on one line"),

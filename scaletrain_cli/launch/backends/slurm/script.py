@@ -57,8 +57,8 @@ def module_lines(spec: RunSpec) -> Iterator[str]:
         names = " ".join(map(shlex.quote, slurm.modules))
         yield f"module load {names} || {{ echo 'cluster.slurm.modules could not be loaded' >&2; exit 4; }}"
     if slurm.activate is not None:
-        path = shlex.quote(slurm.activate)
-        yield f". {path} || {{ echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }}"
+        words = shlex.join([slurm.activate, *slurm.activate_arguments])
+        yield f". {words} || {{ echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }}"
     if slurm.modules or slurm.activate is not None:
         yield "keep_absolute PATH PYTHONPATH"
 

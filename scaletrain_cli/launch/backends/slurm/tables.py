@@ -430,7 +430,9 @@ TOKEN = "SLURM_JWT"  # for Slurm's commands on this machine; the job script remo
 PASSED_ON = frozenset(
     f"PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF SLURM_CONF_SERVER {TOKEN} "
     "LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
-    "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
+    "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG "
+    # Nodes without a route to the internet reach the hub and trackers through a proxy.
+    "http_proxy https_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY".split()
 )
 
 

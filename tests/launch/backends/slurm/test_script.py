@@ -235,17 +235,21 @@ def test_modules_and_the_activation_script_run_before_the_attempt_begins(tmp_pat
     recorded = Recorded(tmp_path)
     recorded.program(tmp_path / "it's venv" / "python3")
     activate = tmp_path / "it's venv" / "activate"
-    activate.write_text(f'export PATH={str(activate.parent)!r}:"$PATH" MKLROOT="$MKLROOT:activated"\n')
+    activate.write_text(f'export PATH={str(activate.parent)!r}:"$PATH" MKLROOT="$MKLROOT:activated $1"\n')
     init = tmp_path / "modules" / "init" / "bash"
     init.parent.mkdir(parents=True)
     init.write_text('module() { [ "$1 $2" = "load mkl/1" ] && export MKLROOT="$2"; }\n')
-    spec = make_spec("cluster.slurm.modules=[mkl/1]", f"cluster.slurm.activate={json.dumps(str(activate))}")
+    spec = make_spec(
+        "cluster.slurm.modules=[mkl/1]",
+        f"cluster.slurm.activate={json.dumps(str(activate))}",
+        "cluster.slurm.activate_arguments=['my env']",
+    )
     script = job_script(spec, "r", tmp_path / "r", "/nowhere/python")
     recorded.run(script, tmp_path, MODULESHOME=str(init.parent.parent), MKLROOT="of the submitter")
     begin, step, *_ = recorded.calls
     assert begin[0] == "python3"
     assert step[1][-8] == str(activate.parent / "python3")
-    assert step[2]["MKLROOT"] == "mkl/1:activated"
+    assert step[2]["MKLROOT"] == "mkl/1:activated my env"
 
 
 def test_a_module_that_cannot_be_loaded_ends_the_job_before_an_attempt(tmp_path: Path) -> None:
