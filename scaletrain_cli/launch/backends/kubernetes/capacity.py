@@ -200,9 +200,9 @@ def amounts(pod: Object, part: str = "requests") -> dict[str, Fraction]:
     Those of its containers and side-cars together, but at least those of each container that runs before them.
     """
     found: dict[str, Fraction] = {}
-    first = [each for each in pod.get("initContainers") or () if each.get("restartPolicy") != "Always"]
-    running = [each for each in (*pod.get("initContainers", ()), *pod.get("containers", ())) if each not in first]
-    for container in (*running, *first):
+    beside, others = pod.get("containers") or (), pod.get("initContainers") or ()
+    first = [each for each in others if each.get("restartPolicy") != "Always"]
+    for container in (*beside, *(each for each in others if each not in first), *first):
         resources = container.get("resources", {})
         requested = resources.get("requests", {}) if part == "requests" else {}
         for name, text in {**resources.get("limits", {}), **requested}.items():

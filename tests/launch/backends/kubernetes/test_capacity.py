@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.backends.kubernetes.capacity import _pods_on
+from scaletrain_cli.launch.backends.kubernetes.capacity import _pods_on, amounts
 from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity, quantity_text
 
 
@@ -20,6 +20,18 @@ def test_two_pods_of_a_gang_may_share_a_node_with_resources_for_both() -> None:
     assert _pods_on(node(**{"nvidia.com/gpu": "8", "cpu": "64"}), one) == 2
     assert _pods_on(node(**{"nvidia.com/gpu": "8", "cpu": "12"}), one) == 1
     assert _pods_on(node(cpu="64"), one) == 0
+
+
+def test_a_pod_requests_what_its_containers_and_side_cars_do_together_or_its_largest_first_container() -> None:
+    def container(cpu: str, **more: str) -> dict[str, Any]:
+        return {"resources": {"requests": {"cpu": cpu}, "limits": {"gpu": "1"}}, **more}
+
+    side_car = container("1", restartPolicy="Always")
+    pod = {"containers": [container("2"), container("500m")], "initContainers": [container("3"), side_car]}
+    assert amounts(pod) == {"cpu": Fraction(7, 2), "gpu": 3}
+    assert amounts({**pod, "initContainers": [container("9")]}) == {"cpu": 9, "gpu": 2}
+    assert amounts(pod, "limits") == {"gpu": 3}
+    assert amounts({"containers": [{}], "initContainers": None}) == {}
 
 
 @pytest.mark.parametrize(
