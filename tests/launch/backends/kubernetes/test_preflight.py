@@ -363,7 +363,7 @@ def test_without_a_user_in_the_pods_nothing_is_said_about_who_may_write(prefligh
     api.put("persistentvolumeclaims", {**claim("runs"), "spec": {"accessModes": ["ReadWriteMany"], "volumeName": "v"}})
     api.put("persistentvolumes", {"metadata": {"name": "v"}, "spec": {"nfs": {"server": "s"}}}, namespace="")
     assert any("must be writable by uid 1000" in note for note in preflight(*GPU))
-    nobody = "{spec: {securityContext: {runAsUser: null, runAsGroup: null, fsGroup: null}}}"
+    nobody = "{spec: {securityContext: {runAsUser: null, runAsGroup: null}}}"
     assert not [note for note in preflight(*GPU, f"cluster.kubernetes.pod_overrides={nobody}") if "writable" in note]
 
 
