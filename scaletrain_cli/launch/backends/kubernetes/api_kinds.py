@@ -31,6 +31,10 @@ class Kind:
     def api_version(self) -> str:
         return f"{self.group}/{self.version}" if self.group else self.version
 
+    def object(self, metadata: Object, spec: Object) -> Object:
+        """Return an object of this kind."""
+        return {"apiVersion": self.api_version, "kind": self.name, "metadata": metadata, "spec": spec}
+
     @property
     def root(self) -> str:
         """Return the path of the API group and version."""

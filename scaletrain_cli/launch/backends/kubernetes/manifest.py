@@ -117,13 +117,9 @@ _FIRST_POD_GROUP = "scheduling.k8s.io/v1alpha2"
 
 def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     """Return the PodGroup for the pods' schedulingGroup: no pod is bound before all can be."""
-    kubernetes = spec.cluster.kubernetes
-    return {
-        "apiVersion": NATIVE_POD_GROUP.api_version if kubernetes.native_gang == "auto" else _FIRST_POD_GROUP,
-        "kind": NATIVE_POD_GROUP.name,
-        "metadata": metadata_of(spec, workload),
-        "spec": {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}},
-    }
+    gang = {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}}
+    group = NATIVE_POD_GROUP.object(metadata_of(spec, workload), gang)
+    return group if spec.cluster.kubernetes.native_gang == "auto" else {**group, "apiVersion": _FIRST_POD_GROUP}
 
 
 # A spot node on GKE has 30 s, of which the kubelet grants non-system pods about half.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import BACKENDS
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import BACKENDS, Kind
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.record import RunRecord
@@ -76,12 +76,8 @@ class Workload:
         return f"{self.name}-run"
 
     @property
-    def api_version(self) -> str:
-        return BACKENDS[self.backend].api_version
-
-    @property
-    def kind(self) -> str:
-        return BACKENDS[self.backend].name
+    def kind(self) -> Kind:
+        return BACKENDS[self.backend]
 
     @property
     def master_address(self) -> str:

@@ -22,6 +22,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     NAMESPACE,
     NATIVE_POD_GROUP,
     PERSISTENT_VOLUME,
+    POD,
     PRIORITY_CLASS,
     SECRET,
     SERVICE_ACCOUNT,
@@ -262,7 +263,7 @@ def _preparation_pods(spec: RunSpec, rendered: Manifest) -> Iterator[Object]:
     name, workload = f"{rendered.workload.name}-data-0-xxxxx", rendered.workload
     template = preparation_template(spec, f"{workload.name}-data-spec", {}, workload.annotations)
     metadata = {**template["metadata"], "name": name, "namespace": spec.cluster.kubernetes.used_namespace}
-    yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    yield POD.object(metadata, template["spec"])
 
 
 def _start_without_quota(spec: RunSpec) -> Start:

@@ -131,22 +131,19 @@ def view_job(ref: JobRef, record: RunRecord, nodes: Sequence[str]) -> Object:
     }
     queue = spec.cluster.kubernetes.preparation.queue
     words = ("python", *python_words(VIEW_MODULE), "--hold")
-    return {
-        "apiVersion": JOB.api_version,
-        "kind": JOB.name,
-        "metadata": {
-            "name": name,
-            "namespace": ref.namespace,
-            "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue}),
-            "annotations": marks,
-        },
-        "spec": {
-            "backoffLimit": 0,
-            "activeDeadlineSeconds": LONGEST_SECONDS,
-            "ttlSecondsAfterFinished": _REMOVED_AFTER_SECONDS,
-            "template": view_template(spec, words, labels, marks, nodes),
-        },
+    metadata = {
+        "name": name,
+        "namespace": ref.namespace,
+        "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue}),
+        "annotations": marks,
     }
+    job = {
+        "backoffLimit": 0,
+        "activeDeadlineSeconds": LONGEST_SECONDS,
+        "ttlSecondsAfterFinished": _REMOVED_AFTER_SECONDS,
+        "template": view_template(spec, words, labels, marks, nodes),
+    }
+    return JOB.object(metadata, job)
 
 
 def _await_pod(cluster: Cluster, ref: JobRef, name: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, JOB_SET, POD, RUNTIME, Object
 from scaletrain_cli.launch.backends.kubernetes.names import NODE, PRIORITY_LABEL, QUEUE_LABEL, Workload
 from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
@@ -28,12 +28,8 @@ FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.DO_NOT_REQUEUE)
 
 def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
     """Return the workload object around a pod template."""
-    return {
-        "apiVersion": workload.api_version,
-        "kind": workload.kind,
-        "metadata": metadata_of(spec, workload, queue_labels(spec), exclusive_annotation(spec)),
-        "spec": jobset_spec(spec, workload, template),
-    }
+    metadata = metadata_of(spec, workload, queue_labels(spec), exclusive_annotation(spec))
+    return workload.kind.object(metadata, jobset_spec(spec, workload, template))
 
 
 def jobset_spec(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +126,6 @@ def _on_codes(codes: list[int]) -> dict[str, Any]:
     }
 
 
-RUNTIME_API_VERSION = "trainer.kubeflow.org/v1alpha1"
-RUNTIME_KIND = "TrainingRuntime"
 # Trainer finds the replicated job with the training nodes by this label.
 _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
@@ -141,31 +135,18 @@ def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]
     inner = jobset_spec(spec, workload, template)
     metadata = inner["replicatedJobs"][0]["template"]["metadata"]
     metadata["labels"] = metadata["labels"] | _ANCESTOR
-    return {
-        "apiVersion": RUNTIME_API_VERSION,
-        "kind": RUNTIME_KIND,
-        "metadata": metadata_of(spec, workload),
-        "spec": {
-            "mlPolicy": {"numNodes": spec.cluster.nodes},
-            "template": {
-                "metadata": {"labels": workload.labels, "annotations": workload.annotations},
-                "spec": inner,
-            },
-        },
-    }
+    marks = {"labels": workload.labels, "annotations": workload.annotations}
+    runtime = {"mlPolicy": {"numNodes": spec.cluster.nodes}, "template": {"metadata": marks, "spec": inner}}
+    return RUNTIME.object(metadata_of(spec, workload), runtime)
 
 
 def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     """Return the TrainJob. Kueue reads its labels, not those of the JobSet that Trainer creates."""
-    return {
-        "apiVersion": workload.api_version,
-        "kind": workload.kind,
-        "metadata": metadata_of(spec, workload, queue_labels(spec)),
-        "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": RUNTIME_KIND, "name": workload.name},
-            "trainer": {"numNodes": spec.cluster.nodes},
-        },
+    job = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": RUNTIME.name, "name": workload.name},
+        "trainer": {"numNodes": spec.cluster.nodes},
     }
+    return workload.kind.object(metadata_of(spec, workload, queue_labels(spec)), job)
 
 
 def metadata_of(
@@ -209,12 +190,7 @@ def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
             "mode": _MODES[kubernetes.topology.kind],
             "highestTierName": kubernetes.topology.key,
         }
-    return {
-        "apiVersion": workload.api_version,
-        "kind": workload.kind,
-        "metadata": metadata_of(spec, workload),
-        "spec": job,
-    }
+    return workload.kind.object(metadata_of(spec, workload), job)
 
 
 def max_retry(spec: RunSpec) -> int:
@@ -263,12 +239,8 @@ def child_jobs(jobset: Object) -> Iterator[Object]:
             inner["annotations"] = {**inner.get("annotations", {}), **marks}
         if network.get("enableDNSHostnames", True):
             template.setdefault("spec", {})["subdomain"] = network.get("subdomain", name)
-        yield {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": own_name, "namespace": namespace, **job["metadata"]},
-            "spec": {**job["spec"], "suspend": bool(spec.get("suspend", False))},
-        }
+        own = {"name": own_name, "namespace": namespace, **job["metadata"]}
+        yield JOB.object(own, {**job["spec"], "suspend": bool(spec.get("suspend", False))})
 
 
 def child_pod(job: Object) -> Object:
@@ -280,18 +252,14 @@ def child_pod(job: Object) -> Object:
     template = copy.deepcopy(job["spec"]["template"])
     inner, first = template.get("metadata", {}), f"{metadata['name']}-0"
     index = {"batch.kubernetes.io/job-completion-index": "0"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            **inner,
-            "name": f"{first}-xxxxx",
-            "namespace": metadata["namespace"],
-            "labels": {**inner.get("labels", {}), **index, "batch.kubernetes.io/job-name": metadata["name"]},
-            "annotations": {**inner.get("annotations", {}), **index},
-        },
-        "spec": {**template.get("spec", {}), "hostname": first},
+    own = {
+        **inner,
+        "name": f"{first}-xxxxx",
+        "namespace": metadata["namespace"],
+        "labels": {**inner.get("labels", {}), **index, "batch.kubernetes.io/job-name": metadata["name"]},
+        "annotations": {**inner.get("annotations", {}), **index},
     }
+    return POD.object(own, {**template.get("spec", {}), "hostname": first})
 
 
 def child_jobset(runtime: Object, trainjob: Object) -> Object:
@@ -302,16 +270,8 @@ def child_jobset(runtime: Object, trainjob: Object) -> Object:
         for replicated in template.get("spec", {}).get("replicatedJobs", []):
             replicated["replicas"] = 1
             replicated["template"]["spec"] |= {"parallelism": nodes, "completions": nodes}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {
-            **template.get("metadata", {}),
-            "name": metadata.get("name", ""),
-            "namespace": metadata.get("namespace", "default"),
-        },
-        "spec": template.get("spec", {}),
-    }
+    named = {"name": metadata.get("name", ""), "namespace": metadata.get("namespace", "default")}
+    return JOB_SET.object({**template.get("metadata", {}), **named}, template.get("spec", {}))
 
 
 def child_pods(volcano_job: Object) -> Iterator[Object]:
@@ -327,15 +287,11 @@ def child_pods(volcano_job: Object) -> Iterator[Object]:
             "volcano.sh/task-index": "0",
         }
         pod = {"hostname": own_name, "subdomain": name, "schedulerName": spec.get("schedulerName", "volcano")}
-        yield {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                **inner,
-                "name": own_name,
-                "namespace": namespace,
-                "labels": {**inner.get("labels", {}), **marks},
-                "annotations": {**inner.get("annotations", {}), "volcano.sh/job-version": "0"},
-            },
-            "spec": {**template.get("spec", {}), **pod},
+        own = {
+            **inner,
+            "name": own_name,
+            "namespace": namespace,
+            "labels": {**inner.get("labels", {}), **marks},
+            "annotations": {**inner.get("annotations", {}), "volcano.sh/job-version": "0"},
         }
+        yield POD.object(own, {**template.get("spec", {}), **pod})
