@@ -19,7 +19,7 @@ from scaletrain_cli.rundir import paths
 from scaletrain_cli.rundir.journal import append_lines
 from scaletrain_cli.rundir.paths import list_runs, runs_root
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.ui.watch import overview
+from scaletrain_cli.ui.watch import pages
 from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import prepare
 
@@ -83,7 +83,7 @@ def test_status_shows_the_latest_attempts_and_counts_the_others() -> None:
 def test_the_overview_makes_lines_of_the_events_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     run = paths.RunDir(prepare("finished", "r1"))
     append_lines(run.events, [{"event": "checkpoint", "time": 1.7e9, "step": step} for step in range(3000)])
-    made = counted(monkeypatch, overview, "event_line")
+    made = counted(monkeypatch, pages, "event_line")
     assert "step 2999" in scaletrain("watch", "r1", "--once").out
     assert 0 < made.total() < 100
     assert len(scaletrain("events", "r1").out.splitlines()) > 3000
