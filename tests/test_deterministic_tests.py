@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 # Figures of a machine belong to benchmarks/; seconds that pass, to a clock that the test sets on.
 MEASURES = {
     *("process_time", "process_time_ns", "thread_time", "perf_counter", "perf_counter_ns", "monotonic"),
-    *("getrusage", "ru_utime", "ru_maxrss", "tracemalloc"),
+    *("getrusage", "ru_utime", "ru_maxrss", "resident_bytes", "tracemalloc"),
 }
 MEASURED = {
     # They print how long they took.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
+from types import SimpleNamespace
 
+import pytest
+
+from scaletrain_cli.engine import trainer
 from scaletrain_cli.engine.trainer import GarbageCollection
-from scaletrain_cli.worker.telemetry import resident_bytes
 
 
 class Node:
@@ -27,17 +31,14 @@ def test_garbage_is_collected_after_every_50th_step_only() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_free_blocks_are_returned_once_the_process_has_grown_much() -> None:
+def test_free_blocks_are_returned_once_the_process_has_grown_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hasattr(ctypes.CDLL(None), "malloc_trim")
+    resident = [10**9]
+    returned: list[int] = []
+    monkeypatch.setattr(trainer, "resident_bytes", lambda: resident[-1])
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=lambda kept: returned.append(step)))
     with GarbageCollection() as garbage:
-        garbage.after_step(50)
-        before = resident_bytes()
-        size = 100_000
-        blocks = [b"x" * size for _ in range(3000)]  # below the size that malloc maps and unmaps apart
-        kept = blocks[::100]  # so that none is at the end of the heap, which malloc returns by itself
-        del blocks
-        assert resident_bytes() - before > 180e6
-        garbage.after_step(99)
-        assert resident_bytes() - before > 180e6
-        garbage.after_step(100)
-        assert resident_bytes() - before < 50e6
-        assert len(kept) == 30
+        for step, now in ((50, 10**9), (100, 10**9 + 10**7), (149, 10**10), (150, 10**10), (200, 10**10)):
+            resident.append(now)
+            garbage.after_step(step)
+    assert returned == [50, 150]
