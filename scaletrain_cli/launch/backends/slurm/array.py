@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, lost_job, queue_script
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.tables import call_slurm, lost_job, queue_script
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, SweepPlace
 from scaletrain_cli.rundir.record import RunRecord

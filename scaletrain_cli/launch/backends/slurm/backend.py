@@ -35,6 +35,17 @@ from scaletrain_cli.launch.backends.slurm.array import (
     require_one_array,
     submit_array,
 )
+from scaletrain_cli.launch.backends.slurm.commands import (
+    AT_LEAST,
+    Limit,
+    Node,
+    call_slurm,
+    commands_check,
+    gpus,
+    moment,
+    passed_on,
+    resource_in_words,
+)
 from scaletrain_cli.launch.backends.slurm.preflight import check_job
 from scaletrain_cli.launch.backends.slurm.preparation import (
     cancel_preparation,
@@ -60,17 +71,6 @@ from scaletrain_cli.launch.backends.slurm.site import (
     preemption_rule,
     query_site,
     record_exclusion,
-)
-from scaletrain_cli.launch.backends.slurm.tables import (
-    AT_LEAST,
-    Limit,
-    Node,
-    call_slurm,
-    commands_check,
-    gpus,
-    moment,
-    passed_on,
-    resource_in_words,
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.resource_checks.view import is_missing

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
-from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
-from scaletrain_cli.launch.backends.slurm.tables import (
+from scaletrain_cli.launch.backends.slurm.commands import (
     AT_LEAST,
     GPU,
     PER_NODE,
@@ -28,6 +26,8 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     moment,
     node_names,
 )
+from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import runs_root

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, queue_script
 from scaletrain_cli.launch.backends.slurm.script import (
     agent_words,
     environment_lines,
@@ -23,7 +24,6 @@ from scaletrain_cli.launch.backends.slurm.script import (
     spec_environment,
     srun_words,
 )
-from scaletrain_cli.launch.backends.slurm.tables import call_slurm, queue_script
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.preparation import ENGINE_COMMAND, begin_job_folder
 from scaletrain_cli.own_processes import START

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.tables import PASSED_ON, TOKEN
+from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON, TOKEN
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.tables import (
+from scaletrain_cli.launch.backends.slurm.commands import (
     NODES,
     QOS_COLUMNS,
     Association,

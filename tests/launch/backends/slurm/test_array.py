@@ -15,7 +15,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
-from scaletrain_cli.launch.backends.slurm import array, queue, tables
+from scaletrain_cli.launch.backends.slurm import array, commands, queue
 from scaletrain_cli.launch.backends.slurm.array import own_job_id, require_one_array
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.preparation import PreparedData
@@ -72,8 +72,8 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     found = Controller()
     monkeypatch.setattr(array, "call_slurm", found)
     monkeypatch.setattr(queue, "call_slurm", found)
-    monkeypatch.setattr(tables, "call_slurm", found)
-    monkeypatch.setattr(tables, "_SEARCH_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(commands, "call_slurm", found)
+    monkeypatch.setattr(commands, "_SEARCH_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(SlurmBackend, "_known_site", lambda self, spec: None)
     return found
 

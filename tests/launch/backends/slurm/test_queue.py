@@ -14,9 +14,9 @@ import pytest
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
+from scaletrain_cli.launch.backends.slurm.commands import node_names
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.backends.slurm.preflight import with_key
-from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run
@@ -129,7 +129,7 @@ class Controller:
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     made = Controller(tmp_path / "controller")
     monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.tables._SEARCH_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.commands._SEARCH_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.queue.user_name", lambda: "root")
     return made
 
