@@ -8,20 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from scaletrain_cli.spec.quantities import Matching
+from pydantic import StringConstraints
+
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 
 
 class WandbOptions(TrackerOptions):
     """Weights & Biases options. ``offline`` writes files that ``wandb sync`` uploads later; ``disabled``: off."""
 
-    project: Annotated[
-        str,
-        Matching(r"[^\x00/\\#?%:]+", 128, r"must be the name of a project, without / \ # ? % : (wandb refuses them)"),
-    ] = "scaletrain"
-    entity: Annotated[str, Matching(r"[^\s/]+", 128, "must be the name of a user or team, without a slash")] | None = (
-        None
-    )
+    # As wandb checks them when a run starts, which then has no tracking.
+    project: Annotated[str, StringConstraints(max_length=128, pattern=r"^[^\x00/\\#?%:]+$")] = "scaletrain"
+    entity: Annotated[str, StringConstraints(max_length=128, pattern=r"^[^\s/]+$")] | None = None
     mode: Literal["online", "offline", "disabled"] = "online"
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.rundir import bad_nodes
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from tests.cli.command_line import scaletrain
 
@@ -65,8 +68,11 @@ def test_nodes_are_cleared_by_name_and_an_unknown_node_is_an_error() -> None:
     assert scaletrain("nodes", "list", "--json").data["nodes"] == []
 
 
-def test_a_runs_root_that_cannot_be_written_is_an_error(root: Path) -> None:
-    (root / ".bad-nodes.lock").mkdir()
+def test_a_runs_root_that_cannot_be_written_is_an_error(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(known))
+
+    monkeypatch.setattr(bad_nodes, "write_document", read_only)
     ended = scaletrain("nodes", "clear")
     assert (ended.code, "cannot be written" in ended.err, "Errno" in ended.err) == (2, True, False), ended.err
 
