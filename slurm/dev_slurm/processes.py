@@ -122,9 +122,11 @@ def kill_all(pids_left: Callable[[], set[int]]) -> None:
     while pids := pids_left():
         if time.monotonic() > deadline:
             raise ClusterError(f"processes survive SIGKILL: {sorted(pids)}")
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # All are stopped first, as by a power failure: none may see that another one has ended, and record it.
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
         time.sleep(0.02)
 
 

@@ -58,11 +58,13 @@ def start(tmp_path: Path) -> Iterator[StartAgent]:
 
 @pytest.fixture
 def make(hub: Hub) -> MakeHubRun:
-    def make_run(nodes: int = 1, *overrides: str, **published: bool) -> MadeRun:
+    def make_run(nodes: int = 1, *overrides: str, stay: dict[str, int] | None = None, **published: bool) -> MadeRun:
         tiny.publish(hub, **published)
         sets = [f"cluster.nodes={nodes}", "cluster.scheduler=slurm", "training.global_batch_size=8", *overrides]
         spec = parse_spec(tiny.spec_text(), file="run.yaml", base_dir=Path(), overrides=sets)
-        spec = spec.model_copy(update={"env": {**spec.env, "FAKE": json.dumps({"steps": 3, "echo": ECHO})}})
+        spec = spec.model_copy(
+            update={"env": {**spec.env, "FAKE": json.dumps({"steps": 3, "echo": ECHO, "stay": stay or {}})}}
+        )
         made = create_run(spec, make_plan(spec))
         hub.log.clear()
         return MadeRun(made.run, made.record)
@@ -124,7 +126,7 @@ def test_a_signal_after_another_node_has_started_its_ranks_reaches_the_ranks(
     make: MakeHubRun, start: StartAgent, tmp_path: Path
 ) -> None:
     """This node does not see yet that the other one is ready; without it, the ranks there would wait for its ranks."""
-    made = make(nodes=2)
+    made = make(nodes=2, stay={"1:0": 1, "1:1": 1})  # its own ranks would finish before a signal that is late
     late, other = start(made, "shared", 0, late="fetching"), start(made, "shared", 1)
     wait_until(lambda: "up" in made.log(1, 2), "the other node has started its ranks")
     late.process.send_signal(signal.SIGTERM)
