@@ -64,6 +64,8 @@ class Site:
             assert polls_after_end < 50, f"the run has ended, and not: {what}; {now}"
             time.sleep(pause)
             pause = min(1.3 * pause, 0.6)  # a status costs three commands of Slurm
+        if now["state"] == "finished":  # from the event of rank 0: the job script records the end of the attempt later
+            wait_until(lambda: len(self.ends(run_id)) >= now["attempt"], "the end of its last attempt is recorded")
         return now
 
     def trains(self, run_id: str, attempt: int = 1) -> dict[str, Any]:
