@@ -110,10 +110,10 @@ class _Parts:
 
 
 class StepSetting(NamedTuple):
-    """What the times of a layout's stages depend on.
+    """The inputs of the times of all pipeline stages of a layout.
 
-    ``per_rank``: see ``rank_architecture``; ``blocks``: the
-    number of blocks on each stage; ``trained``: what trains.
+    ``per_rank``: the part of a block on one tensor-parallel rank, see ``rank_architecture``; ``blocks``: the number of
+    blocks of each stage; ``trained``: the parameters that train.
     """
 
     spec: RunSpec
@@ -128,7 +128,7 @@ class StepSetting(NamedTuple):
 
 
 def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> StepSetting:
-    """Return what the times of a layout depend on, with the rates and the profile of the device."""
+    """Return the inputs of the stage times of a layout, with the rates of the device and the framework's profile."""
     framework = framework_of(spec)
     profile = framework.profile_on(device)
     return StepSetting(
