@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.cluster_view import GpuRow, NodesRow
-from scaletrain_cli.launch.backends.local.backend import LocalBackend, local_view
-from scaletrain_cli.launch.backends.slurm.backend import make_view
-from scaletrain_cli.launch.backends.slurm.commands import limits_of
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.launch.backends.local.cluster_view import local_view
+from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
+from scaletrain_cli.launch.backends.slurm.tables import limits_of
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.ui.tables import show_cluster
 from tests.cli.command_line import scaletrain
-from tests.launch.backends.slurm.test_commands import answer
 from tests.launch.backends.slurm.test_preflight import SITE
+from tests.launch.backends.slurm.test_tables import answer
 from tests.launch.conftest import MakeRun
 
 LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])

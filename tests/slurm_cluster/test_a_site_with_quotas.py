@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.commands import NODES, nodes, partitions
+from scaletrain_cli.launch.backends.slurm.tables import NODES, nodes, partitions
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import on_login_node
 

@@ -6,11 +6,7 @@ script.py renders the batch script; job.py is what the script calls to begin and
 from __future__ import annotations
 
 import dataclasses
-import re
-import shlex
 import shutil
-import subprocess
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,27 +21,16 @@ from scaletrain_cli.launch.backends.base import (
     JobNode,
     NodeCommand,
     PreflightResult,
-    session_words,
 )
-from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
+from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.slurm.array import (
     ArrayPlan,
     array_script,
-    number_of_step,
     require_one_array,
     submit_array,
 )
-from scaletrain_cli.launch.backends.slurm.commands import (
-    AT_LEAST,
-    Limit,
-    Node,
-    call_slurm,
-    commands_check,
-    gpus,
-    moment,
-    passed_on,
-    resource_in_words,
-)
+from scaletrain_cli.launch.backends.slurm.cluster_view import QUEUE, make_view
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, commands_check, passed_on
 from scaletrain_cli.launch.backends.slurm.preflight import check_job
 from scaletrain_cli.launch.backends.slurm.preparation import (
     cancel_preparation,
@@ -57,13 +42,13 @@ from scaletrain_cli.launch.backends.slurm.queue import (
     cancelled_by_another,
     failed_preparation,
     job_of_run,
-    job_state,
     jobs_of_runs,
     preparation_comment,
     submit_job,
     submitted_job,
 )
-from scaletrain_cli.launch.backends.slurm.script import job_script, session_script, session_srun_words
+from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.backends.slurm.session import session_command
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
     exclude_option,
@@ -335,148 +320,3 @@ class SlurmBackend(Backend):
 def _check_path(path: Path) -> None:
     if "%" in str(path) or "\\" in str(path):
         raise SchedulerError(Reason("slurm.path-with-patterns", {"path": str(path)}))
-
-
-_VERSION = re.compile(r"\b(\d+)\.(\d+)")
-_SHARES_ALL = (22, 5)
-_START_SECONDS = 60  # for the controller to create the step; without it srun would wait without end
-_VERSION_SECONDS = 10.0
-
-
-def session_command(spec: RunSpec, run_folder: Path, node: JobNode) -> tuple[str, ...]:
-    """Return the words of srun. ``run_folder``: as the node sees it. Raises SchedulerError without the node's name."""
-    if not node.named:
-        raise SchedulerError(Reason("slurm.session-node-unknown", {"job": node.job_id, "number": node.number}))
-    script = session_script(spec, run_folder, session_words(run_folder, node))
-    options = overlap_options(srun_version())
-    container = [word for text in session_srun_words(spec.cluster, run_folder) for word in shlex.split(text)]
-    return (
-        "srun",
-        f"--jobid={number_of_step(node.job_id)}",
-        *options,
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={node.name}",
-        f"--immediate={_START_SECONDS}",
-        "--export=ALL",
-        "--mpi=none",
-        "--quiet",
-        *container,
-        "/bin/bash",
-        "-c",
-        script,
-    )
-
-
-def overlap_options(version: tuple[int, int] | None) -> Iterator[str]:
-    """Yield the options by which the step waits for nothing; ``version`` of srun, None if it is unknown."""
-    yield "--overlap"  # shares processors, memory and GPUs; before Slurm 22.05 processors only, and waits for the rest
-    if version is not None and version < _SHARES_ALL:
-        yield "--gres=none"
-        yield "--mem=0"
-
-
-def srun_version() -> tuple[int, int] | None:
-    """Return the major and minor version of srun; None if it is not known."""
-    if shutil.which("srun") is None:
-        return None
-    try:
-        said = subprocess.run(
-            ["srun", "--version"], capture_output=True, text=True, errors="replace", timeout=_VERSION_SECONDS
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = _VERSION.search(said)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-# Answers to `squeue --format=QUEUE`: job, user, state, reason, priority, nodes, GPUs per node, start, partition, name.
-QUEUE = "%A|%u|%T|%r|%Q|%D|%b|%S|%P|%j"
-_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
-
-
-def make_view(site: Site, queue: str) -> ClusterView:
-    """Return the view of this site and queue."""
-    rows = [line.split("|", 9) for line in queue.splitlines() if line.count("|") >= 9]
-    others = [row for row in rows if row[1] != site.user]
-    down = [f"{node.name} {node.state}" for node in site.nodes if not node.is_usable]
-    return ClusterView(
-        scheduler="slurm",
-        cluster=site.config.get("ClusterName", ""),
-        gpus=_gpu_rows(site.nodes),
-        nodes=tuple(NodesRow(state, count) for state, count in Counter(node.state for node in site.nodes).items()),
-        quotas=_quotas(site.limits),
-        queue=_mine(rows, site.user),
-        others_running=sum(row[2] in _RUNNING for row in others),
-        others_queued=sum(row[2] == "PENDING" for row in others),
-        warnings=(Reason("slurm.nodes-out-of-order", {"nodes": down}),) if down else (),
-    )
-
-
-def _gpu_rows(nodes: Sequence[Node]) -> tuple[GpuRow, ...]:
-    kinds = list(dict.fromkeys(kind for node in nodes for kind in node.gpus))
-    found = []
-    for kind in kinds:
-        having = [node for node in nodes if node.gpus.get(kind)]
-        usable = [node for node in having if node.is_usable]
-        total = sum(node.gpus[kind] for node in having)
-        in_order = sum(node.gpus[kind] for node in usable)
-        used = sum(min(node.gpus[kind], node.gpus_used.get(kind, 0)) for node in usable)
-        found.append(
-            GpuRow(
-                type=kind or "gpu",
-                total=total,
-                used=used,
-                free=in_order - used,
-                out_of_order=total - in_order,
-                nodes=len(having),
-                free_nodes=sum(not node.gpus_used.get(kind) for node in usable),
-            )
-        )
-    return tuple(found)
-
-
-def _quotas(limits: Sequence[Limit]) -> tuple[QuotaRow, ...]:
-    return tuple(
-        QuotaRow(
-            limit.owner,
-            limit.kind,
-            "time of a job, seconds" if limit.resource == "seconds" else resource_in_words(limit.resource),
-            limit.allowed,
-            limit.used,
-        )
-        for limit in limits
-        if limit.kind != AT_LEAST
-    )
-
-
-def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
-    waiting = sorted((row for row in rows if row[2] == "PENDING"), key=_order)
-    found = []
-    for row in [row for row in rows if row[1] == user and row[2] in (*_RUNNING, "SUSPENDED")] + [
-        row for row in waiting if row[1] == user
-    ]:
-        job_id, _, state, reason, _, nodes, per_node, start, partition, name = row
-        queued = state == "PENDING"
-        ahead = [other for other in waiting if other[8] == partition and _order(other) < _order(row)]
-        # gres:gpu:h100:8; none if the job requested none that way
-        counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
-        found.append(
-            QueueRow(
-                job_id=job_id,
-                name=name,
-                state="queued" if queued else job_state(state),
-                queue=partition,
-                nodes=int(nodes) if nodes.isdigit() else 0,
-                gpus=sum(counts.values()) * int(nodes) if counts and nodes.isdigit() else None,
-                ahead=len(ahead) if queued else None,
-                reason="" if reason == "None" else reason,
-                start=moment(start),
-            )
-        )
-    return tuple(found)
-
-
-def _order(row: Sequence[str]) -> tuple[int, int]:
-    """Return the scheduler's sort key: priority, highest first, then age."""
-    return -int(row[4]) if row[4].isdigit() else 0, int(re.sub(r"\D.*", "", row[0]) or 0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, is_usable, records
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.tables import is_usable, records
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.reasons import Reason, recorded

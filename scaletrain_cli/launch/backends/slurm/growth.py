@@ -20,10 +20,11 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import growth_requests, read_attempt, read_attempts, request_stop, withdraw_growth
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, gpus, node_names
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, exclude_option, exclusion_for, has_gpus, query_site
+from scaletrain_cli.launch.backends.slurm.tables import gpus, node_names
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.plan.reliability.node_sizes import Growth, growth, largest_usable

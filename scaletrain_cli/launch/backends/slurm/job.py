@@ -23,11 +23,12 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, limit_seconds, moment, node_names, records
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
 from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
+from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names, records
 from scaletrain_cli.launch.node.ranks import free_port, route_address
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
-from scaletrain_cli.launch.backends.slurm.commands import (
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
+from scaletrain_cli.launch.backends.slurm.tables import (
     AT_LEAST,
     GPU,
     PER_NODE,
@@ -21,13 +24,10 @@ from scaletrain_cli.launch.backends.slurm.commands import (
     Node,
     Partition,
     amounts_of_gres,
-    call_slurm,
     fit,
     moment,
     node_names,
 )
-from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import runs_root

@@ -18,9 +18,10 @@ from typing import Any
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, WrongNodesError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names, passed_on
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, passed_on
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
+from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.node.inspection import NodeFacts, facts_file, place_token, probe_problems
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.commands import (
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.tables import (
     NODES,
     QOS_COLUMNS,
     Association,
@@ -24,7 +25,6 @@ from scaletrain_cli.launch.backends.slurm.commands import (
     Partition,
     QosRule,
     Reservation,
-    call_slurm,
     gpus,
     is_usable,
     limits_of,

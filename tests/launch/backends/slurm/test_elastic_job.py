@@ -20,11 +20,11 @@ from scaletrain_cli.launch.attempts import (
     request_stop,
 )
 from scaletrain_cli.launch.backends.slurm import growth, job
-from scaletrain_cli.launch.backends.slurm.commands import Limit, partitions
 from scaletrain_cli.launch.backends.slurm.growth import GrowthWatch, growths_in_vain, read_idle_nodes, waiting_jobs
 from scaletrain_cli.launch.backends.slurm.job import main
 from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.site import Site
+from scaletrain_cli.launch.backends.slurm.tables import Limit, partitions
 from scaletrain_cli.launch.node.record import NodeRecord, write_node_record
 from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.launch.submit import create_run

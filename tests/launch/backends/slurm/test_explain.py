@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.launch.backends.slurm import explain
-from scaletrain_cli.launch.backends.slurm.commands import records
 from scaletrain_cli.launch.backends.slurm.explain import queue_reason, why_it_waits
+from scaletrain_cli.launch.backends.slurm.tables import records
 from scaletrain_cli.reason_texts.slurm import TEXTS
 
 SEEN = {

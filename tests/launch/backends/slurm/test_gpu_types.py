@@ -8,10 +8,10 @@ import pytest
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.backends.slurm import site as site_module
-from scaletrain_cli.launch.backends.slurm.commands import Limit, gpus, nodes, partitions
 from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, cores_per_gpu, type_of_accelerator, usable_nodes
+from scaletrain_cli.launch.backends.slurm.tables import Limit, gpus, nodes, partitions
 from tests.launch.backends.slurm.test_preflight import ask
 from tests.launch.conftest import make_spec
 

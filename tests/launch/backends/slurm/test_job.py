@@ -9,8 +9,8 @@ import pytest
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm import job
-from scaletrain_cli.launch.backends.slurm.commands import records
 from scaletrain_cli.launch.backends.slurm.job import begin, main
+from scaletrain_cli.launch.backends.slurm.tables import records
 from scaletrain_cli.reasons import recorded
 from tests.launch.conftest import MadeRun, MakeRun
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.launch.backends.slurm.commands import Limit, fit, limits_of
-from tests.launch.backends.slurm.test_commands import answer
+from scaletrain_cli.launch.backends.slurm.tables import Limit, fit, limits_of
+from tests.launch.backends.slurm.test_tables import answer
 
 ASSOCIATIONS = answer("assoc_mgr")
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.backends.slurm import site as site_module
-from scaletrain_cli.launch.backends.slurm.commands import (
+from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site
+from scaletrain_cli.launch.backends.slurm.script import sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import (
+    Site,
+    binding_qos,
+    cores_per_gpu,
+    limit_factor,
+    preemption_rule,
+)
+from scaletrain_cli.launch.backends.slurm.tables import (
     Limit,
     Partition,
     QosRule,
@@ -21,17 +30,8 @@ from scaletrain_cli.launch.backends.slurm.commands import (
     read_qos_rules,
     settings,
 )
-from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site
-from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import (
-    Site,
-    binding_qos,
-    cores_per_gpu,
-    limit_factor,
-    preemption_rule,
-)
 from scaletrain_cli.spec import RunSpec
-from tests.launch.backends.slurm.test_commands import answer
+from tests.launch.backends.slurm.test_tables import answer
 from tests.launch.conftest import make_spec
 
 NOW = 1_000_000.0

@@ -14,9 +14,9 @@ import pytest
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
-from scaletrain_cli.launch.backends.slurm.commands import node_names
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.backends.slurm.preflight import with_key
+from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.commands import moment
 from scaletrain_cli.launch.backends.slurm.preflight import read_estimate
+from scaletrain_cli.launch.backends.slurm.tables import moment
 
 
 def test_the_estimate_is_read_with_its_nodes_and_other_lines_are_kept() -> None:

@@ -9,8 +9,12 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm import explain, queue
-from scaletrain_cli.launch.backends.slurm.backend import make_view
-from scaletrain_cli.launch.backends.slurm.commands import (
+from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
+from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
+from scaletrain_cli.launch.backends.slurm.growth import read_idle_nodes
+from scaletrain_cli.launch.backends.slurm.preflight import read_estimate, with_key
+from scaletrain_cli.launch.backends.slurm.site import Site
+from scaletrain_cli.launch.backends.slurm.tables import (
     limits_of,
     nodes,
     partitions,
@@ -19,10 +23,6 @@ from scaletrain_cli.launch.backends.slurm.commands import (
     reservations,
     settings,
 )
-from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
-from scaletrain_cli.launch.backends.slurm.growth import read_idle_nodes
-from scaletrain_cli.launch.backends.slurm.preflight import read_estimate, with_key
-from scaletrain_cli.launch.backends.slurm.site import Site
 from scaletrain_cli.reasons import Reason
 from tests.launch.conftest import make_spec
 

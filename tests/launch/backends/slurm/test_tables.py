@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.commands import (
+from scaletrain_cli.launch.backends.slurm.tables import (
     gpus,
     limit_seconds,
     nodes,
