@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
@@ -341,6 +340,8 @@ def take_inventory(folder: Path) -> list[Entry]:
 
 def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
     """Verify several files at a time; return the problems. ``on_file`` is called with each file and its bytes."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         names = {pool.submit(verify, checkpoint, [name]): name for name in checkpoint.files}
         problems = {}

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import CodeRecord, code_file
 from scaletrain_cli.safe_files import make_folder, replace_file
 
 if TYPE_CHECKING:  # a pod imports this module before it can receive SIGTERM
-    from scaletrain_cli.rundir.record import RunRecord
+    from scaletrain_cli.rundir.record import CodeRecord, RunRecord
     from scaletrain_cli.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -40,6 +39,8 @@ def upload_code(run: RunDir, record: RunRecord) -> str | None:
     url = None if code is None or spec.code.on_nodes is not None else code_url(spec, code)
     if code is None or url is None:
         return None
+    from scaletrain_cli.rundir.record import code_file
+
     archive = code_file(run, code, "tar.gz")
     if not archive.is_file():
         folder = str(run.path / "code")
@@ -64,6 +65,8 @@ def fetch_code(run: RunDir, record: RunRecord) -> None:
     code, spec = record.code, record.spec
     if code is None or spec.code.on_nodes is not None or (url := code_url(spec, code)) is None:
         return
+    from scaletrain_cli.rundir.record import code_file
+
     placed = code_file(run, code, "tar.gz")
     if not placed.exists():
         content = read_all(url)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.launch.attempts import Decision
+from scaletrain_cli.launch.backends.kubernetes import pod_agent
 from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_SECONDS
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import DECISION_SECONDS, exit_code_for
 from scaletrain_cli.launch.node.watch import UNKILLABLE_SECONDS
@@ -164,3 +167,9 @@ def test_a_preemption_without_time_to_save_is_not_charged() -> None:
 
 def test_the_pods_grace_period_includes_the_agents_time() -> None:
     assert AGENT_SECONDS >= UNKILLABLE_SECONDS + DECISION_SECONDS
+
+
+def test_the_agent_of_a_pod_loads_no_spec_before_it_can_receive_sigterm() -> None:
+    program = f"import sys, {pod_agent.__name__}; print('pydantic' in sys.modules, len(sys.modules) < 250)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True\n"
