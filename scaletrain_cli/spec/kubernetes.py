@@ -65,9 +65,7 @@ def _sub_path(value: Any) -> str:
 _STRING = {"type": "string"}
 PodOverrides = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "properties": {"metadata": {}, "spec": {}}})]
 # Names of one object: of kinds that become part of a host name, and of other kinds.
-LabelName = Annotated[
-    str, Matching(_LABEL, 63, "must be a Kubernetes name of at most 63 lower-case letters, digits and dashes")
-]
+LabelName = Annotated[str, Matching(_LABEL, 63, "must be a Kubernetes name of lower-case letters, digits and dashes")]
 ObjectName = Annotated[
     str, Matching(_SUBDOMAIN, 253, "must be a Kubernetes name of lower-case letters, digits, dots and dashes")
 ]
@@ -75,7 +73,7 @@ LabelKey = Annotated[
     str, Matching(rf"({_SUBDOMAIN}/)?{_QUALIFIED}", 317, "must be a label key, such as topology.io/rack")
 ]
 LabelValue = Annotated[
-    str, Matching(rf"({_QUALIFIED})?", 63, "must be a label value: at most 63 letters, digits, dots, dashes and _")
+    str, Matching(rf"({_QUALIFIED})?", 63, "must be a label value of letters, digits, dots, dashes and _")
 ]
 ResourceName = Annotated[
     str,
@@ -377,5 +375,12 @@ class KubernetesSpec(BackendSection):
                 yield key, hides
             taken[path] = key
         for section, overrides in self.all_overrides.items():
-            for key, message in override_problems(overrides, devices, taken, volcano=self.backend == "volcano"):
+            found = override_problems(
+                overrides,
+                devices,
+                taken,
+                volcano=self.backend == "volcano",
+                preparation=section.startswith("preparation."),
+            )
+            for key, message in found:
                 yield f"{section}.{key}", message

@@ -25,9 +25,16 @@ _OWN_MARKS = (
 _KEY = "has a key of its own: set cluster.kubernetes."
 _LEFT = "must be null, which leaves it to the cluster; a number has the key cluster.kubernetes."
 _DEVICES = "is requested by the launcher: see cluster.gpus_per_node, kubernetes.gpu_resource and rdma_resource."
+# The keys of what the agent's container requests, in the pods of the run and in those that prepare its data.
+_OF_RUN = {"cpu": "cpus_per_node or cpu_limit", "memory": "memory_per_node", "ephemeral-storage": "ephemeral_storage"}
+_OF_PREPARATION = {"cpu": "preparation.cpus or cpu_limit"} | {
+    name: f"preparation.{name.replace('-', '_')}" for name in ("memory", "ephemeral-storage")
+}
 # What would break a run: patterns of a place with its value, as spec.containers[NAME].env[NAME].value="1", and why.
 _REFUSED = {
-    r"(metadata|spec|metadata\.(labels|annotations))=(?!null).*": "must be a mapping.",
+    rf"(metadata|spec|metadata\.(labels|annotations)|spec\.(containers|volumes)|{_AGENT}(\.(env|volumeMounts|"
+    r"resources(\.\w+)?))?)=null": "would remove what the launcher sets. Name single entries.",
+    r"(metadata|spec|metadata\.(labels|annotations))=.*": "must be a mapping.",
     r"(?!metadata\b|spec\b).*": "is no part of a pod template. Use metadata (labels, annotations) or spec.",
     r"metadata\.(?!(labels|annotations)\b).*": "is set by the launcher. Use labels or annotations.",
     rf"metadata\.(labels|annotations)\.({'|'.join(_OWN_MARKS)})": "is set by the launcher or by a controller.",
@@ -61,22 +68,27 @@ _REFUSED = {
     rf"{_AGENT}\.(lifecycle|livenessProbe|startupProbe|restartPolicy(Rules)?)": "is not possible: the agent decides "
     "when a pod ends, and needs the whole grace period to save.",
     rf"{_AGENT}\.terminationMessage(Path|Policy)": "is where status and explain read why a pod ended.",
-    rf"{_AGENT}\.resources\.\w+\.cpu": f"{_KEY}cpus_per_node or cpu_limit.",
-    rf"{_AGENT}\.resources\.\w+\.memory": f"{_KEY}memory_per_node.",
-    rf"{_AGENT}\.resources\.\w+\.ephemeral-storage": f"{_KEY}ephemeral_storage.",
     rf"{_AGENT}\.env\[({'|'.join(OWN_VARIABLES)}|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE)\]": "is set by the launcher.",
 }
 
 
 def override_problems(
-    overrides: Mapping[str, Any], devices: Iterable[str], paths: Mapping[str, str], *, volcano: bool
+    overrides: Mapping[str, Any],
+    devices: Iterable[str],
+    paths: Mapping[str, str],
+    *,
+    volcano: bool,
+    preparation: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield the key of each part that would break a run, and why. ``devices``: resources that the launcher requests.
 
-    ``paths``: those where it mounts volumes, each with its key.
+    ``paths``: those where it mounts volumes, each with its key. ``preparation``: of the pods that prepare the data.
     """
     names = "|".join(map(re.escape, devices))
-    refused = _REFUSED | {rf"spec\.(c|initC)ontainers\[.*\]\.resources\.\w+\.({names})": _DEVICES}
+    why_none = "is not for pods that prepare data, which run on CPU nodes." if preparation else _DEVICES
+    refused = _REFUSED | {rf"spec\.(c|initC)ontainers\[.*\]\.resources\.\w+\.({names})": why_none}
+    for name, own in (_OF_PREPARATION if preparation else _OF_RUN).items():
+        refused[rf"{_AGENT}\.resources\.\w+\.{name}"] = f"{_KEY}{own}."
     if volcano:
         refused[r"spec\.schedulerName"] = "must stay volcano with backend: volcano, which schedules the gang."
     done = ""

@@ -48,8 +48,8 @@ def test_an_invalid_image_reference_is_rejected(image: str) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("namespace=Team_A", "must be a Kubernetes name of at most 63"),
-        (f"queue={'a' * 64}", "must be a Kubernetes name of at most 63"),
+        ("namespace=Team_A", "must be a Kubernetes name of lower-case letters, digits and dashes"),
+        (f"queue={'a' * 64}", "digits and dashes, at most 63 characters long"),
         ("runs.claim=My Claim", "must be a Kubernetes name"),
         ("runs.path=runs", "must be an absolute path"),
         ("runs.path=/runs/../etc", "must be an absolute path"),
@@ -59,7 +59,7 @@ def test_an_invalid_image_reference_is_rejected(image: str) -> None:
         ("node_selector={a b: c}", "must be a label key"),
         ("node_selector={ssd: true}", 'must be text. Put it in quotes: "true"'),
         ("node_selector={rack: 12}", 'must be text. Put it in quotes: "12"'),
-        ("node_selector={rack: -a}", "must be a label value: at most"),
+        ("node_selector={rack: -a}", "must be a label value of letters"),
         ("run_as_user=0", "must be at least 1"),
         ("cpus_per_node=0", "whole number of at least 1, or auto"),
         ("shm_size=0", "must be above 0, or auto"),

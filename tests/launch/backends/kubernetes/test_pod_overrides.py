@@ -178,8 +178,32 @@ NODE = "{spec: {containers: [{name: node, %s}]}}"
 
 
 @pytest.mark.parametrize(
+    ("limit", "said"),
+    [("memory: 1Gi", "kubernetes.preparation.memory."), ("nvidia.com/gpu: 1", "is not for pods that prepare data")],
+)
+def test_overrides_of_the_preparation_name_its_own_keys(limit: str, said: str) -> None:
+    overrides = NODE % f"resources: {{limits: {{{limit}}}}}"
+    assert said in refusal("{}", f"cluster.kubernetes.preparation.pod_overrides={overrides}")
+
+
+@pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
+        *(
+            (overrides, key, "would remove what the launcher sets")
+            for overrides, key in (
+                ("{spec: null}", "spec"),
+                ("{metadata: {labels: null}}", "metadata.labels"),
+                ("{spec: {containers: null}}", "spec.containers"),
+                ("{spec: {volumes: null}}", "spec.volumes"),
+                ("{spec: {containers: [{name: node, env: null}]}}", "spec.containers.0.env"),
+                ("{spec: {containers: [{name: node, volumeMounts: null}]}}", "spec.containers.0.volumeMounts"),
+                (
+                    "{spec: {containers: [{name: node, resources: {limits: null}}]}}",
+                    "spec.containers.0.resources.limits",
+                ),
+            )
+        ),
         ("{spec: {restartPolicy: Always}}", "spec.restartPolicy", "must stay Never: pods restart as a whole gang"),
         ("{spec: {terminationGracePeriodSeconds: 5}}", "spec.terminationGracePeriodSeconds", "cluster.grace_seconds"),
         ("{spec: {hostname: a}}", "spec.hostname", "is the address by which the pods meet"),
