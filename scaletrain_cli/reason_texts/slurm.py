@@ -269,6 +269,10 @@ TEXTS: dict[str, Text] = {
         "cluster.slurm.gres_type is not set, and nodes that fit the job have GPUs of different types, {types:list}: "
         "Slurm may give it several, unless a job_submit plugin of the cluster sets a type"
     ),
+    "note-proxy-with-password": Text(
+        "the job does not get {names:list}: its URL has a password, which Slurm would store",
+        ("Name it in secret_env",),
+    ),
     "note-no-reserve": Text(
         "QOS {qos} reserves no nodes for a pending job (NoReserve): smaller jobs may take every node that becomes free "
         "until {nodes} are free at the same time"

@@ -101,11 +101,14 @@ def cause_of(error: SchedulerError) -> Reason:
 
 def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
     """Return the part of this process's environment that Slurm's commands, and therefore the job, get."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if (name in PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
-    }
+    kept = [name for name in os.environ if name in PASSED_ON or name.startswith("SCALETRAIN_")]
+    left_out = {*without, *proxies_with_password()}
+    return {name: os.environ[name] for name in kept if name not in left_out}
+
+
+def proxies_with_password() -> list[str]:
+    """Return the variables of proxies whose URL has a password, as http://user:password@proxy: Slurm would store it."""
+    return sorted(name for name, url in os.environ.items() if name.lower().endswith("_proxy") and "@" in url)
 
 
 def commands_check() -> Check:

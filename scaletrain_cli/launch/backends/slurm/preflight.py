@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, proxies_with_password
 from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
 from scaletrain_cli.launch.backends.slurm.tables import (
@@ -238,6 +238,8 @@ class _SiteCheck:
         problems += self._quotas(notes)
         problems += self._reservation(notes)
         notes += preemption_notes(self.site, self.spec.cluster)
+        if left_out := set(proxies_with_password()) - set(self.spec.secret_env):
+            notes.append(Reason("slurm.note-proxy-with-password", {"names": sorted(left_out)}))
         if self.site.qos_has("NoReserve") and self.spec.cluster.nodes > 1:
             notes.append(Reason("slurm.note-no-reserve", {"qos": self.site.qos, "nodes": self.spec.cluster.nodes}))
         return PreflightVerdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))

@@ -353,6 +353,8 @@ def test_secrets_reach_neither_the_script_nor_slurm(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", f"{recorded.bin}:{os.environ['PATH']}")
     for name in ("HF_TOKEN", "SCALETRAIN_TOKEN", "UNRELATED"):  # the second is passed on unless secret
         monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("https_proxy", f"http://user:{SECRET}@proxy:3128")
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
     sets = ["--set", "cluster.scheduler=slurm", "--set", "secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]"]
     shown = scaletrain("submit", CPU_RECIPE, "--dry-run", *sets)
     assert shown.code == 0
@@ -366,3 +368,4 @@ def test_secrets_reach_neither_the_script_nor_slurm(tmp_path: Path, monkeypatch:
     assert holders[0].stat().st_mode & 0o777 == 0o600
     assert "sbatch" in [program for program, _, _ in recorded.calls]
     assert SECRET not in json.dumps(recorded.calls)
+    assert "http://proxy:3128" in json.dumps(recorded.calls)
