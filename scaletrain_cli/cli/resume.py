@@ -63,7 +63,7 @@ def command(
         ),
     ] = False,
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Restart training from step 0 if no checkpoint can be loaded.")
+        bool, typer.Option("--from-scratch", help="Restart from step 0 although the checkpoints are damaged or gone.")
     ] = False,
     new_code: Annotated[
         bool, typer.Option("--new-code", help="Use the current code of code.path instead of the submitted snapshot.")

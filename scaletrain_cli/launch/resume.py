@@ -168,7 +168,7 @@ def resume(
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:
-    """Raise UsageError when the run is active or finished, or has no valid checkpoint to continue from."""
+    """Raise UsageError when the run is active or finished, or its checkpoints are damaged or gone."""
     refusal = _refusal(run, report, from_scratch=from_scratch, resize=resize)
     if refusal is not None:
         raise UsageError(refusal)

@@ -207,7 +207,7 @@ def show_resume(run_id: str, report: ResumeReport, resize: Resize | None) -> Non
         show(stderr_console(), table)
         return
     table.add_row("resumes", escaped_text(_from(report)))
-    if report.checkpoint or report.had_checkpoint:
+    if report.checkpoint or report.had_checkpoint or report.steps_lost:
         table.add_row("lost", escaped_text(_lost(report), "yellow" if report.steps_lost else ""))
     for problem in report.passed_over:
         table.add_row("damaged", escaped_text(problem, "yellow"))
