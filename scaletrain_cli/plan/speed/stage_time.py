@@ -112,8 +112,8 @@ class _Parts:
 class StepSetting(NamedTuple):
     """The inputs of the times of all pipeline stages of a layout.
 
-    ``per_rank``: the part of a block on one tensor-parallel rank, see ``rank_architecture``; ``blocks``: the number of
-    blocks of each stage; ``trained``: the parameters that train.
+    ``per_rank``: see ``rank_architecture``; ``blocks``: the number of blocks of each stage; ``trained``: the parameters
+    that train.
     """
 
     spec: RunSpec
@@ -202,7 +202,8 @@ def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int
 
 
 def _parts(setting: StepSetting) -> _Parts:
-    spec, layout, device, rate, link, profile, _, _, trained = setting
+    spec, layout, device, trained = setting.spec, setting.layout, setting.device, setting.trained
+    rate, link, profile = setting.rate, setting.link, setting.profile
     model, work = spec.transformer, _rank_work(spec, layout, device)
 
     def block(training: BlockTraining, experts: bool) -> PartTime:
@@ -231,7 +232,7 @@ def _parts(setting: StepSetting) -> _Parts:
 
 def _stage(setting: StepSetting, parts: _Parts, stage: Stage) -> MicroBatchTime:
     """Return the time of one micro-batch on one stage."""
-    spec, layout, _, rate, link, profile, *_ = setting
+    spec, layout, rate, link, profile = setting.spec, setting.layout, setting.rate, setting.link, setting.profile
     sizes = stage_sizes(setting, stage)
     count, first, last = stage.blocks, stage.first, stage.last
     forwards, traffic, blocking = parts.forwards, parts.traffic, launches_block(spec)

@@ -50,9 +50,7 @@ _MOST_STAGES = 64
 _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
 # Seconds of a step that add up over the stages of a run.
-_ADDED = (
-    *("step", "compute", "exposed_communication", "bubble", "optimizer", "data_wait", "recompute", "stall_seconds"),
-)
+_ADDED = "step compute exposed_communication bubble optimizer data_wait recompute stall_seconds".split()
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,8 @@ def _micro_batches(
 
 def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
     setting, stages = micro_batch.setting, micro_batch.stages
-    spec, layout, _, _, link, profile, per_rank, _, trained = setting
+    spec, layout, link, profile = setting.spec, setting.layout, setting.link, setting.profile
+    per_rank, trained = setting.per_rank, setting.trained
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
     for stage, held in zip(stages, micro_batch.held, strict=True):
@@ -271,7 +270,7 @@ def _beside_gradients(spec: RunSpec, layout: Layout, link: Link, held: Stage, tr
 
 def _once_per_step(setting: StepSetting, stage: MicroBatchTime, held: Stage) -> _OncePerStep:
     """Return what the stage ``held`` does once per step."""
-    spec, layout, device, _, link, profile, *_ = setting
+    spec, layout, device, link, profile = setting.spec, setting.layout, setting.device, setting.link, setting.profile
     sizes = stage_sizes(setting, held)
     data = data_traffic(spec, layout, link, profile, sizes.parameters, held.blocks, sizes.trained)
     # With v chunks per stage, the traffic of a chunk may also overlap passes of the stage's other chunks.
@@ -291,7 +290,7 @@ def _once_per_step(setting: StepSetting, stage: MicroBatchTime, held: Stage) -> 
 
 
 def _optimizer_seconds(setting: StepSetting, sizes: StageSizes) -> float:
-    spec, layout, device, rate, _, profile, *_ = setting
+    spec, layout, device, rate, profile = setting.spec, setting.layout, setting.device, setting.rate, setting.profile
     shards = 1 if layout.zero_stage == 0 else zero_shards(layout)
     updated, held = -(-sizes.trained // shards), -(-sizes.parameters // shards)
     host = 0.0 if rate.is_cpu else profile.step_host + (profile.zero_host if layout.zero_stage else 0.0)
