@@ -31,7 +31,9 @@ def _template(part: _Part, event: Event) -> str:
     if isinstance(part, str):
         return part
     field, template = part
-    return template if bool(event.get(field.lstrip("!"))) != field.startswith("!") else ""
+    if field.startswith("!"):
+        return "" if event[field.lstrip("!")] else template  # an event without the field has another form
+    return template if event.get(field) else ""
 
 
 def _fields(event: Event) -> str:
@@ -206,7 +208,7 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
     "finding": _finding,
     "finding-cleared": "after {seconds:seconds}, at step {step}: {text}",
     "unreachable": "node {node} does not reach the first node, {address} port {port}: {error}",
-    "hang": (("message", "{message}"), ("!message", "no progress"), " (attempt {attempt}, node {node})"),
+    "hang": lambda event: f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})",
     "idle": (
         "the {measured} of the run have done nothing for {seconds:seconds}; unless they do, its ranks save and exit in "
         "{ends_in_seconds:seconds}"

@@ -1,4 +1,4 @@
-"""Read the state of a run that its submitter's machine sent to a view, which runs where the files of the run are.
+"""Read what another machine sent with this command: variables, and the state of a run for a view of its files.
 
 Pods have no access to the scheduler, and the run directory of the submitter has files that theirs lacks. The machine
 that asks for the view sends both: the job as the scheduler reports it, whether the run was canceled, its own events,
@@ -33,17 +33,17 @@ _read: tuple[tuple[int, int], SentRun] | None = None
 
 def sent_run(folder: Path) -> SentRun | None:
     """Return what was sent about the run with this run directory; None for any other run, and where nothing was."""
-    known = _sent()
+    known = _read_run()
     return known if known is not None and known.run_dir == str(folder) else None
 
 
 def sent_run_folder() -> Path | None:
     """Return the run directory of the run that is shown; None where nothing was sent."""
-    known = _sent()
+    known = _read_run()
     return None if known is None else Path(known.run_dir)
 
 
-def _sent() -> SentRun | None:
+def _read_run() -> SentRun | None:
     global _read
     path = sent().run
     if path is None:
@@ -73,10 +73,10 @@ SENT_RUN = "SCALETRAIN_SENT_RUN"
 
 @dataclass(frozen=True)
 class Sent:
-    """``here``: another machine has sent the command line, so it runs here.
+    """What another machine sent with the command line. ``here``: it did, so the command runs here.
 
     ``clusters``: a clusters file with the cluster that was named there, in place of the own file; ``spec``: the path of
-    the spec on that machine, for errors. ``run``: a file with what that machine knows of a run (sent_run.py).
+    the spec on that machine, for errors. ``run``: a file with what that machine knows of a run (SentRun).
     """
 
     here: bool

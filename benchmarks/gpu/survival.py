@@ -17,7 +17,7 @@ from scaletrain_cli.launch.drill import (
     DrillSetup,
     compare_runs,
     drill_spec,
-    make_folder,
+    make_jobs_folder,
     run_drill,
 )
 from scaletrain_cli.launch.submit import plan_for_engine
@@ -34,7 +34,7 @@ def measure(setting: Setting, model: str, kinds: tuple[str, ...], compiled: bool
     try:
         spec = drill_spec(load_spec(recipe_of(model, setting.gpu, setting.folder), overrides), _STEPS)
         backend = LocalBackend(engine=_ENGINE)
-        setup = DrillSetup(make_folder(), spec, plan_for_engine(spec, model), backend, _SECONDS)
+        setup = DrillSetup(make_jobs_folder(), spec, plan_for_engine(spec, model), backend, _SECONDS)
         try:
             _, undisturbed = run_drill(setup, UNDISTURBED, lambda status: None)
             return Result([_line(setup, model, kind, undisturbed) for kind in kinds])

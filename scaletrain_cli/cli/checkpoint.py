@@ -71,7 +71,7 @@ def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = Fals
     from scaletrain_cli.launch.mirroring import mirror_now
     from scaletrain_cli.rundir.record import require_changeable
 
-    found, record, _ = _own_run(run, trust_owner)
+    found, record, _ = _own_run(run, trust_owner, "mirror")
     require_changeable(found, f"{found.run_id} cannot be mirrored")
     state = mirror_now(found, record)
     if as_json:
@@ -147,7 +147,7 @@ def export(
     if adapter_format == "peft" and dtype not in (None, "fp32"):
         raise UsageError(f"--dtype {dtype}: an adapter is exported in fp32, as it was trained. Remove --dtype.")
     exported_dtype = dtype or ("fp32" if adapter_format == "peft" else "bf16")
-    found, record, folder = _own_run(run, trust_owner)
+    found, record, folder = _own_run(run, trust_owner, "export")
     checkpoint = _valid_checkpoint(found.run_id, folder, step)
     options = ["--format", adapter_format, *(["--averaged"] if averaged else [])]
     exported = _export(found, record, [checkpoint], output, exported_dtype, *options)
@@ -175,7 +175,7 @@ def average(
     Each checkpoint is verified first; a damaged one is an error with --step, and is passed over without it. The mean is
     computed in fp32 and rounded once. The run and its checkpoints are not changed. Prints the folder to stdout.
     """
-    found, record, folder = _own_run(run, trust_owner)
+    found, record, folder = _own_run(run, trust_owner, "average")
     if steps is not None and len(set(steps)) < 2:
         raise UsageError("--step: a mean needs at least two different steps. Give --step again.")
     chosen = (
@@ -225,7 +225,7 @@ def sample(
     """
     from scaletrain_cli.spec import ModelSpec
 
-    found, record, checkpoints = _own_run(run, trust_owner)
+    found, record, checkpoints = _own_run(run, trust_owner, "sample")
     spec = record.spec
     if not isinstance(spec.model, ModelSpec):
         raise UsageError(f"{found.run_id} has model.family = {spec.model.family}. Only language models can be sampled.")
@@ -274,7 +274,7 @@ def _seen_run(run: str) -> tuple[RunDir, RunRecord, Path]:
     return found, record, folder
 
 
-def _own_run(run: str, trust_owner: bool, action: str = "export") -> tuple[RunDir, RunRecord, Path]:
+def _own_run(run: str, trust_owner: bool, action: str) -> tuple[RunDir, RunRecord, Path]:
     from scaletrain_cli.rundir.record import require_own_run
 
     found, record, folder = _seen_run(run)
@@ -406,7 +406,7 @@ def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[s
     saved = {checkpoint.path.name: base for checkpoint in valid if (base := read_base(checkpoint)) is not None}
     if not saved:
         return
-    folder = _cached_base(record, weights) if is_reference(weights) else expand_home(weights)
+    folder = _cached_base(record) if is_reference(weights) else expand_home(weights)
     if folder is None:
         say(f"{weights} is not in the hub cache of this machine: not compared with the weights of the run")
         return
@@ -419,7 +419,7 @@ def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[s
             problems[name].append(str(error))
 
 
-def _cached_base(record: RunRecord, weights: str) -> Path | None:
+def _cached_base(record: RunRecord) -> Path | None:
     """Return the folder with the weights of the run's commit; None if the cache lacks some. Sends no request."""
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.launch.hub_fetch import environment_here

@@ -100,7 +100,14 @@ def _drill(
     kinds: list[DrillKind], base: RunSpec, steps: int, timeout: float, *, keep: bool, yes: bool, as_json: bool
 ) -> ExitCode:
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.drill import UNDISTURBED, DrillSetup, compare_runs, drill_spec, make_folder, run_drill
+    from scaletrain_cli.launch.drill import (
+        UNDISTURBED,
+        DrillSetup,
+        compare_runs,
+        drill_spec,
+        make_jobs_folder,
+        run_drill,
+    )
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.short_jobs import show_verdicts, verdicts_json
@@ -119,7 +126,7 @@ def _drill(
     show_outlook(scheduler.preflight(small, plan))
     size = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu_name} on {cluster.scheduler}"
     confirm(f"Train {len(kinds) + 1} runs of {steps} steps, one after another, {size}?", yes)
-    folder, verdicts = make_folder(), []
+    folder, verdicts = make_jobs_folder(), []
     with StatusLine() as line:
         say(f"undisturbed, in {folder}")
         run, undisturbed = run_drill(DrillSetup(folder, small, plan, scheduler, timeout), UNDISTURBED, line.update)

@@ -393,7 +393,7 @@ def _plan_points(
     Raises SpecError or InfeasibleError for the first invalid point; the message names its values.
     """
     from scaletrain_cli.launch.code import take_snapshot
-    from scaletrain_cli.launch.epochs import counted, size_to_count
+    from scaletrain_cli.launch.epochs import in_counted_steps, size_to_count
     from scaletrain_cli.launch.node_sizes import plan_run
     from scaletrain_cli.launch.preparation import PreparedData
     from scaletrain_cli.launch.submit import new_run_id
@@ -409,7 +409,7 @@ def _plan_points(
                 data = _data_of(one)
                 if data not in sizes:
                     sizes[data] = size_to_count(one, spec, prepare, say)
-                one, how = counted(one, sizes[data], spec)
+                one, how = in_counted_steps(one, sizes[data], spec)
                 say(f"{', '.join(varied)}: {how}")
             epochs.append(how)
             found.append(plan_run(one, spec))

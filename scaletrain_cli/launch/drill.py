@@ -335,7 +335,7 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
     return override_spec(spec, [f"{key}={value}" for key, value in settings.items()], file="the drills' spec")
 
 
-def make_folder(of: str = "drills") -> Path:
+def make_jobs_folder(of: str = "drills") -> Path:
     """Return the new folder ``<of>-<time>`` below the runs root. Raises UsageError where it cannot be created."""
     root = runs_root()
     folder, datasets = root / f"{of}-{time.strftime('%Y%m%d-%H%M%S')}", root / "datasets"

@@ -37,11 +37,11 @@ def in_steps(
 
     A spec without epochs is returned as it is, with None. ``file``: the name of the spec in errors. ``prepare``: data
     that are not prepared are prepared first; None: their size is estimated. ``say``: as for size_to_count(). Raises as
-    size_to_count() and counted().
+    size_to_count() and in_counted_steps().
     """
     if spec.training.epochs is None:
         return spec, None
-    return counted(spec, size_to_count(spec, file, prepare, say), file)
+    return in_counted_steps(spec, size_to_count(spec, file, prepare, say), file)
 
 
 def provisional(spec: RunSpec) -> RunSpec:
@@ -87,7 +87,7 @@ def size_to_count(
     return size
 
 
-def counted(spec: RunSpec, size: DataSize, file: Path | str) -> tuple[RunSpec, Reason]:
+def in_counted_steps(spec: RunSpec, size: DataSize, file: Path | str) -> tuple[RunSpec, Reason]:
     """Return the spec of a run with epochs with as many steps as they are, rounded up, and how they were counted.
 
     Sequences that the run will hold back from training for its validation are no part of an epoch. Raises SpecError

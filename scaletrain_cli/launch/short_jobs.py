@@ -30,7 +30,7 @@ from scaletrain_cli.errors import ExitCode, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.calibration import keep_measurement, measure_rehearsal
 from scaletrain_cli.launch.cancel import wait_for_end
-from scaletrain_cli.launch.drill import make_folder as make_jobs_folder
+from scaletrain_cli.launch.drill import make_jobs_folder
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run

@@ -128,13 +128,13 @@ def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:
             whole, rest = b"", data
         lines = whole.split(b"\n")
         stride = max(1, len(lines) // _ROWS_OF_PIECE)
-        extremes = _extremes(whole, lines) if stride > 1 else frozenset[bytes]()
+        extremes = _extremes(whole) if stride > 1 else frozenset[bytes]()
         regular = lines[::stride]
         validated = _with(whole, _VALIDATED) if stride > 1 else []
         yield from _decoded([*regular, *(line for line in extremes if line not in regular), *validated], extremes)
 
 
-def _extremes(data: bytes, lines: Sequence[bytes]) -> frozenset[bytes]:
+def _extremes(data: bytes) -> frozenset[bytes]:
     """Return the lines with the least and the greatest loss, gradient norm and step time."""
     found = set()
     for pattern in _EXTREMES:

@@ -198,7 +198,7 @@ class OpenSection(Section):
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         for name, section in self.plugins.items():
-            if isinstance(section, Section):
+            if hasattr(section, "inconsistencies"):  # the options of a plug-in may be any pydantic model
                 yield from ((f"{name}.{key}", message) for key, message in section.inconsistencies())
 
 

@@ -13,7 +13,7 @@ import pytest
 from scaletrain_cli.api import prepare_submission
 from scaletrain_cli.errors import InfeasibleError, SpecError, UsageError
 from scaletrain_cli.launch import preparation
-from scaletrain_cli.launch.epochs import counted, in_steps, provisional, size_to_count
+from scaletrain_cli.launch.epochs import in_counted_steps, in_steps, provisional, size_to_count
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan.data_size import DataSize, data_size
@@ -134,19 +134,20 @@ def test_settings_that_refer_to_steps_are_checked_once_epochs_are_counted() -> N
     ):
         spec = with_epochs(2, setting)
         with pytest.raises(SpecError, match=r"run\.yaml: training\.epochs = 2 gives 20 steps") as refused:
-            counted(spec, size, "run.yaml")
+            in_counted_steps(spec, size, "run.yaml")
         assert [problem.key for problem in refused.value.problems] == [key]
-        assert counted(override_spec(spec, ["training.epochs=2.1"], file="f"), size, "run.yaml")[0].total_steps == 21
+        longer = override_spec(spec, ["training.epochs=2.1"], file="f")
+        assert in_counted_steps(longer, size, "run.yaml")[0].total_steps == 21
         assert provisional(spec).total_steps >= 21
         with pytest.raises(UsageError, match="cannot be counted in steps") as unsure:
-            counted(spec, size._replace(exact=False), "run.yaml")
+            in_counted_steps(spec, size._replace(exact=False), "run.yaml")
         assert not isinstance(unsure.value, SpecError)
         assert "about 20 steps by an estimate" in str(unsure.value.problems[0])
 
 
 def test_more_steps_than_a_run_may_have_are_refused() -> None:
     with pytest.raises(SpecError) as refused:
-        counted(with_epochs(1e6), DataSize(4001, 4001, 1, exact=True), "run.yaml")
+        in_counted_steps(with_epochs(1e6), DataSize(4001, 4001, 1, exact=True), "run.yaml")
     assert "1,000,250,000 steps, and a run has at most 1,000,000,000" in str(refused.value.problems[0])
 
 

@@ -29,7 +29,7 @@ _MOST_IGNORED = 0.9
 _READ = 512  # samples whose labels or contents are compared
 _MOST_ALIKE = 0.99  # share of one label among images
 _MOST_DUPLICATES = 0.2
-_WIDE_BAND = 3.0  # of the first loss, for models without a text, whose first outputs are not equal
+_WIDE_BAND = 3.0  # of the first loss, for other models than language models, whose first outputs are not equal
 _MOST_CHANGE = 1e-3  # of hidden states that must not change, relative to their root mean square
 _MOST_CHANGE_OF_EXPERTS = 2e-2  # where other tokens change the sizes of matrix products
 

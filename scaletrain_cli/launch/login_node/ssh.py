@@ -1,7 +1,7 @@
 """Run commands on a login node with the ssh client of this machine, its configuration and its keys.
 
 One connection serves all commands of a few minutes (ControlMaster), so that a second factor is asked for once. A path
-of the user's configuration for it is left as it is. A bundle of files, by which a verb runs there as here, goes first.
+of the user's configuration for it is left as it is. The files that a verb needs there are packed and sent before it.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def send(node: LoginNode, bundle: Bundle) -> str:
     steps = [
         "umask 077",
         f"mkdir -p {_FOLDER}/{_CODE}",
-        # What commands that never began have left behind.
+        # What commands that never began have left behind. The code has a folder of its own, named after the run, for a
+        # day: a repeated submission names the same path, and is recognized as the same run.
         f"find {_FOLDER} {_FOLDER}/{_CODE} -mindepth 1 -maxdepth 1 ! -name {_CODE} -mtime +0 -exec rm -rf {{}} +",
         f"mkdir -p {place}.new",
         f"tar -xf - -C {place}.new",

@@ -1,8 +1,7 @@
-"""The use of a node over time: the node columns of the telemetry, from psutil, control groups and /sys.
+"""The telemetry of one node: what its ranks send, and the use of its GPUs and of the node, written to one file.
 
-CPU and memory are those of the tightest control group that limits the job, else of the machine. Disk, network and
-InfiniBand are those of the machine, so that jobs of others on it count as well. ``infiniband_errors`` counts from the
-first call on.
+A thread measures and writes, so that neither a driver nor a file system that hangs can delay the agent: it only adds
+rows to a queue. Errors lose telemetry, and nothing else.
 """
 
 from __future__ import annotations
@@ -55,6 +54,9 @@ class _CpuGroup(NamedTuple):
 class HostSampler:
     """Reads the use of this node. ``root``: the folder with ``proc`` and ``sys``, for tests.
 
+    CPU and memory are those of the tightest control group that limits the job, else of the machine. Disk, network and
+    InfiniBand are those of the machine, so that jobs of others on it count as well. ``infiniband_errors`` counts from
+    the first call on.
     A value that is not known here, such as a rate at the first call, is absent.
     """
 
