@@ -77,8 +77,10 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
     if cause is not None:
         why = Reason("launch.unreported-end-of-job", number | reports | {"cause": Reason(f"launch.job-{cause}")})
         return UnreportedEnd("known", why, cause)
-    if has_no_space(run.path):
-        why = Reason("launch.unreported-disk-full", number | reports | {"folder": str(run.path)})
+    # The job script ends with this exit code without a record only if it could not write one.
+    if (full := has_no_space(run.path)) or job.exit_code == ExitCode.DO_NOT_REQUEUE:
+        disk = Reason("launch.disk-is-full" if full else "launch.disk-was-full", {"folder": str(run.path)})
+        why = Reason("launch.unreported-disk-full", number | reports | {"cause": disk})
         return UnreportedEnd("known", why, "disk-full")
     return UnreportedEnd("not-known", Reason("launch.unreported-unknown", number | reports))
 

@@ -304,9 +304,10 @@ TEXTS: dict[str, Text] = {
         "attempt {attempt} ended without reporting an exit status: {cause}; {scheduler} reports: {detail}",
         ("scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
     ),
+    "disk-is-full": Text("the file system of {folder} is full"),
+    "disk-was-full": Text("the end could not be recorded, because the file system of {folder} was full"),
     "unreported-disk-full": Text(
-        "attempt {attempt} ended without reporting an exit status: the file system of {folder} is full; {scheduler} "
-        "reports: {detail}",
+        "attempt {attempt} ended without reporting an exit status: {cause}; {scheduler} reports: {detail}",
         (
             _OWN_SPACE,
             "scaletrain logs {run} shows what the ranks printed last",

@@ -126,7 +126,13 @@ TEXTS: dict[str, Text] = {
     "wait-partition-down": Text(
         "job {job} is pending: its partition accepts no jobs now", ("Ask the administrator", _OTHER_PARTITION)
     ),
-    "wait-reservation": Text("job {job} is pending: its reservation has not started", ("scontrol show reservation",)),
+    "wait-reservation": Text(
+        "job {job} is pending: its reservation has not begun, or has ended",
+        (
+            "scontrol show reservation",
+            "None: `scaletrain cancel {run}`, then `scaletrain resume {run} --set cluster.slurm.reservation=null`",
+        ),
+    ),
     "wait-maintenance": Text(
         "job {job} is pending: with its time limit it would still run when maintenance starts",
         ("scontrol show reservation shows when", "With a shorter cluster.slurm.time it may start before that"),
@@ -303,9 +309,8 @@ TEXTS: dict[str, Text] = {
         "(PrivateData)"
     ),
     "note-reservation-ends": Text(
-        "reservation {reservation} ends at {until}, before the time limit of the job: Slurm then ends the job, without "
-        "the signal to save that comes before a time limit",
-        ("Set cluster.slurm.time to what is left of the reservation.",),
+        "reservation {reservation} ends at {until}, before the time limit of the job: the run then saves its state, "
+        "and its job waits until the reservation has begun again or has been extended",
     ),
     "note-reservation-small": Text("reservation {reservation} has {count:of node} that fit the job"),
     "note-test-refused": Text(

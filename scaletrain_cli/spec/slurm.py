@@ -125,13 +125,18 @@ _NOT_EXTRA = {
 CONTAINER_OWN_OPTIONS = frozenset({"container-image", "container-mounts", "container-env"})
 
 
-def _with_a_unit(value: Any) -> Any:
+UNLIMITED_SECONDS = 60.0 * (2**32 - 1)  # Slurm's INFINITE, which it keeps in minutes
+
+
+def _time_limit(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().upper() in ("UNLIMITED", "INFINITE"):
+        return UNLIMITED_SECONDS
     if isinstance(value, int) and not isinstance(value, bool):  # written by the launcher itself, it is a float
         raise PydanticCustomError("unit", f"has no unit, and sbatch counts minutes: write {value}m, or {value}s")
     return value
 
 
-TimeLimit = Annotated[PositiveSeconds, BeforeValidator(_with_a_unit)]
+TimeLimit = Annotated[PositiveSeconds, BeforeValidator(_time_limit)]
 
 
 class ContainerSpec(Section):
@@ -228,7 +233,7 @@ class SlurmSpec(BackendSection):
     @property
     def summary(self) -> str:
         given = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
-        limit = f", requeued after {seconds_text(self.time)}" if self.time is not None else ""
+        limit = f", requeued after {seconds_text(self.time or 0)}" if 0 < (self.time or 0) < UNLIMITED_SECONDS else ""
         return "".join(f", {what} {value}" for what, value in given.items() if value is not None) + limit
 
     def unseen_place(self, folder: Path, path: str) -> str:

@@ -58,22 +58,29 @@ env "${dropped[@]}" \
     "$python" \
     -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
 step=$!
+beside=()
+# Slurm sends no early signal before the end of a reservation.
+if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then
+    "$python" -c "$start" scaletrain_cli.launch.backends.slurm.job watch-reservation "$run" --attempt "$attempt" &
+    beside+=($!)
+fi
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
 wait "$step"
 code=$?
+[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null
 
-# Record the end of the attempt: prints `requeue` and the nodes to exclude, or `stop`.
+# Record the end of the attempt: prints `requeue` and what changes in the job, or `stop`.
 decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
     --srun-exit-code "$code" $ended_by_slurm)
 code=$?
-read -r decision exclude <<<"$decision"
-[ "$decision" = requeue ] || exit "$code"
+read -r -a decision <<<"$decision"
+[ "${decision[0]-}" = requeue ] || exit "$code"
 ended_by_slurm= # a signal that came before was no end of the job
 
-# Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.
+# Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.
 requeue() {
     scontrol requeue "$SLURM_JOB_ID" || return
-    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"
+    [ "${#decision[@]}" = 1 ] || scontrol update "JobId=$SLURM_JOB_ID" "${decision[@]:1}"
     exit "$code"
 }
 

@@ -95,14 +95,15 @@ def test_bad_nodes_are_excluded_while_the_smallest_size_of_a_range_remains(make_
 
 
 @pytest.mark.usefixtures("slurm")
-def test_a_warning_before_the_time_limit_makes_the_end_a_time_limit() -> None:
+def test_a_warning_before_the_time_limit_makes_the_end_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make_spec("cluster.scheduler=slurm", "cluster.grace_seconds=120").cluster
     for environment, end in (
         ({"SLURM_JOB_END_TIME": "5000"}, 5000.0),
         ({}, time.mktime(time.strptime("2026-01-03T03:34:05", "%Y-%m-%dT%H:%M:%S"))),
     ):
-        assert time_is_up("7", cluster, environment, now=end - 120)
-        assert not time_is_up("7", cluster, environment, now=end - 600)
+        for left, is_up in ((120, True), (600, False)):
+            monkeypatch.setattr(time, "time", lambda now=end - left: now)
+            assert time_is_up("7", cluster, environment) == is_up
 
 
 def conclude(made: MadeRun, *failures: Failure, code: int = 1, **reported: object) -> None:

@@ -1,8 +1,9 @@
 """Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
 Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, and for a run with a
-range of nodes also ``NODES NAMES``, or nothing if the run must not continue; ``end`` prints ``requeue`` (and the nodes
-to exclude) or ``stop`` and exits with the run's code; ``not-requeued`` withdraws a requeue that failed.
+range of nodes also ``NODES NAMES``, or nothing if the run must not continue; ``end`` prints ``requeue`` and what
+``scontrol update`` must change, or ``stop``, and exits with the run's code; ``not-requeued`` withdraws a requeue that
+failed; ``watch-reservation`` signals the ranks before the job's reservation ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import itertools
 import logging
+import math
 import os
 import socket
 import sys
@@ -28,7 +30,14 @@ from scaletrain_cli.launch.backends.slurm.explain import job_fields
 from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
-from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names, records
+from scaletrain_cli.launch.backends.slurm.tables import (
+    limit_seconds,
+    moment,
+    node_names,
+    records,
+    reservations,
+    settings,
+)
 from scaletrain_cli.launch.node.ranks import free_port, route_address
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
@@ -51,6 +60,7 @@ _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 _NOT_REQUEUED = Reason("slurm.job-not-requeued")
 _ASKED_NODES = 4  # one is enough, unless its name does not resolve
 _EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
+_POLL_SECONDS = 60.0  # between two questions when a reservation ends, which an administrator may change
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     leave_current_folder()
     set_up_logging("slurm job")
     parser = argparse.ArgumentParser(prog="slurm_job", description="Begin or end an attempt inside a Slurm job.")
-    parser.add_argument("word", choices=("begin", "end", "not-requeued"))
+    parser.add_argument("word", choices=("begin", "end", "not-requeued", "watch-reservation"))
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--srun-exit-code", type=int)
@@ -70,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = read_record(run)
         if options.word == "begin":
             return begin(run, record, os.environ)
+        if options.word == "watch-reservation":
+            return watch_reservation(record.spec.cluster, os.environ)
         if options.word == "end":
             return end(run, record, options.attempt, options.srun_exit_code, os.environ, stop_reason)
         if stop_reason is not None:  # Slurm is ending the job, and may still requeue it
@@ -171,10 +183,10 @@ def end(
         first_attempt=first_attempt_of_job(run, job_id, number),
         launcher_exit_code=srun_exit_code,
         stop_reason=stop_reason,
-        time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment, time.time()),
+        time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment),
         down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
     )
-    print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
+    print(*(("requeue", *_changes(run, record, environment)) if decision.requeue else ("stop",)))
     may_go_on = decision.requeue or decision.left_to_scheduler
     return decision.exit_code if may_go_on else conclude_run(run, decision)
 
@@ -215,11 +227,49 @@ def _is_lost(node: Mapping[str, str], since: float) -> bool:
     return down or (moment(node.get("BootTime", "")) or 0.0) > since
 
 
-def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:
-    """Return whether the job ends because of its time limit. SLURM_JOB_END_TIME exists since Slurm 23.02."""
+def watch_reservation(cluster: ClusterSpec, environment: Mapping[str, str]) -> int:
+    """Signal the ranks as Slurm does before a time limit, as long before the job's reservation ends; then return.
+
+    Slurm ends a job whose reservation ends as at a time limit, but sends no signal before (seen in 22.05.8).
+    Also returns once the batch script has ended.
+    """
+    parent = os.getppid()
+    while os.getppid() == parent:
+        end = _end_of_reservation(environment)
+        left = math.inf if end is None else end - lead_seconds(cluster) - time.time()
+        with contextlib.suppress(SchedulerError):
+            if left <= 0:
+                call_slurm(["scancel", "--signal=USR1", environment["SLURM_JOB_ID"]])  # to the agents
+                return ExitCode.DONE
+        time.sleep(min(_POLL_SECONDS, max(left, 1.0)))
+    return ExitCode.DONE
+
+
+def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str]) -> bool:
+    """Return whether the job ends because of its time limit or the end of its reservation.
+
+    SLURM_JOB_END_TIME exists since Slurm 23.02.
+    """
     stated = environment.get("SLURM_JOB_END_TIME", "")
-    end = float(stated) if stated.isdigit() else _end_by_limit(job_id)
-    return end is not None and now >= end - lead_seconds(cluster) - _EARLY_SECONDS
+    limit = float(stated) if stated.isdigit() else _end_by_limit(job_id)
+    return any(end is not None and _is_near(end, cluster) for end in (limit, _end_of_reservation(environment)))
+
+
+def _is_near(end: float, cluster: ClusterSpec) -> bool:
+    return time.time() >= end - lead_seconds(cluster) - _EARLY_SECONDS
+
+
+def _end_of_reservation(environment: Mapping[str, str]) -> float | None:
+    """Return the Unix time at which Slurm ends the jobs of the job's reservation; None if never, or if not known."""
+    if not (name := environment.get("SLURM_JOB_RESERVATION", "")):
+        return None
+    try:
+        shown = call_slurm(["scontrol", "--oneliner", "show", "reservation", name]).stdout
+        overrun = settings(call_slurm(["scontrol", "show", "config"]).stdout).get("ResvOverRun", "0 min").split()[0]
+    except SchedulerError:
+        return None
+    end = next((one.end for one in reservations(shown)), None)
+    return end + 60.0 * int(overrun) if end is not None and overrun.isdigit() else None  # UNLIMITED
 
 
 def _end_by_limit(job_id: str) -> float | None:
@@ -233,14 +283,16 @@ def _end_by_limit(job_id: str) -> float | None:
     return began + lasts if began is not None and lasts is not None else None
 
 
-def _exclude_word(run: RunDir, record: RunRecord) -> str:
-    """Return ``=HOSTLIST`` if the job's excluded nodes must change, else an empty text: a user may have set them."""
+def _changes(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what must change in the requeued job: its excluded nodes, if others than before, and when it may begin."""
     excluded, before = exclusion_for(run, record.spec), last_exclusion(run)
     if excluded.spared or excluded.nodes != before:
         record_exclusion(run, excluded)
-    if excluded.nodes == before:
-        return ""
-    return f"={exclude_option(record.spec, excluded) or ''}"
+    if excluded.nodes != before:  # else a user may have set them
+        yield f"ExcNodeList={exclude_option(record.spec, excluded) or ''}"
+    # In a reservation that is about to end, Slurm would start the job again at once.
+    if (end := _end_of_reservation(environment)) is not None and _is_near(end, record.spec.cluster):
+        yield f"StartTime=now+{max(0, math.ceil(end - time.time())) + 1}"
 
 
 def _own_address(environment: Mapping[str, str], nodes: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.slurm import UNLIMITED_SECONDS
 from scaletrain_cli.text import nearest_name
 
 
@@ -459,6 +460,8 @@ def _limit_params(limit: Limit) -> dict[str, object]:
 
 
 def _duration(seconds: float) -> str:
+    if seconds >= UNLIMITED_SECONDS:
+        return "UNLIMITED"
     minutes = int(seconds // 60)
     days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
     parts = [f"{days}d"] * bool(days) + [f"{hours}h"] * bool(hours) + [f"{minutes}m"] * bool(minutes)

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,10 @@ def _forgotten_job(job_id: str, accounted: str) -> Job:
     """Return the job that squeue no longer lists; ``accounted`` is its state in the accounting, or empty."""
     if accounted and job_state(accounted.partition(" ")[0]) == "ended":
         why = Reason("slurm.job-accounted", {"state": accounted})
-        return Job.because(job_id, "ended", why, cause=job_cause(accounted))
+        code = re.search(r"exit code (\d+)", accounted)
+        return Job.because(
+            job_id, "ended", why, cause=job_cause(accounted), exit_code=int(code[1]) if code is not None else None
+        )
     return Job.because(job_id, "ended", Reason("slurm.job-not-listed"), forgotten=True)
 
 
@@ -365,10 +369,14 @@ def _accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
     ids = sorted({job_id.partition("_")[0] for job_id in job_ids})  # of arrays: by a task, others are not listed
     if not ids:
         return {}
-    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", "JobID,State"]
+    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", "JobID,State,ExitCode"]
     try:
         text = call_slurm(command, seconds=_QUERY_SECONDS).stdout
     except SchedulerError:
         return {}
-    rows = (line.partition("|") for line in text.splitlines())
-    return {job_id: state for listed, _, state in rows if state for job_id in tasks_of(listed)}
+    states: dict[str, str] = {}
+    for line in text.splitlines():
+        listed, state, code, *_ = (*line.split("|"), "", "")
+        shown = f"{state} with exit code {code.partition(':')[0]}" if state == "FAILED" and code else state
+        states |= dict.fromkeys(tasks_of(listed), shown) if shown else {}
+    return states

@@ -20,6 +20,7 @@ from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus
+from scaletrain_cli.spec.slurm import UNLIMITED_SECONDS
 
 # Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
 _FAMILIES = (
@@ -217,24 +218,29 @@ def job_script(
         f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
         '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &',
         "step=$!",
+        "beside=()",
+        "# Slurm sends no early signal before the end of a reservation.",
+        'if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then',
+        *_beside("job watch-reservation"),
+        "fi",
         *(_growth_lines(sizes[-1]) if grows else ()),
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait',
         'wait "$step"',
         "code=$?",
-        *(['[ -z "$growth" ] || kill "$growth" 2>/dev/null'] if grows else []),
+        '[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null',
         "",
-        "# Record the end of the attempt: prints `requeue` and the nodes to exclude, or `stop`.",
+        "# Record the end of the attempt: prints `requeue` and what changes in the job, or `stop`.",
         'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\',
         '    --srun-exit-code "$code" $ended_by_slurm)',
         "code=$?",
-        'read -r decision exclude <<<"$decision"',
-        '[ "$decision" = requeue ] || exit "$code"',
+        'read -r -a decision <<<"$decision"',
+        '[ "${decision[0]-}" = requeue ] || exit "$code"',
         "ended_by_slurm= # a signal that came before was no end of the job",
         "",
-        "# Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.",
+        "# Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.",
         "requeue() {",
         f'    scontrol requeue "{job}" || return',
-        f'    [ -z "$exclude" ] || scontrol update "JobId={job}" "ExcNodeList=${{exclude#=}}"',
+        f'    [ "${{#decision[@]}}" = 1 ] || scontrol update "JobId={job}" "${{decision[@]:1}}"',
         '    exit "$code"',
         "}",
         "",
@@ -254,11 +260,15 @@ def job_script(
 def _growth_lines(largest: int) -> Iterator[str]:
     """Yield lines that start the process that looks for more idle nodes; the attempt does not depend on it."""
     yield "# While the run has fewer nodes than it could use: look for idle ones, and stop the ranks if a restart pays."
-    yield "growth="
     yield f'if [ "$nodes" -lt {largest} ]; then'
-    yield '    "$python" -c "$start" scaletrain_cli.launch.backends.slurm.growth "$run" --attempt "$attempt" &'
-    yield "    growth=$!"
+    yield from _beside("growth")
     yield "fi"
+
+
+def _beside(module: str) -> Iterator[str]:
+    """Yield lines that start a process of the launcher that ends with the attempt, on which nothing depends."""
+    yield f'    "$python" -c "$start" scaletrain_cli.launch.backends.slurm.{module} "$run" --attempt "$attempt" &'
+    yield "    beside+=($!)"
 
 
 def keep_absolute_lines() -> Iterator[str]:
@@ -360,6 +370,8 @@ def _srun(spec: RunSpec, run_folder: Path, *, elastic: bool = False) -> str:
 
 
 def minutes_seconds(seconds: float) -> str:
-    """Return a duration as sbatch takes it: minutes:seconds."""
+    """Return a duration as sbatch takes it: minutes:seconds, or UNLIMITED."""
+    if seconds >= UNLIMITED_SECONDS:
+        return "UNLIMITED"
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}:{rest:02d}"

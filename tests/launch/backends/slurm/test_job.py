@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm import job
-from scaletrain_cli.launch.backends.slurm.job import begin, main
-from scaletrain_cli.launch.backends.slurm.tables import records
+from scaletrain_cli.launch.backends.slurm.job import begin, main, time_is_up, watch_reservation
+from scaletrain_cli.launch.backends.slurm.tables import moment, records
 from scaletrain_cli.reasons import recorded
+from tests.launch.backends.slurm.test_elastic_job import Slurm
 from tests.launch.conftest import MadeRun, MakeRun
 
 JOB = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "localhost"}
@@ -193,3 +195,47 @@ def test_a_job_from_before_a_resize_that_is_requeued_changes_nothing(
     assert sorted(made.run.path.rglob("*")) == before
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert say(made, "begin") == 0
+
+
+@pytest.mark.parametrize(
+    ("overrun", "signaled"), [("0 min", 3000.0 - 300), ("10 min", 3600.0 - 300), ("UNLIMITED", None)]
+)
+def test_the_ranks_are_signaled_as_long_before_the_end_of_the_reservation_as_before_a_time_limit(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, overrun: str, signaled: float | None
+) -> None:
+    """Slurm ends the jobs of a reservation without a signal, and SLURM_JOB_END_TIME does not tell of it."""
+    began, passed = moment("2026-01-01T00:00:00") or 0.0, [0.0]
+    slurm = Slurm(
+        {
+            "scontrol --oneliner show reservation": "ReservationName=week EndTime=2026-01-01T00:50:00 Nodes=n1",
+            "scontrol show config": f"ResvOverRun             = {overrun}\n",
+            "scancel --signal=USR1 42": "",
+        }
+    )
+    clock = SimpleNamespace(time=lambda: began + passed[0], sleep=lambda seconds: passed.append(passed.pop() + seconds))
+    parents = (1 if passed[0] < 4000 else 2 for _ in range(1000))  # the batch script ends after 4000 s
+    monkeypatch.setattr(job, "call_slurm", slurm)
+    monkeypatch.setattr(job, "time", clock)
+    monkeypatch.setattr(job.os, "getppid", lambda: next(parents))
+    cluster = made.record.spec.cluster.model_copy(update={"grace_seconds": 300.0})
+    environment = JOB | {"SLURM_JOB_RESERVATION": "week", "SLURM_JOB_END_TIME": f"{began + 9000:.0f}"}
+    assert watch_reservation(cluster, environment) == 0
+    assert ("scancel --signal=USR1 42" in slurm.calls) == (signaled is not None)
+    assert signaled is None or passed == [signaled]
+    assert time_is_up("42", cluster, environment) == (signaled is not None)
+
+
+def test_a_job_whose_reservation_is_about_to_end_begins_again_only_after_that(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Until then Slurm would start it again at once."""
+    say(made, "begin")
+    capfd.readouterr()
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 50))
+    shown = f"ReservationName=week EndTime={end}"
+    answers = {"scontrol --oneliner show reservation": shown, "scontrol show config": "", "squeue": "N/A|UNLIMITED"}
+    monkeypatch.setattr(job, "call_slurm", Slurm(answers))
+    monkeypatch.setenv("SLURM_JOB_RESERVATION", "week")
+    say(made, "end", "--attempt=1", "--srun-exit-code=75")
+    word, _, wait = capfd.readouterr().out.strip().partition(" StartTime=now+")
+    assert (word, 0 < int(wait) <= 52) == ("requeue", True)

@@ -116,6 +116,7 @@ def test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has(
     ("changes", "overrides", "said"),
     [
         ({"max_seconds": 2 * HOUR}, ["cluster.slurm.time=24h"], "1d: jobs of partition main may run for 2h (MaxTime)"),
+        ({"max_seconds": HOUR}, ["cluster.slurm.time=UNLIMITED"], "UNLIMITED: jobs of partition main may run for 1h"),
         ({"max_nodes": 1}, [], "2: a job of partition main may have at most 1 node (MaxNodes)"),
         ({"min_nodes": 3}, [], "2: a job of partition main must have at least 3 nodes (MinNodes)"),
         ({"allowed_accounts": frozenset({"a", "b"})}, [], "lab: partition main accepts only a, b"),

@@ -343,6 +343,10 @@ def test_a_job_that_slurm_no_longer_lists_has_the_state_of_the_accounting(
     found = run_status(made.run)
     assert found.state == "cancelled"
     assert "its job was canceled" in found.why
+    (controller.folder / "accounted").write_text("100|FAILED|93:0\n")
+    found = run_status(made.run)
+    assert found.state == "failed"
+    assert f"the file system of {made.run.path} was full; Slurm reports: FAILED with exit code 93" in found.why
 
 
 def test_a_job_that_slurm_no_longer_lists_is_not_reported_as_pending(controller: Controller) -> None:

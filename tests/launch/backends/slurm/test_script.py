@@ -162,11 +162,13 @@ def test_the_script_of_a_run_with_a_range_of_nodes_is_as_accepted(golden: Callab
 
 
 def test_a_job_that_does_not_grow_or_has_one_usable_size_looks_for_no_nodes() -> None:
-    sets = ("cluster.scheduler=slurm", "cluster.nodes={min: 2, max: 8, grow: false}", "cluster.gpus_per_node=1")
+    nodes = "cluster.nodes={min: 2, max: 8, grow: false}"
+    sets = ("cluster.scheduler=slurm", nodes, "cluster.gpus_per_node=1", "cluster.slurm.time=unlimited")
     spec = load_spec(CPU_RECIPE, sets)
     fixed = job_script(spec, "a-1", Path("/runs/a-1"), "/opt/st/bin/python", sizes=(2, 4))
     assert "slurm.growth" not in fixed
     assert "#SBATCH --nodes=2-4\n" in fixed
+    assert "#SBATCH --time=UNLIMITED\n" in fixed
     single = job_script(spec, "a-1", Path("/runs/a-1"), "/opt/st/bin/python")
     assert "#SBATCH --nodes=8\n#SBATCH --ntasks-per-node=1\n" in single
     assert '--nodelist="$names"' not in single
