@@ -1,4 +1,4 @@
-"""Recognize a file system that is full, or a quota that is used up."""
+"""Recognize a file system that is full or read-only, or a quota that is used up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 from pathlib import Path
+from typing import Literal
 
 from scaletrain_cli.safe_files import create_file
 
@@ -35,10 +36,14 @@ def no_space(folder: Path) -> str:
     return ""
 
 
-def has_no_space(folder: Path) -> bool:
-    """Return whether the file system of ``folder`` has no space left. Writes nothing, and does not see quotas."""
+def why_unwritable(folder: Path) -> Literal["full", "read-only"] | None:
+    """Return what keeps all users from writing to the file system of ``folder``. Leaves nothing, and sees no quotas."""
     try:
         found = os.statvfs(folder)
-    except OSError:
-        return False
-    return found.f_bavail * found.f_frsize < _PROBE_BYTES
+        if found.f_bavail * found.f_frsize < _PROBE_BYTES:
+            return "full"
+        # A file without a name: after an error of the disk, statvfs() does not say that nothing can be written.
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600))
+    except OSError as error:
+        return "read-only" if error.errno == errno.EROFS else None
+    return None

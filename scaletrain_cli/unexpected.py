@@ -52,8 +52,8 @@ def error_of_system(error: OSError, doing: str) -> ScaletrainError:
     file = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
     reason = error.strerror or str(error) or type(error).__name__
     place, remedy = f"{file}: {reason}" if file else reason, _REMEDIES.get(error.errno or 0)
-    if file is None and error.errno == errno.ENOENT:
-        place, remedy = _missing(place, remedy)
+    if file is None and error.errno in (errno.ENOENT, errno.EROFS, errno.EACCES):
+        place, remedy = _unnamed(place, remedy)
     elif error.errno == errno.ENOSPC and _has_no_inodes(file or os.curdir):
         remedy = "That file system has space, but no inodes left for new files: delete many small files."
     found = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=remedy)
@@ -61,14 +61,15 @@ def error_of_system(error: OSError, doing: str) -> ScaletrainError:
     return found
 
 
-def _missing(place: str, remedy: str | None) -> tuple[str, str | None]:
-    """Return what is missing and a remedy, for an error of a call that has no file name."""
+def _unnamed(place: str, remedy: str | None) -> tuple[str, str | None]:
+    """Return what is missing or read-only and a remedy, for an error of a call that has no file name."""
     try:
         os.getcwd()
     except OSError:
         return "the current folder was deleted", "Change to a folder that exists."
-    if not os.path.isdir(_SHARED_MEMORY):  # where the semaphores of Python's processes are
-        return f"{_SHARED_MEMORY} is missing", f"Mount it: `mount -t tmpfs tmpfs {_SHARED_MEMORY}`."
+    if not os.access(_SHARED_MEMORY, os.W_OK):  # where the semaphores of Python's processes are
+        state = "cannot be written" if os.path.isdir(_SHARED_MEMORY) else "is missing"
+        return f"{_SHARED_MEMORY} {state}", f"Mount it: `mount -t tmpfs tmpfs {_SHARED_MEMORY}`."
     return place, remedy
 
 

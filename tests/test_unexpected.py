@@ -27,6 +27,9 @@ def test_a_deleted_working_folder_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_a_machine_without_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unexpected, "_SHARED_MEMORY", str(tmp_path / "shm"))
     assert "shm is missing. Mount it: `mount -t tmpfs" in str(error_of_system(NOTHING_NAMED, "data prepare"))
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "shm cannot be written. Mount" in str(error_of_system(OSError(errno.EROFS, "Read-only"), "data prepare"))
     named = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "x.txt")
     assert "x.txt: No such file" in str(error_of_system(named, "data prepare"))
 

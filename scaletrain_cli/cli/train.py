@@ -86,6 +86,8 @@ def command(
     measured = measures_text(status)
     end = f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}"
     say(f"{end}; {measured}" if measured else end)
+    if status.reason.code.startswith("launch.unreported"):  # no event shows the end
+        say(status.why)
     if code == ExitCode.PREEMPTED:
         say(f"stopped, checkpoint saved; `scaletrain resume {made.run.run_id}` continues the run")
     raise typer.Exit(code)

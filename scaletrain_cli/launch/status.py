@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
-from scaletrain_cli.full_disk import has_no_space
+from scaletrain_cli.full_disk import why_unwritable
 from scaletrain_cli.launch.attempts import (
     AttemptRecord,
     attempt_outcome,
@@ -78,8 +78,13 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
         why = Reason("launch.unreported-end-of-job", number | reports | {"cause": Reason(f"launch.job-{cause}")})
         return UnreportedEnd("known", why, cause)
     # The job script ends with this exit code without a record only if it could not write one.
-    if (full := has_no_space(run.path)) or job.exit_code == ExitCode.DO_NOT_REQUEUE:
-        disk = Reason("launch.disk-is-full" if full else "launch.disk-was-full", {"folder": str(run.path)})
+    unwritable = why_unwritable(run.path)
+    if unwritable == "read-only":
+        return UnreportedEnd(
+            "known", Reason("launch.unreported-read-only", number | reports | {"folder": str(run.path)})
+        )
+    if unwritable == "full" or job.exit_code == ExitCode.DO_NOT_REQUEUE:
+        disk = Reason("launch.disk-is-full" if unwritable else "launch.disk-was-full", {"folder": str(run.path)})
         why = Reason("launch.unreported-disk-full", number | reports | {"cause": disk})
         return UnreportedEnd("known", why, "disk-full")
     return UnreportedEnd("not-known", Reason("launch.unreported-unknown", number | reports))

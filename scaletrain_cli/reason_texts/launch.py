@@ -304,6 +304,11 @@ TEXTS: dict[str, Text] = {
         "attempt {attempt} ended without reporting an exit status: {cause}; {scheduler} reports: {detail}",
         ("scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
     ),
+    "unreported-read-only": Text(
+        "attempt {attempt} ended without reporting an exit status: the file system of {folder} is read-only; "
+        "{scheduler} reports: {detail}",
+        ("Have the file system checked, and mounted for writing", _CONTINUE),
+    ),
     "disk-is-full": Text("the file system of {folder} is full"),
     "disk-was-full": Text("the end could not be recorded, because the file system of {folder} was full"),
     "unreported-disk-full": Text(

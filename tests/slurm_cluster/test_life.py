@@ -158,15 +158,15 @@ def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(sit
 
 @pytest.mark.long
 def test_a_run_whose_reservation_ends_saves_in_time_and_continues_in_the_next_one(site: Site) -> None:
-    reserve = ("scontrol", "create", "reservation", "reservationname=week", "starttime=now", "nodes=ALL", "users=root")
-    site.cluster.run(*reserve, "duration=60")
+    reserved = ("reservationname=week", "starttime=now", "duration=60", "nodes=ALL", "users=root")
+    site.cluster.run("scontrol", "create", "reservation", *reserved)
     run_id = site.submit(FOREVER, "cluster.slurm.reservation=week", "cluster.slurm.time=UNLIMITED")
     before = site.trains(run_id)
     site.cluster.run("scontrol", "update", "reservationname=week", "duration=4")
     site.wait(run_id, lambda now: "Reservation" in now["job"]["detail"], "it waits for the reservation")
     assert (site.ends(run_id), site.cluster.job(before["job_id"])["Restarts"]) == ([(75, "time-limit")], "1")
     assert site.scaletrain("explain", run_id, "--json")["findings"][0]["code"] == "slurm.wait-reservation"
-    site.cluster.run(*reserve, "duration=60")
+    site.cluster.run("scontrol", "update", "reservationname=week", "duration=60")
     site.trains(run_id, attempt=2)
     site.cancel(run_id)
 

@@ -5,9 +5,12 @@ The scripts keep a file of jobs and append a line for each call. tests/slurm_clu
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -332,7 +335,7 @@ def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Cont
 
 
 def test_a_job_that_slurm_no_longer_lists_has_the_state_of_the_accounting(
-    controller: Controller, made: MadeRun
+    controller: Controller, made: MadeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit_run(made.run, made.record, SLURM)
     begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
@@ -347,6 +350,10 @@ def test_a_job_that_slurm_no_longer_lists_has_the_state_of_the_accounting(
     found = run_status(made.run)
     assert found.state == "failed"
     assert f"the file system of {made.run.path} was full; Slurm reports: FAILED with exit code 93" in found.why
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(os, "statvfs", Mock(side_effect=read_only))
+    found = run_status(made.run)
+    assert (found.state, found.reason.code) == ("failed", "launch.unreported-read-only")
 
 
 def test_a_job_that_slurm_no_longer_lists_is_not_reported_as_pending(controller: Controller) -> None:
