@@ -55,14 +55,13 @@ from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_mo
 from scaletrain_cli.launch.resume_elsewhere import move_here as move_run_here
 from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
+from scaletrain_cli.launch.submission import Submission, submitted_before
 from scaletrain_cli.launch.submit import (
-    Submission,
     changes_since_sent,
     create_run,
     make_record,
     require_run_id,
     submit_run,
-    submitted_before,
 )
 from scaletrain_cli.mirror.restore import FoundRun
 from scaletrain_cli.plan import RunPlan, make_plan

@@ -298,26 +298,26 @@ def write_module(project: Path, file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "most_modules"),
     [
-        (["--help"], 260),
-        pytest.param(["schema"], 430, marks=pytest.mark.long),
-        (["list"], 520),
-        (["status"], 640),
-        pytest.param(["doctor"], 730, marks=pytest.mark.long),
-        pytest.param(["init", "-o", "-"], 570, marks=pytest.mark.long),
-        pytest.param(["validate", RECIPE], 630, marks=pytest.mark.long),
-        (["plan", RECIPE], 720),
-        pytest.param(["plan", RECIPE, "--json"], 720, marks=pytest.mark.long),
-        (["submit", RECIPE, "--dry-run", "--set", "cluster.scheduler=slurm"], 750),
-        (["watch", "--help"], 330),
-        pytest.param(["diagnose", "--help"], 330, marks=pytest.mark.long),
-        pytest.param(["report", "--help"], 330, marks=pytest.mark.long),
+        (["--help"], 25),
+        pytest.param(["schema"], 80, marks=pytest.mark.long),
+        (["list"], 110),
+        (["status"], 140),
+        pytest.param(["doctor"], 245, marks=pytest.mark.long),
+        pytest.param(["init", "-o", "-"], 150, marks=pytest.mark.long),
+        pytest.param(["validate", RECIPE], 210, marks=pytest.mark.long),
+        (["plan", RECIPE], 180),
+        pytest.param(["plan", RECIPE, "--json"], 180, marks=pytest.mark.long),
+        (["submit", RECIPE, "--dry-run", "--set", "cluster.scheduler=slurm"], 265),
+        (["watch", "--help"], 30),
+        pytest.param(["diagnose", "--help"], 30, marks=pytest.mark.long),
+        pytest.param(["report", "--help"], 30, marks=pytest.mark.long),
     ],
     ids=lambda given: " ".join(given[:3]) if isinstance(given, list) else "",
 )
 def test_verbs_that_only_read_load_few_modules_and_no_heavy_library(
     arguments: list[str], most_modules: int, tmp_path: Path
 ) -> None:
-    """What a start costs is mostly imports: 230 modules take 0.1 s of CPU (benchmarks/command_startup.py)."""
+    """What a start costs is mostly imports (benchmarks/command_startup.py). Counted are the modules of this package."""
     report = tmp_path / "modules.json"
     program = (
         "import json, pathlib, sys\n"
@@ -336,4 +336,4 @@ def test_verbs_that_only_read_load_few_modules_and_no_heavy_library(
     assert f"{PACKAGE}.errors" in loaded
     assert [name for name in loaded if name.partition(".")[0] in HEAVY | {"tokenizers"}] == []
     assert [name for name in loaded if name.startswith(f"{PACKAGE}.engine")] == []
-    assert len(loaded) <= most_modules
+    assert sum(name.startswith(f"{PACKAGE}.") for name in loaded) <= most_modules

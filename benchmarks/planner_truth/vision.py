@@ -7,7 +7,7 @@ from typing import Any
 
 from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case
 from planner_truth.table import Measured, Table, number, whole
-from scaletrain_cli.spec import vision_presets
+from scaletrain_cli.spec.presets import vision_presets
 
 _CONVNEXT = {"nano": ((80, 160, 320, 640), (2, 2, 8, 2)), "xlarge": ((256, 512, 1024, 2048), (3, 3, 27, 3))}
 _DEIT = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}

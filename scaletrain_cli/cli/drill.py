@@ -150,8 +150,9 @@ def _drill(
 
 
 def _spec(path: Path | None, overrides: list[str], cluster: str | None) -> RunSpec:
-    from scaletrain_cli.spec import load_spec, parse_spec, starting_spec
+    from scaletrain_cli.spec import load_spec, parse_spec
     from scaletrain_cli.spec.clusters_file import choose_cluster
+    from scaletrain_cli.spec.starting_spec import starting_spec
 
     if path is not None:
         return load_spec(path, overrides, cluster=cluster)

@@ -119,7 +119,7 @@ def command(
         raise UsageError(f"{'--lora' if data is None else '--data'} needs a model to fine-tune. Give --from.")
     if listed:
         from scaletrain_cli.plan.catalogue.hardware import accelerator_names
-        from scaletrain_cli.spec import presets
+        from scaletrain_cli.spec.presets import presets
 
         known = {"recipes": [*recipes()], "presets": [*presets()], "accelerators": [*accelerator_names()]}
         if as_json:
@@ -265,8 +265,10 @@ def _fitting_spec(
     """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.plan.data_size import data_size
-    from scaletrain_cli.spec import parse_spec, presets, set_steps, starting_spec
+    from scaletrain_cli.spec import parse_spec, set_steps
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
+    from scaletrain_cli.spec.presets import presets
+    from scaletrain_cli.spec.starting_spec import starting_spec
 
     if preset is not None and tuned is not None:
         raise UsageError(f"{tuned.model.reference} and --preset {preset} are both given. Give only one.")

@@ -82,9 +82,10 @@ def spec_of_model(
 ) -> RunSpec:
     """Return the spec that `scaletrain init` would write for this model on ``gpus`` devices. Raises UsageError."""
     from scaletrain_cli.launch.backends.registry import all_backends
-    from scaletrain_cli.spec import parse_spec, starting_spec
+    from scaletrain_cli.spec import parse_spec
     from scaletrain_cli.spec.backend_traits import DEFAULT
     from scaletrain_cli.spec.clusters_file import choose_cluster
+    from scaletrain_cli.spec.starting_spec import starting_spec
 
     per_node = min(gpus, _GPUS_PER_NODE)
     if gpus % per_node:

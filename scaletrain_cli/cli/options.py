@@ -54,8 +54,7 @@ def _names_in(module: str, function: str, *more: str) -> Callable[[str], list[st
 def _settings() -> Iterator[str]:
     """Yield ``key=`` for each key of the spec, and ``key=value`` for keys with a fixed set of values."""
     from scaletrain_cli.plan.catalogue.hardware import accelerator_names
-    from scaletrain_cli.spec import presets, vision_presets
-    from scaletrain_cli.spec.presets import hub_presets
+    from scaletrain_cli.spec.presets import hub_presets, presets, vision_presets
     from scaletrain_cli.spec.problems import spec_keys
 
     named = {

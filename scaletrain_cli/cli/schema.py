@@ -18,7 +18,7 @@ def command(as_json: AsJson = False) -> None:
 
     With --json the schema is the value of the key `json_schema`.
     """
-    from scaletrain_cli.spec import json_schema
+    from scaletrain_cli.spec.json_schema import json_schema
 
     if as_json:
         print_json({"json_schema": json_schema()})

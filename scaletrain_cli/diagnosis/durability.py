@@ -11,7 +11,6 @@ from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
 from scaletrain_cli.diagnosis.timing import recent_steps_seconds
-from scaletrain_cli.plan.reliability.durability import best_interval_steps
 from scaletrain_cli.reasons import Reason
 
 _FEWEST_SAVES = 3
@@ -71,6 +70,8 @@ def interval(case: Case) -> Iterator[Finding]:
     steps = _interval(saves)
     if len(saves) < _FEWEST_SAVES or step_seconds is None or losses is None or losses <= 0 or not steps:
         return
+    from scaletrain_cli.plan.reliability.durability import best_interval_steps  # 70 modules, for runs with losses
+
     blocked, seconds = max(1e-6, _median(saves, "blocked_seconds")), _median(saves, "seconds")
     best = best_interval_steps(step_seconds, max(seconds, blocked), blocked, 1 / losses)
     given, least = (blocked / (count * step_seconds) + count * step_seconds / (2 * losses) for count in (steps, best))

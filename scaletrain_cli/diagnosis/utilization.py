@@ -12,7 +12,6 @@ from scaletrain_cli.diagnosis.speed import slow_rank
 from scaletrain_cli.diagnosis.telemetry_rows import grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps_seconds
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 
@@ -277,6 +276,8 @@ def _small_micro_batch(case: Case, size: int) -> Cause:
 
 def _planned(case: Case, micro_batch: int, checkpointing: str) -> RunPlan | None:
     """Return the plan of the run's layout with another micro-batch or recomputation; None if there is none."""
+    from scaletrain_cli.plan import make_plan  # 70 modules, for a finding that is rare
+
     layout = case.plan.layout
     names = ("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel")
     fixed = {name: getattr(layout, name) for name in (*names, "expert_parallel", "zero_stage")}

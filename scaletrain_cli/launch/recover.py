@@ -20,7 +20,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.restart import automatic_submissions
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import unreported_end, why_ended
-from scaletrain_cli.launch.submit import read_submission
+from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.mirror_state import read_superseded

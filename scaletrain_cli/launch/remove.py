@@ -23,7 +23,8 @@ from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submit import read_submission, submit_lock
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submit import submit_lock
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Pruning, committed_folders, plan_pruning, take_inventory
 from scaletrain_cli.rundir.evaluations import steps_to_keep

@@ -25,7 +25,8 @@ from scaletrain_cli.launch.hub_fetch import fetch_to_shared_cache, resolve_commi
 from scaletrain_cli.launch.replan import SCHEDULE_EVENT, SCHEDULE_KEYS, Resize, continues_after_early_stop
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import has_finished, why_ended
-from scaletrain_cli.launch.submit import Submission, keep_secrets, read_submission, submit_lock, submit_prepared
+from scaletrain_cli.launch.submission import Submission, read_submission
+from scaletrain_cli.launch.submit import keep_secrets, submit_lock, submit_prepared
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events, record_event, withdraw_event

@@ -22,7 +22,7 @@ from scaletrain_cli.launch.backends.base import Backend, Job, job_from
 from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
-from scaletrain_cli.launch.submit import open_request, read_submission
+from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import reporting_damage
 from scaletrain_cli.rundir.evaluations import measures_in

@@ -31,9 +31,10 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch_to_shared_cache, resolve_commits
+from scaletrain_cli.launch.submission import Request, Submission, open_request, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import forget_job, preparation_folder
@@ -77,33 +78,6 @@ class CreatedRun:
     run: RunDir
     record: RunRecord
     created: bool
-
-
-@dataclass(frozen=True)
-class Submission:
-    """The latest submission. Restart budgets count from ``first_attempt`` on; its attempts run ``revision``."""
-
-    scheduler: str
-    job_id: str
-    submitted: float
-    first_attempt: int
-    revision: int = 0
-
-
-@dataclass(frozen=True)
-class Request:
-    """A submission without an answer so far: its request was sent, or was about to be sent, at ``asked`` (Unix time).
-
-    ``before``: the submission that it replaces; ``earlier``: the time of the previous request, if that was not answered
-    either.
-    """
-
-    scheduler: str
-    asked: float
-    first_attempt: int
-    revision: int
-    before: Submission | None
-    earlier: float | None = None
 
 
 def new_run_id(name: str, now: float) -> str:
@@ -360,34 +334,6 @@ def _submitted(run: RunDir, submission: Submission, **more: Any) -> Submission:
     write_document(run.submission, {"state": "submitted", **data})
     record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **more)
     return submission
-
-
-def read_submission(run: RunDir) -> Submission | None:
-    """Return the latest submission that the scheduler has confirmed, None before the first."""
-    data = read_document(run.submission)
-    if data is not None and data.get("state") == "asked":
-        data = data.get("before")
-    return None if data is None else from_document(Submission, _without_state(data), run.submission)
-
-
-def submitted_before(run: RunDir) -> Submission | None:
-    """Return the submission of a run directory; None if it does not exist, or was not submitted with an answer."""
-    # os.path, unlike Path, returns False for a name that no file can have.
-    if not os.path.isfile(run.record) or open_request(run) is not None:
-        return None
-    return read_submission(run)
-
-
-def open_request(run: RunDir) -> Request | None:
-    """Return the submission that was not answered; None if the latest one was."""
-    data = read_document(run.submission)
-    if data is None or data.get("state") != "asked":
-        return None
-    return from_document(Request, _without_state(data), run.submission)
-
-
-def _without_state(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key != "state"}
 
 
 @contextlib.contextmanager

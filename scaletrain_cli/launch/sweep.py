@@ -15,12 +15,10 @@ from scaletrain_cli.launch.cancel import cancel
 from scaletrain_cli.launch.code import Snapshot
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.status import OVER, RunStatus, exit_code_of, is_over, run_statuses
+from scaletrain_cli.launch.submission import Submission, open_request, read_submission
 from scaletrain_cli.launch.submit import (
     CreatedRun,
-    Submission,
     create_run,
-    open_request,
-    read_submission,
     submit_run,
     submit_together,
 )

@@ -27,7 +27,6 @@ from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
 from scaletrain_cli.spec.hub_files import hub_environment, read_hub_config
-from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
     SourceError,
@@ -356,7 +355,7 @@ def complete(
     given = {key: value for key, value in model.items() if key != "hf_config"}
     if has_dimensions_of_weights(model):
         try:
-            given = merged(from_config(read_config(_config_beside(model["weights"], environment)), ignored), given)
+            given = merged(_of_config(_config_beside(model["weights"], environment), ignored), given)
         except SourceError as error:
             raise SourceError(
                 f"has no dimensions of the model: its config.json {error}", _NO_DIMENSIONS, "weights"
@@ -364,8 +363,7 @@ def complete(
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("must be the path of a Hugging Face config.json, or hf://org/name@revision")
-        config = read_config(_config_path(model["hf_config"], base_dir, environment))
-        given = merged(from_config(config, ignored), given)
+        given = merged(_of_config(_config_path(model["hf_config"], base_dir, environment), ignored), given)
     preset = model.get("preset")
     if preset is not None:
         known = presets() | vision_presets()
@@ -382,6 +380,12 @@ def complete(
         except SourceError as error:
             raise SourceError(str(error), error.hint, f"text_config.{error.key}") from error
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
+
+
+def _of_config(path: Path, ignored: list[str]) -> dict[str, Any]:
+    from scaletrain_cli.spec.hugging_face import from_config, read_config  # most specs have no config.json
+
+    return from_config(read_config(path), ignored)
 
 
 _NO_DIMENSIONS = "Set model.hf_config, model.preset or the dimensions, or give a folder that has it."

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.advice.answer import Answer
-from scaletrain_cli.plan.advice.explanation import Question, Row
-from scaletrain_cli.plan.reliability.elastic import ElasticOutcome, PolicyOutcome
-from scaletrain_cli.plan.reliability.node_sizes import NodeSize
-from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
-from scaletrain_cli.plan.search.cluster_limits import Considered
-from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console, supports_unicode, titled_table
 from scaletrain_cli.ui.plan import goodput_text, layout_text, show_plan
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.advice.explanation import Question, Row
+    from scaletrain_cli.plan.reliability.elastic import ElasticOutcome, PolicyOutcome
+    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
+    from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
+    from scaletrain_cli.plan.search.cluster_limits import Considered
+    from scaletrain_cli.plan.search.sizing import Sizing
 
 
 def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:

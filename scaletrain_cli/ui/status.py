@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.padding import Padding
@@ -18,7 +19,6 @@ from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.finding import Finding as Explained
 from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import Goodput
@@ -39,6 +39,10 @@ from scaletrain_cli.text import (
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, marked, plain, show, stdout_console, titled_table
 from scaletrain_cli.ui.diagnosis import finding_lines
+from scaletrain_cli.ui.tables import STYLES, steps_text
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.sweep import SweepStatus
 
 _MOST_NODES = 8
 _MOST_ATTEMPTS = 10  # the latest ones
@@ -53,18 +57,6 @@ _GUARD_NAMES = {
     "stragglers": ("slow rank",),
     "data-wait": ("wait for data", "waits for data"),
     "node-agent-stopped": ("stopped node agent",),
-}
-STYLES = {
-    "finished": "bold green",
-    "running": "bold cyan",
-    "queued": "cyan",
-    "suspended": "yellow",
-    "ending": "cyan",
-    "preempted": "yellow",
-    "failed": "bold red",
-    "cancelled": "yellow",
-    "ended-idle": "yellow",
-    "unknown": "yellow",
 }
 
 
@@ -146,11 +138,6 @@ def progress_text(status: RunStatus) -> str:
         return f"step not seen, of {status.total_steps:,}"
     share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     return f"step {status.step:,} of {status.total_steps:,}{share}"
-
-
-def steps_text(status: RunStatus) -> str:
-    """Return ``1234/2000`` for a table, or ``?/2000``."""
-    return f"{status.step if status.step_seen else '?'}/{status.total_steps}"
 
 
 def lost_text(status: RunStatus) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,16 +12,35 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.backends.cluster_view import ClusterView, QuotaRow
-from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.rundir.bad_nodes import BadNode
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, titled_table
-from scaletrain_cli.ui.status import STYLES, steps_text
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.cluster_view import ClusterView, QuotaRow
+    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.rundir.bad_nodes import BadNode
+    from scaletrain_cli.rundir.paths import RunDir
+
+STYLES = {
+    "finished": "bold green",
+    "running": "bold cyan",
+    "queued": "cyan",
+    "suspended": "yellow",
+    "ending": "cyan",
+    "preempted": "yellow",
+    "failed": "bold red",
+    "cancelled": "yellow",
+    "ended-idle": "yellow",
+    "unknown": "yellow",
+}
 
 LABEL_WIDTH = 11
 Row = tuple[str, RenderableType]
+
+
+def steps_text(status: RunStatus) -> str:
+    """Return ``1234/2000`` for a table, or ``?/2000``."""
+    return f"{status.step if status.step_seen else '?'}/{status.total_steps}"
 
 
 def labelled(rows: Iterable[Row]) -> Table:

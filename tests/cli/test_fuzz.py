@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from scaletrain_cli.plan import accelerator_names
-from scaletrain_cli.spec import RunSpec, presets
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.presets import presets
 from tests.cli.command_line import RECIPES, Ended, scaletrain
 
 TEXTS = [path.read_text(encoding="utf-8") for path in RECIPES]

@@ -9,7 +9,8 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import inspect_resume, resume
-from scaletrain_cli.launch.submit import read_submission, submit_run
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir

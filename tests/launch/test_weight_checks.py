@@ -14,7 +14,8 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.resource_checks.weights import config_problems, header_problems
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.spec import load_spec, parse_spec, to_hugging_face
+from scaletrain_cli.spec import load_spec, parse_spec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.weight_files import Header, peft_shapes
 from tests.cli.command_line import SMALL, Ended, scaletrain

@@ -24,10 +24,10 @@ from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.stages import engine_stages, stage_shard
-from scaletrain_cli.spec import ModelSpec, presets
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hugging_face import from_config
 from scaletrain_cli.spec.loading import complete
-from scaletrain_cli.spec.presets import hub_presets
+from scaletrain_cli.spec.presets import hub_presets, presets
 from tests.plan.specs import DATA_ALONE, model_of, spec_of
 
 CONFIGS = Path(__file__).parents[1] / "spec/hugging_face"

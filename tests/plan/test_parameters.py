@@ -12,7 +12,8 @@ from scaletrain_cli.plan.architecture import architecture, parameter_count
 from scaletrain_cli.plan.parameters import model_parameters, stored_shapes
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.trained_parameters import Settings, Stage, training_stages
-from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from tests.plan.specs import model_of, spec_of
 from tests.spec.samples import SPEC, load
 

@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from scaletrain_cli.errors import Problem, SpecError
-from scaletrain_cli.spec import RunSpec, json_schema, parse_spec
+from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec.json_schema import json_schema
 
 PROJECT = Path(__file__).parent.parent.parent
 FIXTURES = Path(__file__).parent / "hugging_face"

@@ -14,8 +14,10 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from scaletrain_cli.spec import json_schema, presets, starting_spec
+from scaletrain_cli.spec.json_schema import json_schema
+from scaletrain_cli.spec.presets import presets
 from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.starting_spec import starting_spec
 from tests.spec.samples import RECIPES, SPEC, load, schema_validator
 from tests.spec.test_round_trip import FULL
 

@@ -9,8 +9,8 @@ import pytest
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
-from scaletrain_cli.spec import ModelSpec, to_hugging_face
-from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hugging_face_weights import config_mismatches, to_hugging_face
 from scaletrain_cli.spec.presets import presets
 from tests.plan.specs import model_of
 from tests.spec.samples import FIXTURES, SPEC, load, problem, problems

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.spec import RunSpec, load_spec, presets
+from scaletrain_cli.spec import RunSpec, load_spec
+from scaletrain_cli.spec.presets import presets
 from tests.spec.samples import RECIPES, SPEC, load
 
 FULL = """\

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.spec import RunSpec, presets, starting_spec
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.presets import presets
+from scaletrain_cli.spec.starting_spec import starting_spec
 from tests.spec.samples import load
 
 

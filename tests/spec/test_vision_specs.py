@@ -14,7 +14,8 @@ from ruamel.yaml import YAML
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.workloads.registry import workload_of
-from scaletrain_cli.spec import LlavaSpec, RunSpec, vision_presets
+from scaletrain_cli.spec import LlavaSpec, RunSpec
+from scaletrain_cli.spec.presets import vision_presets
 from scaletrain_cli.spec.run import AnyModel
 from tests.spec.samples import load, problem, problems, schema_validator
 

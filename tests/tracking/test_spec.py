@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 
 from scaletrain_cli.launch.resource_checks import checks
-from scaletrain_cli.spec import RunSpec, json_schema
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.json_schema import json_schema
 from scaletrain_cli.spec.problems import field_problem
 from scaletrain_cli.spec.section import RECORDED
 from scaletrain_cli.spec.source import Source, parse_yaml

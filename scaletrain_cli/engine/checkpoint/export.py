@@ -48,9 +48,10 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
-from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec, to_hugging_face
+from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.hub_files import TOKENIZER_FILES
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.vision_model import image_channels
 from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL, mixtral_name

@@ -18,7 +18,6 @@ from scaletrain_cli.ui.console import escaped_text, event_line, line, plain, sho
 from scaletrain_cli.ui.diagnosis import finding_headline
 from scaletrain_cli.ui.status import (
     NOT_SEEN,
-    STYLES,
     cost_text,
     goodput_text,
     gpu_text,
@@ -33,6 +32,7 @@ from scaletrain_cli.ui.status import (
     step_parts_text,
     step_text,
 )
+from scaletrain_cli.ui.tables import STYLES
 from scaletrain_cli.ui.watch.layout import Choices, Content, cut, elsewhere_text, joined, rows_of, wrapped
 from scaletrain_cli.ui.watch.plot import Line, Mark, ceiling, plot
 

@@ -22,8 +22,8 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
-from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec, to_hugging_face
-from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec
+from scaletrain_cli.spec.hugging_face_weights import config_mismatches, to_hugging_face
 from tests.engine.model.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
 from tests.prepared_text import prepared_text
 from tests.spec.samples import SPEC

@@ -21,8 +21,9 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.parameters import modules_with_adapter
-from scaletrain_cli.spec import ModelSpec, to_hugging_face
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import AdapterSpec, is_adapter_parameter
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -20,7 +20,8 @@ from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenCon
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.rope import rotary_tables
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.spec import ModelSpec, to_hugging_face
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.data.test_batches import WHOLE
 from tests.engine.data.token_sequences import TokenSequences

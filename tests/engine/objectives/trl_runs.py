@@ -12,7 +12,8 @@ from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from scaletrain_cli.spec import RunSpec, to_hugging_face
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from tests.engine.fresh_model import build_model
 from tests.engine.objectives.rows import LENGTH, VOCAB, Example
 

@@ -18,7 +18,8 @@ from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.spec import RunSpec, to_hugging_face
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from tests.cli.command_line import scaletrain
 from tests.engine.parity.comparison import FP32, difference
 from tests.engine.parity.layouts import train_in_layout

@@ -22,7 +22,8 @@ from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.stages import trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.spec import RunSpec, parse_spec, to_hugging_face
+from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.weight_files import stored_name
 from tests.engine.parity.comparison import Difference
 from tests.engine.parity.layouts import local_pieces

@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.plan.parameters import model_parameters, stored_shapes
 from scaletrain_cli.plan.trained_parameters import decays
 from scaletrain_cli.plan.vision.parameters import vision_buffers
-from scaletrain_cli.spec import vision_presets
+from scaletrain_cli.spec.presets import vision_presets
 from scaletrain_cli.spec.training import OptimizerSpec
 from scaletrain_cli.spec.vision_model import VISION
 from tests.plan.vision.test_vision_modules import MODELS

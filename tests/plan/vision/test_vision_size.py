@@ -8,8 +8,7 @@ import pytest
 
 from scaletrain_cli.plan.vision.networks import network, training_flops
 from scaletrain_cli.plan.vision.parameters import parameter_counts
-from scaletrain_cli.spec import vision_presets
-from scaletrain_cli.spec.presets import derived_dimensions
+from scaletrain_cli.spec.presets import derived_dimensions, vision_presets
 from scaletrain_cli.spec.vision_model import VISION
 
 # Sums of the published weights: torchvision's and OpenAI's CLIP's own; ViT-S as timm has it.

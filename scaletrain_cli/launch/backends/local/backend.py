@@ -33,8 +33,6 @@ from scaletrain_cli.launch.backends.base import (
     session_arguments,
 )
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
-from scaletrain_cli.launch.backends.local.cluster_view import local_view
-from scaletrain_cli.launch.node.inspection import problems_of_node
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.node.record import read_node_records
@@ -106,6 +104,8 @@ class LocalBackend(Backend):
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
+        from scaletrain_cli.launch.node.inspection import problems_of_node
+
         problems = problems_of_node(spec.cluster, os.environ)
         if problems:
             raise SchedulerError(Reason("local.unfit-machine", {"problems": list(map(str, problems))}))
@@ -192,6 +192,8 @@ class LocalBackend(Backend):
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
         """Return this machine's GPUs or cores, and the local runs that use or wait for them."""
+        from scaletrain_cli.launch.backends.local.cluster_view import local_view
+
         return local_view(self._job_of)
 
     def checks(self) -> Iterator[Check]:

@@ -59,7 +59,7 @@ from scaletrain_cli.launch.backends.slurm.site import (
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.resource_checks.view import is_missing
-from scaletrain_cli.launch.submit import read_submission
+from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded

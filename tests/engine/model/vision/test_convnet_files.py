@@ -20,8 +20,8 @@ from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.weights import config_problems, header_problems
-from scaletrain_cli.spec import to_hugging_face
 from scaletrain_cli.spec.hugging_face import from_config, read_config
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.weight_files import read_headers

@@ -507,7 +507,7 @@ def test_recomputed_blocks_have_the_same_gradients(family: str, tmp_path: Path) 
 
 def test_a_config_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
     """A newer or older transformers finds every key that it needs to build the model."""
-    from scaletrain_cli.spec import to_hugging_face
+    from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 
     for name, build in (("vit", vit), ("clip", clip), ("llava", lambda folder: llava(folder, "llama"))):
         build(tmp_path / name)

@@ -16,7 +16,8 @@ from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
-from scaletrain_cli.launch.submit import read_submission, submit_run
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.worker.progress import progress_line
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod, put_pods

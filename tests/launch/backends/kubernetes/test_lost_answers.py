@@ -24,7 +24,8 @@ from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.short_jobs import run_preflight
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submit import read_submission, submit_job, submit_run
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submit import submit_job, submit_run
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod, put_pods
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status

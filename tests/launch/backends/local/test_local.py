@@ -26,7 +26,8 @@ from scaletrain_cli.launch.node.processes import identify
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
-from scaletrain_cli.launch.submit import read_submission, submit_run
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submit import submit_run
 from tests.launch.backends.local.launching import launching
 from tests.launch.conftest import ENGINE, LOCAL, MadeRun, MakeRun, is_running, make_plan, make_spec
 from tests.waiting import wait_until

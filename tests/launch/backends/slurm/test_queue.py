@@ -22,7 +22,8 @@ from scaletrain_cli.launch.backends.slurm.preflight import with_key
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.status import run_status, run_statuses
-from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run
+from scaletrain_cli.launch.submission import open_request, read_submission
+from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, record_job
