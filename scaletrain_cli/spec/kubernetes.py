@@ -6,6 +6,7 @@ Values that the API server would reject late, or not at all, are rejected here. 
 
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -306,6 +307,9 @@ class KubernetesSpec(BackendSection):
     def summary(self) -> str:
         given = {"namespace": self.namespace, "queue": self.queue, "context": self.context}
         return "".join(f", {what} {value}" for what, value in given.items() if value is not None)
+
+    def unseen_place(self, folder: Path, path: str) -> str:
+        return "in the pods"  # which have their own file systems
 
     @property
     def host_memory_per_node(self) -> float | None:

@@ -445,10 +445,6 @@ class Backend(ABC):
             raise self._not_implemented(f"--max-concurrent {requested}")
         return points
 
-    def unseen_place(self, view: View, path: str) -> str:
-        """Return where the ranks look for ``path`` if that is not visible from here: ``in the pods``; else ''."""
-        return ""
-
     def has_own_python(self, spec: RunSpec) -> bool:
         """Return whether the ranks run another Python than this process, so that its packages are not visible here."""
         return False

@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import Problem
-from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.shared_paths import is_shared
@@ -60,7 +59,7 @@ class View:
 
     def unseen(self, path: str) -> str:
         """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
-        return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
+        return "" if self.on_node else self.spec.cluster.section.unseen_place(self.folder, path)
 
 
 def unwritable(folder: Path) -> Reason | None:

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from scaletrain_cli.plan.axes import Axes, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.plan.memory.framework_memory import framework_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, blocks_by_number, stages_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
-
-# What selective activation checkpointing recomputes: every n-th block; the attention module of each block, with its
-# projections; only the attention core (scores, softmax, weighted sum) of each block; or everything except attention and
-# every second matrix product.
-Selective = Literal["blocks", "attention module", "attention core", "operations"]
 
 
 class Framework(ABC):
@@ -84,7 +79,16 @@ class Framework(ABC):
 
     def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Callable[[Stage], StageMemory]:
         """Return a function from a pipeline stage of this layout to the bytes on one of its ranks."""
-        return framework_stage_memory(spec, layout, device, self)
+        return framework_stage_memory(
+            spec,
+            layout,
+            device,
+            self.memory_profile,
+            self.profile,
+            selective=self.selective(spec),
+            shards_norms=self.shards_norms(spec, layout),
+            master_weights=self.master_weights,
+        )
 
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield the sources of the figures for states, buffers and fragmentation."""

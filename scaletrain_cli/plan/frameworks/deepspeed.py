@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule, offload_stage
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.frameworks.base import Framework, Selective
-from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, FrameworkProfile
+from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, FrameworkProfile, Selective
 from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
 from scaletrain_cli.plan.memory.engine_memory import ENGINE_PROGRAM, Program, engine_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights, weight_bytes

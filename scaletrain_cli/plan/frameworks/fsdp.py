@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from scaletrain_cli.plan.axes import AXES, Capabilities
-from scaletrain_cli.plan.frameworks.base import Framework, Selective
-from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from scaletrain_cli.plan.axes import AXES, Capabilities
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
-from scaletrain_cli.plan.frameworks.base import Framework, Selective
-from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.spec import RunSpec
 
 # Fused SwiGLU. vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place. The matrix product adds

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule
-from scaletrain_cli.plan.frameworks.base import Framework, Selective
-from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import MOST_BLOCKS
 from scaletrain_cli.spec import ModelSpec, RunSpec

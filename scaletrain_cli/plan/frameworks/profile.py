@@ -12,8 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 MIB = 2**20
+
+# What selective activation checkpointing recomputes: every n-th block; the attention module of each block, with its
+# projections; only the attention core (scores, softmax, weighted sum) of each block; or everything except attention and
+# every second matrix product.
+Selective = Literal["blocks", "attention module", "attention core", "operations"]
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
-from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.plan.memory.activations import fuses_attention
 from scaletrain_cli.plan.memory.frozen_activations import indexer_bytes, mamba_bytes
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
+    MasterWeights,
     ModelStates,
     device_and_host_states,
     expert_tensor_parallel,
@@ -44,9 +45,6 @@ from scaletrain_cli.plan.stages import (
     zero_shards,
 )
 from scaletrain_cli.spec import ModelSpec, RunSpec
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan.frameworks.base import Framework, Selective
 
 # Approximate rates, which decide whether host or GPU is faster: the share of the peak FLOP/s that matrix products
 # reach, and the bytes/s of a rank's collectives within a node and across nodes.
@@ -68,12 +66,14 @@ _LEAST_FILL = 0.05
 _SINGLE_MICRO_BATCH = 0.4
 
 
-def deferred_bytes(spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework, tokens: int) -> int:
+def _deferred_bytes(
+    spec: RunSpec, layout: Layout, device: Accelerator, time: FrameworkProfile, deferred: int, tokens: int
+) -> int:
     """Return the deferred bytes of one rank, as the module's docstring defines them; ``tokens``: per micro-batch."""
-    deferred, element = framework.memory_profile.deferred, weight_bytes(spec.training.precision)
+    element = weight_bytes(spec.training.precision)
     if not deferred or layout.tensor_parallel == 1:
         return 0
-    share = _queue_fill(spec, layout, device, framework.profile, tokens, element)
+    share = _queue_fill(spec, layout, device, time, tokens, element)
     if layout.gradient_accumulation_steps == 1:
         share *= _SINGLE_MICRO_BATCH
     # Each collective uses a full-size tensor and one tensor rank's share of it.
@@ -285,13 +285,20 @@ class _FixedBytes(NamedTuple):
 
 
 def framework_stage_memory(
-    spec: RunSpec, layout: Layout, device: Accelerator, framework: Framework
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    profile: MemoryProfile,
+    time: FrameworkProfile,
+    *,
+    selective: Selective,
+    shards_norms: bool,
+    master_weights: MasterWeights,
 ) -> Callable[[Stage], StageMemory]:
     """Return a function from a pipeline stage of this layout to its bytes on one rank."""
-    model, training, profile = spec.transformer, spec.training, framework.memory_profile
-    selective, per_rank = framework.selective(spec), rank_architecture(spec, layout)
+    model, training, per_rank = spec.transformer, spec.training, rank_architecture(spec, layout)
     element, tokens = weight_bytes(training.precision), local_tokens(spec, layout)
-    norm_ranks = layout.tensor_parallel if framework.shards_norms(spec, layout) else 1
+    norm_ranks = layout.tensor_parallel if shards_norms else 1
     expert_tensor = expert_tensor_parallel(spec, layout)
     sharding = BlockSharding(layout.tensor_parallel, norm_ranks, expert_tensor, fuses_attention(spec, device), element)
     dense_block = block_activations(model, profile, sharding, False)
@@ -306,7 +313,7 @@ def framework_stage_memory(
     gathered = profile.gathered * element * model.hidden_size * tokens if norm_ranks > 1 else 0
     logits_size = tokens * -(-model.vocab_size // layout.tensor_parallel)
     between = 2 * channels if layout.pipeline_parallel > 1 else 0
-    deferred = deferred_bytes(spec, layout, device, framework, tokens)
+    deferred = _deferred_bytes(spec, layout, device, time, profile.deferred, tokens)
     expert_share = layout.tensor_parallel / expert_tensor
     workspace = profile.workspace + (profile.hopper_workspace if device.cuda_capability >= HOPPER else 0)
 
@@ -321,7 +328,7 @@ def framework_stage_memory(
         )
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
-        states, host = device_and_host_states(spec, layout, shard, framework.master_weights)
+        states, host = device_and_host_states(spec, layout, shard, master_weights)
         states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, stage))
         return _FixedBytes(
             states=states,

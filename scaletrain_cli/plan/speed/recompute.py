@@ -8,7 +8,7 @@ from scaletrain_cli.plan.architecture import (
     head_flops,
     training_flops_per_token,
 )
-from scaletrain_cli.plan.frameworks.base import Selective
+from scaletrain_cli.plan.frameworks.profile import Selective
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import Recomputation
 from scaletrain_cli.plan.result import Layout

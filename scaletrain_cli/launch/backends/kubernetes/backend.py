@@ -92,7 +92,6 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.finding import Finding
-    from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
 
 _CHECK_SECONDS = 10  # timeout of `scaletrain doctor`
@@ -380,10 +379,6 @@ class KubernetesBackend(Backend):
         if requested is not None:
             raise UsageError(reason("max-concurrent", given=requested))
         return points
-
-    def unseen_place(self, view: View, path: str) -> str:
-        """Return ``in the pods``: pods have their own file systems."""
-        return "in the pods"
 
     def has_own_python(self, spec: RunSpec) -> bool:
         """Return True: the ranks use the Python of the image."""

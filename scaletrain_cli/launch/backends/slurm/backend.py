@@ -246,9 +246,6 @@ class SlurmBackend(Backend):
         """Return ``requested``, at most ``points``: a job of the sweep waits for the one before it (afterany)."""
         return min(points, requested or points)
 
-    def unseen_place(self, view: View, path: str) -> str:
-        return view.spec.cluster.slurm.unseen_place(view.folder, path)
-
     def has_own_python(self, spec: RunSpec) -> bool:
         """Return whether a script, modules or a container in ``cluster.slurm`` sets up Python on the nodes."""
         slurm = spec.cluster.slurm
