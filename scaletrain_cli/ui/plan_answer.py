@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console, supports_unicode, titled_table
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
     from scaletrain_cli.plan.advice.explanation import Question, Row
     from scaletrain_cli.plan.reliability.elastic import ElasticOutcome, PolicyOutcome
-    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
     from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
     from scaletrain_cli.plan.search.cluster_limits import Considered
     from scaletrain_cli.plan.search.sizing import Sizing

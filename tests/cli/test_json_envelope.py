@@ -170,7 +170,7 @@ def test_a_dry_run_prints_the_json_envelope() -> None:
 
 
 def test_an_output_that_is_not_valid_json_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.spec.json_schema", lambda: {"a": float("nan")})
+    monkeypatch.setattr("scaletrain_cli.spec.json_schema.json_schema", lambda: {"a": float("nan")})
     ended = scaletrain("schema", "--json", expect_bug=True)
     assert checked(ended)["error"]["code"] == "internal"
 
