@@ -400,7 +400,7 @@ def _plan_points(
     from scaletrain_cli.launch.sweep import Point, point_ids
 
     found: list[PlannedRun] = []
-    sizes: dict[str, DataSize] = {}
+    sizes: dict[str, dict[str, DataSize]] = {}
     epochs: list[Reason | None] = []
     for varied in variants:
         try:

@@ -60,6 +60,19 @@ def planned_stages(
     return _joined(found)
 
 
+def samples_by_source(
+    data: DataSpec, sequences: Mapping[str, int], total_steps: int, global_batch_size: int
+) -> dict[str, float]:
+    """Return the samples that a run takes of each source. Raises InfeasibleError as ``shares_of`` does."""
+    stages = planned_stages(data, sequences, total_steps, global_batch_size)
+    ends = [*(stage.first for stage in stages[1:]), total_steps * global_batch_size]
+    samples = dict.fromkeys((source.name for source in data.all_sources), 0.0)
+    for stage, end in zip(stages, ends, strict=True):
+        for name, share in stage.shares.items():
+            samples[name] += share * (end - stage.first)
+    return samples
+
+
 def recorded_changes(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[MixtureStage]]]:
     """Return (first sample, planned stages) of each mixture that the events of a run record, in their order.
 

@@ -156,7 +156,7 @@ def _is_absent(problem: Problem) -> bool:
 
 def planned_sources(spec: RunSpec, sizes: Mapping[str, SourceSize]) -> tuple[PlannedSource, ...]:
     """Return the use of each source over the run. ``sizes``: of those that are known."""
-    from scaletrain_cli.data.stages import planned_stages
+    from scaletrain_cli.data.stages import samples_by_source
 
     steps, batch, length = spec.total_steps, spec.training.global_batch_size, spec.transformer.seq_len
     sequences = {name: size.sequences(length) for name, size in sizes.items()}
@@ -164,18 +164,13 @@ def planned_sources(spec: RunSpec, sizes: Mapping[str, SourceSize]) -> tuple[Pla
     samples: dict[str, float] | None = None
     if all(sequences.get(source.name) for source in spec.data.all_sources if source.epochs is not None):
         try:
-            stages = planned_stages(spec.data, sequences, steps, batch)
+            samples = samples_by_source(spec.data, sequences, steps, batch)
         except InfeasibleError as error:
             advice = {source.name: error.reason for source in spec.data.all_sources if source.epochs is not None}
             return tuple(
                 _planned(source.name, sizes, None, total, length, advice.get(source.name))
                 for source in spec.data.all_sources
             )
-        ends = [*(stage.first for stage in stages[1:]), total]
-        samples = dict.fromkeys((source.name for source in spec.data.all_sources), 0.0)
-        for stage, end in zip(stages, ends, strict=True):
-            for name, share in stage.shares.items():
-                samples[name] += share * (end - stage.first)
     is_known = data_size(spec) is not None  # the checks of the recipe state the epochs of a prepared dataset
     found = []
     for source in spec.data.all_sources:

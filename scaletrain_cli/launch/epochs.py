@@ -1,24 +1,31 @@
 """``training.epochs`` as steps: counted in the prepared data, or estimated from files that are not prepared.
 
-A run is planned, recorded and resumed with plain ``training.steps``.
+A run is planned, recorded and resumed with plain ``training.steps``. An epoch of several sources has as many samples as
+they have together, which their weights share out; a source with ``epochs`` counts that many times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 
+from scaletrain_cli.data.stages import samples_by_source
 from scaletrain_cli.errors import InfeasibleError, Problem, ScaletrainError, SpecError, UsageError
 from scaletrain_cli.launch.node_sizes import plan_run
-from scaletrain_cli.launch.preparation import Choice, find_prepared_data, plan_preparation, prepare_data
+from scaletrain_cli.launch.preparation import (
+    Choice,
+    find_prepared_data,
+    plan_preparation,
+    prepare_data,
+    prepare_in_job,
+    sizes_of_datasets,
+)
 from scaletrain_cli.launch.resource_checks.checks import require_external
-from scaletrain_cli.plan.data_size import DataSize, data_size, is_seen, prepared_size, validation_from_training
+from scaletrain_cli.plan.data_size import DataSize, data_size, is_seen, validation_from_training
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.rundir.shared_datasets import DATASET, Entry
 from scaletrain_cli.spec import RunSpec, set_steps
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.loading import count_in_steps
@@ -45,9 +52,14 @@ def in_steps(
 
 
 def provisional(spec: RunSpec) -> RunSpec:
-    """Return the spec with an arbitrary number of steps in place of epochs, for what does not depend on it."""
+    """Return the spec with an arbitrary number of steps in place of epochs, for what does not depend on it.
+
+    Sources have equal shares in place of epochs, which that number could not hold.
+    """
     if spec.training.epochs is None:
         return spec
+    sources = tuple(source.model_copy(update={"epochs": None, "weight": 1.0}) for source in spec.data.sources)
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})})
     schedule = spec.training.schedule
     named = [schedule.warmup_steps + schedule.cooldown_steps]
     named += [max(group.start_step, group.end_step or 1) for group in spec.training.trainable]
@@ -56,114 +68,142 @@ def provisional(spec: RunSpec) -> RunSpec:
 
 def size_to_count(
     spec: RunSpec, file: Path | str, prepare: Choice | None, say: Callable[[str], None] = lambda line: None
-) -> DataSize:
-    """Return the size of the data of a run with epochs: that of the prepared data, or an estimate.
+) -> dict[str, DataSize]:
+    """Return the size of each source of a run with epochs by its name: that of prepared data, or an estimate.
 
-    ``prepare``: data that are not prepared are prepared first on this machine, with ``say``, as by prepare_data();
-    before that the run is planned, and its files are checked. None: nothing is prepared and no request is sent to the
-    hub; the size of data that are not prepared is estimated. Raises UsageError where the size is not known here,
-    InfeasibleError, and the error of the preparation.
+    ``prepare``: data that are not prepared are prepared first, on this machine or, where it does not see their place,
+    by a job that this command waits for, with ``say``, as by prepare_data(); before that the run is planned, and its
+    files are checked. None: nothing is prepared and no request is sent to the hub; the size of data that are not
+    prepared is estimated. Raises UsageError where the size is not known here, InfeasibleError, and the error of the
+    preparation.
     """
     trial, root = provisional(spec), runs_root()
     if prepare is None:
-        size = _size_of(spec, root, find_prepared_data(trial, root)) or data_size(trial) or _size_of_text(trial, root)
-        if size is None:
-            raise _uncounted(spec, "epochs-not-estimated", file)
-        return size
-    try:
-        plan = plan_preparation(trial, root, prepare)
-    except ScaletrainError:
-        require_external(trial, None)  # which names the line of a source that cannot be read
-        raise
-    datasets = plan.datasets
-    if plan.where == "here":
-        plan_run(trial, file)
-        require_external(trial, None)
-        datasets = prepare_data(trial, prepare, say).datasets
-    if plan.where == "job":
-        raise _uncounted(spec, "epochs-not-prepared", file, why=plan.why)
-    if (size := _size_of(spec, root, datasets)) is None:
+        sizes = sizes_of_datasets(spec, root, find_prepared_data(trial, root))
+        if len(sizes) < len(spec.data.all_sources):
+            sizes = _estimates(trial, root)
+    else:
+        try:
+            plan = plan_preparation(trial, root, prepare)
+        except ScaletrainError:
+            require_external(trial, None)  # which names the line of a source that cannot be read
+            raise
+        if plan.where == "job" and spec.cluster.traits.shared_run_directory:
+            raise _uncounted(spec, "epochs-not-prepared", file, why=plan.why)
+        datasets = plan.datasets
+        if plan.where != "nothing":
+            plan_run(trial, file)
+            require_external(trial, None)
+        if plan.where == "job":
+            return prepare_in_job(trial, say)
+        if plan.where == "here":
+            datasets = prepare_data(trial, prepare, say).datasets
+        sizes = sizes_of_datasets(spec, root, datasets)
+    if len(sizes) < len(spec.data.all_sources):
         raise _uncounted(spec, "epochs-not-estimated", file)
-    return size
+    return sizes
 
 
-def in_counted_steps(spec: RunSpec, size: DataSize, file: Path | str) -> tuple[RunSpec, Reason]:
+def in_counted_steps(spec: RunSpec, sizes: Mapping[str, DataSize], file: Path | str) -> tuple[RunSpec, Reason]:
     """Return the spec of a run with epochs with as many steps as they are, rounded up, and how they were counted.
 
-    Sequences that the run will hold back from training for its validation are no part of an epoch. Raises SpecError
-    where other settings do not fit the number of steps, and UsageError where that number is an estimate.
+    Sequences that the run will hold back from training for its validation are no part of an epoch. ``epochs`` of a
+    source become those in the whole run. Raises SpecError where other settings do not fit the number of steps, and
+    UsageError where that number is an estimate.
     """
     assert spec.training.epochs is not None
-    held_back, exact = 0, size.exact
-    if exact and spec.evaluation.every and size.validation < spec.training.global_batch_size:
+    train = {name: size.train for name, size in sizes.items()}
+    batch, exact, held_back = spec.training.global_batch_size, all(size.exact for size in sizes.values()), 0
+    if exact and spec.evaluation.every and any(size.validation < batch for size in sizes.values()):
         try:
-            held_back = _held_back(count_in_steps(spec, _steps(spec, size.train)), size, file)
+            left = _without_held_back(count_in_steps(spec, _steps(spec, train)), sizes, file)
+            train, held_back = left, sum(train.values()) - sum(left.values())
         except InfeasibleError:  # the caller plans, too, and shows what does not fit
             exact = False
-    steps = _steps(spec, size.train - held_back)
+    steps = _steps(spec, train)
     if steps > LARGEST_WHOLE:
         raise _uncounted(spec, "epochs-too-many", file, steps=steps, most=LARGEST_WHOLE)
     code = "counted-less-validation" if held_back else "counted" if exact else "estimated"
     epochs = spec.training.epochs
     params = {
         "epochs": int(epochs) if epochs.is_integer() else epochs,
-        "samples": size.train - held_back,
+        "samples": math.ceil(_per_epoch(spec, train)),
         "unit": spec.samples,
         "steps": steps,
-        "batch": spec.training.global_batch_size,
+        "batch": batch,
         "held_back": held_back,
     }
+    how = Reason(f"preparation.epochs-{code}", params)
     try:
         new = set_steps(spec, steps, file=str(file))
     except SpecError as error:
-        if size.exact:
+        if all(size.exact for size in sizes.values()):
             raise
         cause = recorded("; ".join(map(str, error.problems)).rstrip("."))
         raise _uncounted(spec, "epochs-estimate-misfit", file, steps=steps, cause=cause) from error
+    if spec.data.mixes:
+        read = samples_by_source(new.data, train, steps, batch)
+        passes = [f"{name} {count / train[name]:.3g} times" for name, count in read.items() if train[name]]
+        return new, Reason("preparation.epochs-of-sources", {"counted": how, "passes": passes})
+    (size,) = sizes.values()
     if size.exact and spec.unit == "tokens":
         new.set_counted_data(size.train - held_back, size.validation + held_back, size.tokens)
-    return new, Reason(f"preparation.epochs-{code}", params)
+    return new, how
 
 
-def _steps(spec: RunSpec, samples: int) -> int:
+def _per_epoch(spec: RunSpec, train: Mapping[str, int]) -> Fraction:
+    """Return the samples of an epoch. ``train``: those of each source, by its name."""
+    if not spec.data.mixes:
+        return Fraction(sum(train.values()))
+    used = {
+        name for weights in (stage.weights for stage in spec.data.stages) for name, weight in weights.items() if weight
+    }
+    return sum(
+        (
+            Fraction(repr(source.epochs or 1.0)) * train[source.name]
+            for source in spec.data.sources
+            if source.weight != 0 or source.name in used
+        ),
+        Fraction(0),
+    )
+
+
+def _steps(spec: RunSpec, train: Mapping[str, int]) -> int:
     epochs = Fraction(repr(spec.training.epochs))  # 0.1 as it is written, not the nearest float
-    return max(1, math.ceil(epochs * samples / spec.training.global_batch_size))
+    return max(1, math.ceil(epochs * _per_epoch(spec, train) / spec.training.global_batch_size))
 
 
-def _held_back(spec: RunSpec, size: DataSize, file: Path | str) -> int:
-    """Return how many samples for training the run validates on, the fewest of all layouts that may start."""
+def _without_held_back(spec: RunSpec, sizes: Mapping[str, DataSize], file: Path | str) -> dict[str, int]:
+    """Return the training samples of each source without those that the run validates on.
+
+    These are the fewest of all layouts that may start.
+    """
     planned = plan_run(spec, file)
-    found = []
-    for layout in {plan.layout for plan in (planned.plan, *planned.size_plans.values())}:
-        width = layout.micro_batch_size * layout.data_parallel
-        found.append(validation_from_training(size.train, size.validation, layout.global_batch_size, width))
-    return max(0, min(found))  # -1: the ranks refuse the data
+    layouts = {plan.layout for plan in (planned.plan, *planned.size_plans.values())}
+    fills_rounds = not spec.data.mixes or spec.training.objective == "dpo"
+    left = {}
+    for name, size in sizes.items():
+        counts = []
+        for layout in layouts:
+            width = layout.micro_batch_size * layout.data_parallel if fills_rounds else None
+            counts.append(validation_from_training(size.train, size.validation, layout.global_batch_size, width))
+        left[name] = size.train - max(0, min(counts))  # -1: the ranks refuse the data
+    return left
 
 
-def _size_of(spec: RunSpec, root: Path, datasets: Iterable[Entry]) -> DataSize | None:
-    """Return the size of the dataset of the one source; None if it is not among them, or cannot be read."""
-    name = spec.data.all_sources[0].name
-    folder = next((str(entry["folder"]) for entry in datasets if entry["source"] == name), None)
-    if folder is None:
-        return None
-    try:
-        document = read_document(root / "datasets" / folder / DATASET) or {}
-        return prepared_size(document, spec.training.objective, spec.units_per_sample)
-    except (OSError, KeyError, ValueError):
-        return None
+def _estimates(spec: RunSpec, root: Path) -> dict[str, DataSize]:
+    """Return the sizes of sources by their files, in whole or in part; only of those that can be read here."""
+    found = {name: size for name, alone in spec.of_sources().items() if (size := data_size(alone)) is not None}
+    read_here = [source for source in spec.data.all_sources if source.path in EMBEDDED or is_seen(spec, source.path)]
+    if spec.training.objective == "causal_lm" and read_here:
+        from scaletrain_cli.data.estimate import source_sizes
 
-
-def _size_of_text(spec: RunSpec, root: Path) -> DataSize | None:
-    """Return the size of text by a sample of its files; None for other data, and if they cannot be read here."""
-    source = spec.data.only_source
-    if spec.training.objective != "causal_lm" or not (source in EMBEDDED or is_seen(spec, source)):
-        return None
-    from scaletrain_cli.data.estimate import source_sizes
-
-    found = source_sizes(spec.data, root, Path.cwd()).get(spec.data.all_sources[0].name)
-    if found is None:
-        return None
-    return DataSize(found.sequences(spec.units_per_sample), 0, found.tokens, exact=False)
+        of_text = source_sizes(spec.data, root, Path.cwd())
+        for source in read_here:
+            if source.name not in found and (text := of_text.get(source.name)) is not None:
+                sequences = text.sequences(spec.units_per_sample)
+                found[source.name] = DataSize(sequences, 0, text.tokens, exact=False)
+    return found
 
 
 def _uncounted(spec: RunSpec, code: str, file: Path | str, **params: int | Reason) -> UsageError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -22,11 +23,19 @@ from scaletrain_cli.launch.engine_process import run_engine_command, spec_docume
 from scaletrain_cli.launch.hub_fetch import DATA, MEASURES_ONLY, ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.restart import forget_secrets
+from scaletrain_cli.plan.data_size import DataSize, prepared_size
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
-from scaletrain_cli.rundir.shared_datasets import Entry, datasets_file, make_datasets_folder, record_datasets
+from scaletrain_cli.rundir.shared_datasets import (
+    DATASET,
+    Entry,
+    datasets_file,
+    make_datasets_folder,
+    record_datasets,
+)
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
@@ -191,6 +200,31 @@ def prepare_data(
     datasets = prepare_here(spec, root, base, say=say, run=run) if plan.where == "here" else plan.datasets
     require_usable(spec, root, datasets)
     return PreparedData(plan.tasks, datasets)
+
+
+def prepare_in_job(spec: RunSpec, say: Callable[[str], None]) -> dict[str, DataSize]:
+    """Prepare the data by a job of their own and wait for its end; return the size of each source, by its name.
+
+    For a place that this machine does not see. ``say`` gets lines of progress. Raises as queue_preparation(),
+    UsageError where the back end cannot, and the error of the preparation.
+    """
+    queued = queue_preparation(spec, None)
+    assert queued is not None  # this machine sees no data that could be prepared already
+    say(str(Reason("preparation.job-to-count", {"job": queued[0].job_id})))
+    return backend_for(spec.cluster.scheduler).sizes_of_preparation(queued[0], say)
+
+
+def sizes_of_datasets(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> dict[str, DataSize]:
+    """Return the sizes of the sources among ``datasets`` by their names, but not of one that cannot be read."""
+    found = {}
+    names = {source.name for source in spec.data.all_sources}
+    for entry in datasets:
+        if entry["source"] in names:
+            with contextlib.suppress(OSError, KeyError, ValueError):
+                document = read_document(runs_root / "datasets" / str(entry["folder"]) / DATASET) or {}
+                size = prepared_size(document, spec.training.objective, spec.units_per_sample)
+                found[str(entry["source"])] = size
+    return found
 
 
 def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJob, Path] | None:

@@ -57,6 +57,13 @@ TEXTS: dict[str, Text] = {
         "the preparation {job} goes on in the cluster; scaletrain resume {run} waits for it and creates the training "
         "job, scaletrain cancel {run} ends it"
     ),
+    "preparation-is-shared": Text(
+        "the preparation {job} goes on in the cluster; the same command creates another one, which shares its work"
+    ),
+    "preparation-unsaid": Text(
+        "{job} has prepared the data, but the output of its pods, which has their size, cannot be read",
+        ("Set training.steps in place of training.epochs",),
+    ),
     "preparation-gone": Text("{job}, which prepared the data, does not exist any more"),
     "preparation-deleted": Text(
         "{job}, which prepared the data, was deleted", ("scaletrain resume {run} prepares the data again",)

@@ -21,6 +21,7 @@ TEXTS: dict[str, Text] = {
         "the pod of the run prepares the data itself, on its own volume (cluster.kubernetes.runs.per_pod)",
         ("Leave out --prepare and --submit, or name a claim in cluster.kubernetes.runs.claim",),
     ),
+    "job-to-count": Text("the data are prepared by {job}, and counted in steps before the run is planned"),
     "job-before": Text(
         "the data are prepared on the nodes' volume by a job of {tasks:of task} on CPU nodes, if they are not yet; the "
         "training job is created when it has ended"
@@ -72,6 +73,7 @@ TEXTS: dict[str, Text] = {
         "{epochs:of epoch} of about {samples:whole} {unit} = about {steps:of step} of {batch:whole}; they are counted "
         "when the data are prepared"
     ),
+    "epochs-of-sources": Text("{counted}; the run reads {passes:list}"),
     "epochs-uncounted": Text("the epochs of the run cannot be counted in steps"),
     "epochs-not-counted": Text(
         "training.epochs = {epochs:number} is not counted in steps yet, which are needed here", ("Set training.steps",)
@@ -82,7 +84,7 @@ TEXTS: dict[str, Text] = {
     ),
     "epochs-out-of-sight": Text(
         "epochs are counted in the prepared data, which this machine cannot see with cluster.scheduler = {scheduler}",
-        ("Set training.steps",),
+        ("scaletrain submit counts them, where a job prepares the data before the run; here set training.steps",),
     ),
     "epochs-not-estimated": Text(
         "epochs are counted in the prepared data; these are not prepared, and their size cannot be estimated on this "

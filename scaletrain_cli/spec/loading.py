@@ -10,6 +10,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import zip_longest
 from os import PathLike
@@ -197,9 +198,22 @@ def set_steps(spec: RunSpec, steps: int, *, file: str) -> RunSpec:
 
 
 def count_in_steps(spec: RunSpec, steps: int) -> RunSpec:
-    """Return a copy with ``training.steps`` in place of ``training.epochs``, without a check of other settings."""
+    """Return a copy with ``training.steps`` in place of ``training.epochs``, without a check of other settings.
+
+    ``epochs`` of each of several sources, which are those in an epoch of the run, become those in the run.
+    """
     training = spec.training.model_copy(update={"steps": steps, "epochs": None})
-    return spec.model_copy(update={"training": training})
+    if not spec.data.mixes or spec.training.epochs is None:
+        return spec.model_copy(update={"training": training})
+    epochs = Fraction(repr(spec.training.epochs))  # 0.1 as it is written, not the nearest float
+    sources = tuple(
+        source
+        if source.epochs is None
+        else source.model_copy(update={"epochs": float(Fraction(repr(source.epochs)) * epochs)})
+        for source in spec.data.sources
+    )
+    data = spec.data.model_copy(update={"sources": sources})
+    return spec.model_copy(update={"training": training, "data": data})
 
 
 def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> list[Problem]:

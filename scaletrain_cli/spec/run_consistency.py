@@ -12,6 +12,7 @@ from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.model_consistency import divisors
 from scaletrain_cli.spec.notify import notify_inconsistencies
+from scaletrain_cli.spec.quantities import MOST_EPOCHS
 from scaletrain_cli.spec.sources import format_inconsistencies, stage_order_problems
 from scaletrain_cli.spec.vision_model import OBJECTIVES_OF, ClipSpec, LlavaSpec, image_channels
 
@@ -31,11 +32,9 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
         if spec.code.own_program:
             key = "code.command" if spec.code.command else "code.engine"
             yield "training.epochs", f"counts data of the built-in engine. Set training.steps with {key}."
-        if spec.data.mixes:
-            yield (
-                "training.epochs",
-                "must be null with several data.sources, which have epochs of their own. Set training.steps.",
-            )
+        of_sources = max((source.epochs or 1 for source in spec.data.sources), default=1)
+        if spec.training.epochs * of_sources > MOST_EPOCHS:
+            yield "training.epochs", f"must not be more than {MOST_EPOCHS:,.0f} with those of data.sources multiplied."
     else:  # of the steps, which are not known before
         yield from _group_inconsistencies(spec)
     if spec.cluster.node_range is not None and spec.training.optimizer.name == "adamw_8bit":

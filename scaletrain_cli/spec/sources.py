@@ -64,7 +64,8 @@ class SourceSpec(Section):
     )
     weight: Weight | None = Field(default=None, description="share of the samples, in proportion to other weights")
     epochs: Epochs | None = Field(
-        default=None, description="times that the source is read in the run; other sources share the rest by weight"
+        default=None,
+        description="times that the source is read in the run, or per epoch of it; others share the rest by weight",
     )
     format: SourceFormat = Field(
         default="auto", description="auto: by the suffix of each file; of images: that of data.format"

@@ -50,6 +50,14 @@ def with_epochs(epochs: float, *settings: str) -> RunSpec:
     return make_spec("training.steps=null", f"training.epochs={epochs}", *settings)
 
 
+def mixture(*shares: str, stages: str = "[]") -> str:
+    """Return the setting of text of sources a, b, ... with these shares."""
+    sources = ", ".join(
+        f"{{name: {name}, path: {name}.txt, {share}}}" for name, share in zip("abc", shares, strict=False)
+    )
+    return f"data={{sources: [{sources}], stages: {stages}, tokenizer: {{vocab_size: 64}}}}"
+
+
 def prepared(**document: Any) -> dict[str, Any]:
     """Return the engine's answer for one prepared dataset with this dataset.json below the runs root."""
     folder = runs_root() / "datasets" / "d"
@@ -94,12 +102,17 @@ def test_epochs_of_images_are_counted_in_their_index(answers: Answers) -> None:
     [
         (SLURM, NOT_PREPARED, "auto", r"prepared by a job of 38 tasks.*Run scaletrain data prepare run\.yaml first"),
         (SLURM, NOT_PREPARED, "job", "as --prepare job asks for.*or set training.steps"),
-        (PODS, {}, "auto", "this machine cannot see with cluster.scheduler = kubernetes. Set training.steps"),
         (
             (*PODS, "data.source=/d/a.jsonl"),
             {},
             None,
-            "this machine cannot see with cluster.scheduler = kubernetes. Set training.steps",
+            "cannot see with cluster.scheduler = kubernetes. scaletrain submit counts them.*here set training.steps",
+        ),
+        (
+            (*PODS, "cluster.kubernetes.runs={per_pod: true}"),
+            {},
+            "auto",
+            "cannot see with cluster.scheduler = kubernetes",
         ),
         (("data.source=/rows.parquet",), NOT_PREPARED, None, "their size cannot be estimated on this machine. Run"),
     ],
@@ -126,7 +139,7 @@ def test_nothing_is_prepared_for_a_run_that_does_not_fit(answers: Answers, monke
 
 
 def test_settings_that_refer_to_steps_are_checked_once_epochs_are_counted() -> None:
-    size = DataSize(40, 40, 320, exact=True)
+    size = {"source": DataSize(40, 40, 320, exact=True)}
     for setting, key in (
         ("training.schedule.warmup_steps=21", "training.schedule.warmup_steps"),
         ("training.schedule={name: wsd, warmup_steps: 11, cooldown_steps: 10}", "training.schedule.cooldown_steps"),
@@ -140,14 +153,14 @@ def test_settings_that_refer_to_steps_are_checked_once_epochs_are_counted() -> N
         assert in_counted_steps(longer, size, "run.yaml")[0].total_steps == 21
         assert provisional(spec).total_steps >= 21
         with pytest.raises(UsageError, match="cannot be counted in steps") as unsure:
-            in_counted_steps(spec, size._replace(exact=False), "run.yaml")
+            in_counted_steps(spec, {"source": size["source"]._replace(exact=False)}, "run.yaml")
         assert not isinstance(unsure.value, SpecError)
         assert "about 20 steps by an estimate" in str(unsure.value.problems[0])
 
 
 def test_more_steps_than_a_run_may_have_are_refused() -> None:
     with pytest.raises(SpecError) as refused:
-        in_counted_steps(with_epochs(1e6), DataSize(4001, 4001, 1, exact=True), "run.yaml")
+        in_counted_steps(with_epochs(1e6), {"source": DataSize(4001, 4001, 1, exact=True)}, "run.yaml")
     assert "1,000,250,000 steps, and a run has at most 1,000,000,000" in str(refused.value.problems[0])
 
 
@@ -157,10 +170,12 @@ def test_steps_that_are_not_counted_yet_are_an_error_that_names_the_key() -> Non
     with pytest.raises(SpecError) as refused:
         make_spec("training.epochs=2")
     assert "exactly one of steps, tokens, samples and epochs must be set" in str(refused.value.problems[0])
-    both = "[{name: a, path: a.jsonl, weight: 1}, {name: b, path: b.jsonl, weight: 1}]"
     for settings, said in (
         ("code.command=[./train]", "counts data of the built-in engine"),
-        (f"data={{sources: {both}, tokenizer: {{vocab_size: 64}}}}", "with several data.sources"),
+        (
+            mixture("epochs: 1", "epochs: 6.0e+5"),
+            "must not be more than 1,000,000 with those of data.sources multiplied",
+        ),
     ):
         with pytest.raises(SpecError) as refused:
             with_epochs(2, settings)
@@ -198,6 +213,53 @@ def test_a_dry_run_estimates_and_prepares_nothing(answers: Answers, tmp_path: Pa
     submission = prepare_submission(with_epochs(2, f"data.source={tmp_path}/a.txt"), dry_run=True)
     assert submission.epochs is not None
     assert str(submission.epochs).startswith("2 epochs of about ")
-    size = size_to_count(with_epochs(2, f"data.source={tmp_path}/a.txt"), "run.yaml", None)
+    (size,) = size_to_count(with_epochs(2, f"data.source={tmp_path}/a.txt"), "run.yaml", None).values()
     assert not size.exact
     assert submission.spec.total_steps == -(-2 * size.train // 4)
+
+
+A, B = DataSize(600, 40, 1, exact=True), DataSize(200, 40, 1, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "shares", "steps", "passes"),
+    [
+        (2, ("epochs: 1", "epochs: 1"), 400, "a 2 times, b 2 times"),
+        (3, ("epochs: 1", "epochs: 2.5"), 825, "a 3 times, b 7.5 times"),
+        (2, ("weight: 1", "weight: 1"), 400, "a 1.33 times, b 4 times"),
+        (0.5, ("weight: 3", "weight: 1"), 100, "a 0.5 times, b 0.5 times"),
+        (2, ("weight: 1", "weight: 0"), 300, "a 2 times, b 0 times"),
+        (2, ("weight: 1", "epochs: 3"), 600, "a 2 times, b 6 times"),
+    ],
+)
+def test_an_epoch_of_several_sources_has_as_many_sequences_as_they_have(
+    epochs: float, shares: tuple[str, ...], steps: int, passes: str
+) -> None:
+    resolved, how = in_counted_steps(with_epochs(epochs, mixture(*shares)), {"a": A, "b": B}, "run.yaml")
+    assert resolved.total_steps == steps
+    assert str(how).endswith(f"= {steps} steps of 4; the run reads {passes}")
+    for source, share in zip(resolved.data.sources, shares, strict=True):
+        if "epochs" in share:  # in the whole run
+            assert source.epochs == float(share.partition(": ")[2]) * epochs
+
+
+def test_an_epoch_has_the_sources_of_later_stages_and_none_that_are_held_back() -> None:
+    later = with_epochs(1, mixture("weight: 1", "weight: 0", stages="[{start: 0.5, weights: {b: 1}}]"))
+    assert in_counted_steps(later, {"a": A, "b": B}, "run.yaml")[0].total_steps == 200
+    few = DataSize(200, 3, 1, exact=True)  # 4 sequences, a batch, are held back instead
+    resolved, how = in_counted_steps(with_epochs(1, mixture("epochs: 1", "epochs: 1")), {"a": A, "b": few}, "run.yaml")
+    assert resolved.total_steps == 199
+    assert "1 epoch of 796 sequences = 199 steps of 4; 4 more are held back for validation; the run reads" in str(how)
+
+
+def test_sources_are_counted_together_and_one_that_cannot_be_read_is_no_part_of_a_guess(
+    answers: Answers, tmp_path: Path
+) -> None:
+    document = prepared(train_tokens=1 + 8 * 40)
+    spec = with_epochs(2, mixture("epochs: 1", "epochs: 1"))
+    both = [{"source": name, "folder": "d"} for name in "ab"]
+    answers({**document, "datasets": both})
+    assert in_steps(spec, "run.yaml")[0].total_steps == 40
+    answers({**document, "prepared": False, "seconds": 1.0, "datasets": both[:1]})
+    with pytest.raises(UsageError, match="cannot be counted in steps"):
+        in_steps(spec, "run.yaml", None)

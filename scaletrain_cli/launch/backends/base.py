@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.plan.data_size import DataSize
     from scaletrain_cli.plan.reliability.node_sizes import NodeSize
     from scaletrain_cli.rundir.preparation import PreparationJob
 
@@ -380,6 +381,13 @@ class Backend(ABC):
         Raises UsageError where prepares_in_jobs is False, and SchedulerError.
         """
         raise self._not_implemented("--submit")
+
+    def sizes_of_preparation(self, job: PreparationJob, say: Callable[[str], None]) -> dict[str, DataSize]:
+        """Wait for a job of queue_preparation() whose data this machine does not see; return the sizes of its sources.
+
+        ``say`` gets lines of progress. Raises the error of the preparation, UsageError and SchedulerError.
+        """
+        raise self._not_implemented("training.epochs")
 
     def preparation_failure(self, run: RunDir, gang: Job) -> Reason | None:
         """Return that the preparation job of a run has failed, if the scheduler shows that this ended the gang.

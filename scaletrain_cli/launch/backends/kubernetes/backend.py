@@ -69,6 +69,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import Observation, o
 from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs, newest_progress
 from scaletrain_cli.launch.backends.kubernetes.preparation import (
     await_job,
+    await_sizes,
     delete_jobs,
     job_of_preparation,
     objects_of_run,
@@ -79,6 +80,7 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
 from scaletrain_cli.launch.backends.kubernetes.session import require_kubectl, session_command
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.submit import make_record
+from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import reason_from, recorded
 from scaletrain_cli.rundir.bad_nodes import Exclusion
@@ -161,6 +163,10 @@ class KubernetesBackend(Backend):
         """Create the Job; ``folder`` is not used, since its files would be on another volume."""
         spec = self.with_local_defaults(spec)
         return queue_for_spec(self._cluster(spec), spec, name, tasks)
+
+    def sizes_of_preparation(self, job: PreparationJob, say: Callable[[str], None]) -> dict[str, DataSize]:
+        """Wait for the Job, and return what its pods have counted."""
+        return await_sizes(self.connect(job.context, job.namespace), job, say)
 
     def render_preparation(self, run: RunDir, record: RunRecord) -> str:
         """Return the objects of the preparation as YAML; none for a run whose pod prepares its data itself."""

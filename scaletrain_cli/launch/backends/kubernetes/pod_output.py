@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,6 +53,11 @@ def preparation_end_line(error: ScaletrainError, why: object) -> str:
     """Return the line that a pod prints if its data cannot be prepared; ``why``: the document of a recorded reason."""
     end = {"exit_code": int(error.exit_code), "reason": why, "error": error.to_json()}
     return json.dumps({"scaletrain": "preparation-end", **end})
+
+
+def preparation_sizes_line(sizes: Mapping[str, Sequence[object]]) -> str:
+    """Return the line that a pod prints once the data are prepared: the numbers of a DataSize by the source's name."""
+    return json.dumps({"scaletrain": "preparation-end", "exit_code": 0, "sizes": sizes})
 
 
 def preparation_end(lines: Iterable[str]) -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import Observation, c
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, preparation_template
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end
 from scaletrain_cli.launch.engine_process import EngineProcessError
+from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import (
@@ -243,9 +244,10 @@ def pending_job(run: RunDir, record: RunRecord) -> PreparationJob | None:
     return job if ref is None or submission_number(ref.job_id) < job.submission else None
 
 
-def _own_job(cluster: Cluster, job: PreparationJob, record: RunRecord) -> Object | None:
+def _own_job(cluster: Cluster, job: PreparationJob, record: RunRecord | None) -> Object | None:
+    """Return the Job. ``record``: of its run; None: its name is of no other Job."""
     found = cluster.get(JOB, job.namespace, job.job_id.partition("/")[2])
-    return found if found is not None and belongs_to(found, record) else None
+    return found if found is not None and (record is None or belongs_to(found, record)) else None
 
 
 def _end_of(job: Object) -> str:
@@ -264,14 +266,18 @@ class Seen:
     error: ScaletrainError | None = None
 
 
-def look(cluster: Cluster, record: RunRecord, job: PreparationJob) -> Seen:
-    """Return the state of the Job, with the error of its pods if it has failed. Raises SchedulerError."""
+def look(cluster: Cluster, record: RunRecord | None, job: PreparationJob) -> Seen:
+    """Return the state of the Job, with the error of its pods if it has failed. Raises SchedulerError.
+
+    ``record``: of the run for which the Job was created; None: for later runs.
+    """
+    run = "RUN" if record is None else record.run_id  # in remedies
     there = _own_job(cluster, job, record)
     if there is None or "deletionTimestamp" in there["metadata"]:
         return Seen("gone", reason("preparation-gone", job=job.job_id))
     name, end = there["metadata"]["name"], _end_of(there)
     if end == "prepared":
-        return Seen(end, reason("preparation-done", job=job.job_id, run=record.run_id))
+        return Seen(end, reason("preparation-done", job=job.job_id, run=run))
     pods = sorted(cluster.find(POD, job.namespace, labels=f"{INSTANCE_LABEL}={name}"), key=index_of)
     if end == "failed":
         error = _failure(cluster, job, there, pods)
@@ -279,15 +285,15 @@ def look(cluster: Cluster, record: RunRecord, job: PreparationJob) -> Seen:
     phases = [pod.get("status", {}).get("phase", "Pending") for pod in pods]
     counts = {"running": phases.count("Running"), "tasks": job.tasks}
     if there.get("spec", {}).get("suspend"):
-        return Seen(end, reason("preparation-suspended", job=job.job_id, run=record.run_id))
+        return Seen(end, reason("preparation-suspended", job=job.job_id, run=run))
     waiting = [pod for pod, phase in zip(pods, phases, strict=True) if phase == "Pending"]
     events = [event for pod in waiting[:1] for event in cluster.events(job.namespace, pod["metadata"]["name"])]
     if not pods:
         events = cluster.events(job.namespace, name)
     waits = () if counts["running"] else why_pods_wait(waiting, Observation(there, tuple(pods), events=tuple(events)))
     if waits:
-        return Seen(end, reason("preparation-waits", job=job.job_id, run=record.run_id, cause=waits[0]))
-    return Seen(end, reason("preparation-runs", job=job.job_id, run=record.run_id, **counts))
+        return Seen(end, reason("preparation-waits", job=job.job_id, run=run, cause=waits[0]))
+    return Seen(end, reason("preparation-runs", job=job.job_id, run=run, **counts))
 
 
 def _cause(error: ScaletrainError) -> Reason:
@@ -298,19 +304,24 @@ def _failure(cluster: Cluster, job: PreparationJob, there: Object, pods: Sequenc
     """Return the error of the first pod that says why it failed; else how a pod, or the Job, ended."""
     failed = [pod for pod in pods if exit_code_of_pod(pod)]
     for pod in failed:
-        ended = own_container(pod).get("state", {}).get("terminated") or {}
-        said = preparation_end(str(ended.get("message", "")).splitlines())
-        if said is None:
-            with contextlib.suppress(SchedulerError):
-                lines = cluster.log(job.namespace, pod["metadata"]["name"], NODE, last_lines=_LINES_READ)
-                said = preparation_end(line.partition(" ")[2] for line in lines)
-        if said is not None:
+        if (said := _last_words(cluster, job, pod)) is not None:
             return error_of(said)
     if how := failed_pod(failed):
         return ScaletrainError(reason("preparation-pod-failed", job=job.job_id, cause=how[0]))
     conditions = there.get("status", {}).get("conditions", ())
     messages = [one_line(each.get("message")) for each in conditions if each.get("type") == "Failed"]
     return ScaletrainError(reason("preparation-failed", job=job.job_id, said="; ".join(filter(None, messages))))
+
+
+def _last_words(cluster: Cluster, job: PreparationJob, pod: Object) -> dict[str, Any] | None:
+    """Return the object of the preparation-end line of a pod; None if it has printed none, or cannot be read."""
+    ended = own_container(pod).get("state", {}).get("terminated") or {}
+    said = preparation_end(str(ended.get("message", "")).splitlines())
+    if said is None:
+        with contextlib.suppress(SchedulerError):
+            lines = cluster.log(job.namespace, pod["metadata"]["name"], NODE, last_lines=_LINES_READ)
+            said = preparation_end(line.partition(" ")[2] for line in lines)
+    return said
 
 
 def error_of(said: Mapping[str, Any]) -> ScaletrainError:
@@ -327,31 +338,67 @@ def await_job(cluster: Cluster, run: RunDir, record: RunRecord, say: Callable[[s
     job = read_job(folder)
     if job is None or job.prepared or job.scheduler != "kubernetes":
         return
-    shown, answered = "", time.monotonic()
+    deleted = reason("preparation-deleted", job=job.job_id, run=run.run_id)
     try:
-        while True:
-            try:
-                seen = look(cluster, record, job)
-            except SchedulerError:
-                if time.monotonic() - answered > _SILENT_SECONDS:
-                    raise
-                _pause(_LOOK_EVERY_SECONDS)
-                continue
-            answered = time.monotonic()
-            record_state(folder, job, seen)
-            if seen.end == "prepared":
-                return
-            if seen.error is not None:
-                raise seen.error
-            if seen.end == "gone":
-                raise SchedulerError(reason("preparation-deleted", job=job.job_id, run=run.run_id))
-            if str(seen.detail) != shown:
-                shown = str(seen.detail)
-                say(shown)
-            _pause(_LOOK_EVERY_SECONDS)
+        _await_end(cluster, record, job, say, deleted, lambda seen: record_state(folder, job, seen))
     except KeyboardInterrupt:
         say(str(reason("preparation-goes-on", job=job.job_id, run=run.run_id)))
         raise
+
+
+def await_sizes(cluster: Cluster, job: PreparationJob, say: Callable[[str], None]) -> dict[str, DataSize]:
+    """Wait for a Job of queue_for_spec(), and return the sizes of the sources that one of its pods has printed.
+
+    The Job is deleted then. Raises the error of the preparation, and SchedulerError.
+    """
+    try:
+        _await_end(cluster, None, job, say, reason("preparation-gone", job=job.job_id))
+    except KeyboardInterrupt:
+        say(str(reason("preparation-is-shared", job=job.job_id)))
+        raise
+    name = job.job_id.partition("/")[2]
+    for pod in cluster.find(POD, job.namespace, labels=f"{INSTANCE_LABEL}={name}"):
+        sizes = (_last_words(cluster, job, pod) or {}).get("sizes")
+        if sizes is not None:
+            if (there := _own_job(cluster, job, None)) is not None:
+                delete_workload(cluster, JOB, job.namespace, there)
+            return {source: DataSize(*numbers) for source, numbers in sizes.items()}
+    raise SchedulerError(reason("preparation-unsaid", job=job.job_id))
+
+
+def _await_end(
+    cluster: Cluster,
+    record: RunRecord | None,
+    job: PreparationJob,
+    say: Callable[[str], None],
+    deleted: Reason,
+    keep: Callable[[Seen], None] = lambda seen: None,
+) -> None:
+    """Wait until the Job has prepared the data. ``keep`` gets each state.
+
+    Raises the error of the preparation, and SchedulerError, for ``deleted`` if there is no Job any more.
+    """
+    shown, answered = "", time.monotonic()
+    while True:
+        try:
+            seen = look(cluster, record, job)
+        except SchedulerError:
+            if time.monotonic() - answered > _SILENT_SECONDS:
+                raise
+            _pause(_LOOK_EVERY_SECONDS)
+            continue
+        answered = time.monotonic()
+        keep(seen)
+        if seen.end == "prepared":
+            return
+        if seen.error is not None:
+            raise seen.error
+        if seen.end == "gone":
+            raise SchedulerError(deleted)
+        if str(seen.detail) != shown:
+            shown = str(seen.detail)
+            say(shown)
+        _pause(_LOOK_EVERY_SECONDS)
 
 
 def _pause(seconds: float) -> None:

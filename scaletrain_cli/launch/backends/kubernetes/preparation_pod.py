@@ -1,6 +1,6 @@
 """The program of a pod that prepares data: PID 1, which runs the preparation as a child and says how it ended.
 
-Its last line is for the submitter, who may not see the volume: why the data could not be prepared.
+Its last line is for the submitter, who may not see the volume: the sizes of the prepared data, or why there are none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT
-from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end_line
-from scaletrain_cli.launch.preparation import prepare_here
+from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end_line, preparation_sizes_line
+from scaletrain_cli.launch.preparation import prepare_here, sizes_of_datasets
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import RunSpec
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             document = json.loads((given.documents / PREPARATION_DOCUMENT).read_text(encoding="utf-8"))
             spec = RunSpec.model_validate(document["spec"])
-            prepare_here(spec, given.runs_root, workers=given.workers, failure=failure, known=document["hub"])
+            root, known = given.runs_root, document["hub"]
+            datasets = prepare_here(spec, root, workers=given.workers, failure=failure, known=known)
+            print(preparation_sizes_line(sizes_of_datasets(spec, root, datasets)), flush=True)
             return int(ExitCode.DONE)
         except Exception as error:
             found = known_error(error, "data prepare")

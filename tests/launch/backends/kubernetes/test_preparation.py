@@ -13,7 +13,14 @@ from ruamel.yaml import YAML
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.backends.kubernetes import preparation
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_MODULE
-from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end, preparation_end_line
+from scaletrain_cli.launch.backends.kubernetes.pod_output import (
+    preparation_end,
+    preparation_end_line,
+    preparation_sizes_line,
+)
+from scaletrain_cli.plan.data_size import DataSize
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import read_record
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.forked import Forked, RealProcess
 from tests.launch.backends.kubernetes.conftest import IMAGE, SETTINGS, condition, put_cluster
@@ -29,6 +36,9 @@ OWN = (
     "cluster.kubernetes.preparation={cpus: 8, memory: 12GiB, tasks: 3, queue: cpu, node_selector: {pool: cpu},"
     " tolerations: [{key: batch}]}"
 )
+
+
+EPOCHS = ("--set=training.steps=null", "--set=training.epochs=3")
 
 
 class Controller:
@@ -87,7 +97,7 @@ def controller(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return Controller(api)
 
 
-def interrupt_submit(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Ended:
+def interrupt_submit(controller: Controller, monkeypatch: pytest.MonkeyPatch, *more: str) -> Ended:
     """Submit, and end the command while the Job runs."""
 
     def stop(seconds: float) -> None:
@@ -96,7 +106,7 @@ def interrupt_submit(controller: Controller, monkeypatch: pytest.MonkeyPatch) ->
     controller.end = ""
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "_pause", stop)
-        return submit()
+        return submit(*more)
 
 
 def status() -> dict[str, Any]:
@@ -281,7 +291,11 @@ def test_a_pod_prepares_the_data_and_says_why_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some words and others\n" * 200)
     code, output = run_pod(tmp_path, tmp_path / "text.txt", RealProcess)
     assert code == 0, output
-    assert list((tmp_path / "runs" / "datasets").glob("*/dataset.json"))
+    (dataset,) = (tmp_path / "runs" / "datasets").glob("*/dataset.json")
+    tokens = json.loads(dataset.read_text())["train_tokens"]
+    counted = preparation_end(output)
+    assert counted is not None
+    assert counted["sizes"]["source"][0] == (tokens - 1) // 8
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": 1}\n')
     code, output = run_pod(tmp_path, tmp_path / "text.jsonl", Forked)
     assert code == ExitCode.USAGE, output
@@ -291,3 +305,42 @@ def test_a_pod_prepares_the_data_and_says_why_it_cannot(tmp_path: Path) -> None:
     assert error.exit_code == ExitCode.USAGE
     assert "text.jsonl:2" in str(error)
     assert error.reason is not None
+
+
+def test_epochs_are_counted_by_the_pods_that_prepare_the_data(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = controller.act
+
+    def count(job: Object) -> None:
+        act(job)
+        if job["metadata"]["name"].startswith("prepare-"):
+            controller.api.put("pods", pod_of(job, exit_code=0))
+            line = preparation_sizes_line({"source": DataSize(1000, 100, 8000, exact=True)})
+            controller.api.logs[f"{job['metadata']['name']}-0-abcde"] = [f"2026-01-01T00:00:00Z {line}"]
+
+    monkeypatch.setattr(controller, "act", count)
+    sent = submit(*EPOCHS)
+    assert sent.code == ExitCode.DONE, sent.err
+    assert "3 epochs of 1,000 sequences = 188 steps of 16" in sent.err
+    assert "counted in steps before the run is planned" in sent.err
+    first, *_, last = controller.order
+    assert first.startswith("ConfigMap prepare-")
+    assert last == "JobSet r1-s1"
+    ((deleted, _),) = controller.api.deletions
+    assert deleted.startswith("jobs/prepare-")
+    assert read_record(RunDir(runs_root() / "r1")).spec.total_steps == 188
+
+
+def test_epochs_whose_preparation_is_not_seen_to_its_end_create_no_run(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "goes on in the cluster" in interrupt_submit(controller, monkeypatch, *EPOCHS).err
+    controller.end = "prepared"
+    assert "the output of its pods, which has their size, cannot be read" in submit(*EPOCHS).err
+    controller.end = "failed"
+    controller.line = preparation_end_line(UsageError("/data/web.jsonl:7: not JSON"), None)
+    sent = submit(*EPOCHS)
+    assert sent.code == ExitCode.USAGE
+    assert "/data/web.jsonl:7: not JSON" in sent.err
+    assert not (runs_root() / "r1").exists()
