@@ -51,7 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
-    "data": {"PIL", "numpy", "py3langid", "rensa", "sklearn", "tokenizers"},
+    # jinja2 for chat templates, which checks before a run parse
+    "data": {"PIL", "jinja2", "numpy", "py3langid", "rensa", "sklearn", "tokenizers"},
     "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},

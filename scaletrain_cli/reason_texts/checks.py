@@ -107,7 +107,6 @@ TEXTS: dict[str, Text] = {
     "tokenizer-vocabulary": Text("has token ids up to {largest}, and model.vocab_size is {vocab_size}", _TOKENIZER),
     # ---- data.chat_template ----------------------------------------------------------------------------------------
     "template-missing": Text("cannot be read: No such file or directory", ("Set it to a Jinja file",)),
-    "template-unreadable": Text("cannot be read: {said}", ("Set it to the path of a Jinja file",)),
     # ---- data.images -----------------------------------------------------------------------------------------------
     "classes-unreadable": Text("cannot be read: {said}", ("Set it to a file with one class name per line",)),
     "classes-differ": Text(

@@ -235,7 +235,12 @@ TEXTS: dict[str, Text] = {
     ),
     # ---- the chat template -----------------------------------------------------------------------------------------
     "template-missing": Text("the tokenizer {tokenizer} has no chat template, which conversations need", _TEMPLATE),
-    "template-unreadable": Text("data.chat_template = {path}: {error}", _TEMPLATE),
+    "template-no-default": Text(
+        "the tokenizer {tokenizer} has the chat templates {names:list} and none with the name default, which "
+        "conversations need",
+        _TEMPLATE,
+    ),
+    "template-unreadable": Text("the chat template in {path} cannot be read: {error}", _TEMPLATE),
     "template-invalid": Text("the chat template is not valid: line {line}: {error}"),
     "template-failed": Text("the chat template cannot render the row: {error}"),
     "template-rewrites-history": Text(

@@ -40,6 +40,7 @@ def problems(folder: Path, rows: list[Any], *settings: str, objective: str = "sf
     )
 
 
+TOKENIZER_FILE = ("data.tokenizer={kind: file, path: tokenizer.json}",)
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
 BING = ("data.fields.roles={bing: assistant}",)
 GOOD: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
@@ -202,6 +203,72 @@ def test_files_of_text_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Once upon a time\n" * 50)
     (found,) = row_problems(view(tmp_path, "data.source=a.txt"))
     assert "the source has no jsonl, json, parquet, arrow, jsonl.gz, jsonl.zst, json.gz, json.zst file" in found.message
+
+
+PLAIN = "{{ messages[0].content }}"
+NAMED = [{"name": "rag", "template": PLAIN}, {"name": "tool_use", "template": PLAIN}]
+TEXT_PROMPT = {"prompt": "One, two,", "completion": " three"}
+WITH_TOOLS = {"messages": ANSWERED, "tools": [{"type": "function", "function": {"name": "add"}}]}
+OF_PAIR = {"chosen": ANSWERED, "rejected": ANSWERED}
+NO_TEMPLATE = "has no chat template, which conversations need. Set data.chat_template"
+INVALID = "the chat template is not valid: line 1: "
+UNREADABLE = "tokenizer_config.json cannot be read: "
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "row", "said"),
+    [
+        (None, {"messages": ANSWERED}, f"rows.jsonl:1: the tokenizer tokenizer.json {NO_TEMPLATE}"),
+        (None, {"instruction": "a", "output": "b"}, NO_TEMPLATE),
+        (None, OF_PAIR, NO_TEMPLATE),
+        (None, TEXT_PROMPT, ""),
+        (NAMED, {"messages": ANSWERED}, "has the chat templates rag, tool_use and none with the name default"),
+        (NAMED, WITH_TOOLS, ""),
+        ([*NAMED, {"name": "default", "template": PLAIN}], {"messages": ANSWERED}, ""),
+        ({"default": PLAIN}, {"messages": ANSWERED}, ""),
+        (PLAIN, {"messages": ANSWERED}, ""),
+        ("{% for a in b %}", {"messages": ANSWERED}, f"{INVALID}Unexpected end of template"),
+        ([*NAMED, {"name": "default", "template": "{{"}], {"messages": ANSWERED}, INVALID),
+        ([{"name": "default"}], {"messages": ANSWERED}, f"{UNREADABLE}KeyError: 'template'"),
+        ({"default": 1}, {"messages": ANSWERED}, f"{UNREADABLE}TypeError: a template, or its name, is no text"),
+    ],
+)
+def test_rows_with_messages_need_a_chat_template_that_is_valid(
+    chat_template: Any, row: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
+    for settings in (TOKENIZER_FILE, (*TOKENIZER_FILE, "data.on_bad=skip")):
+        objective = "dpo" if "chosen" in row else "sft"
+        found = problems(tmp_path, [row] * 2, *settings, objective=objective)
+        found += " ".join(map(str, template_problems(view(tmp_path, *settings, objective=objective))))
+        assert said in found
+        assert bool(said) == bool(found)
+
+
+def test_templates_in_files_are_checked_in_place_of_those_in_the_config(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
+    others = tmp_path / "additional_chat_templates"
+    others.mkdir()
+    (others / "tool_use.jinja").write_text(PLAIN)
+    assert "has the chat templates tool_use and none" in problems(tmp_path, [{"messages": ANSWERED}], *TOKENIZER_FILE)
+    (tmp_path / "chat_template.jinja").write_text(PLAIN)
+    assert problems(tmp_path, [{"messages": ANSWERED}], *TOKENIZER_FILE) == ""
+    (others / "rag.jinja").write_text("{{")
+    (found,) = template_problems(view(tmp_path, *TOKENIZER_FILE))
+    assert (found.key, INVALID in str(found)) == ("data.tokenizer.path", True)
+    (tmp_path / "own.jinja").write_text(PLAIN)  # in place of all of these
+    assert not list(template_problems(view(tmp_path, *TOKENIZER_FILE, "data.chat_template=own.jinja")))
+
+
+def test_a_table_of_conversations_needs_a_chat_template(tmp_path: Path) -> None:
+    tables = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    for row, said in (({"messages": ANSWERED}, NO_TEMPLATE), (TEXT_PROMPT, "")):
+        tables.write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        settings = (*TOKENIZER_FILE, "data.source=rows.parquet")
+        found = " ".join(map(str, row_problems(view(tmp_path, *settings))))
+        assert said in found
+        assert bool(said) == bool(found)
 
 
 def test_a_chat_template_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:

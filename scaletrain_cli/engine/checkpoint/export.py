@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scaletrain_cli.data.tokenizers.chat_templates import template_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens, tokenizer_file
 from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.engine.checkpoint.adapter_export import (
@@ -36,7 +37,6 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
-from scaletrain_cli.engine.data.chat_tokenizer import template_files
 from scaletrain_cli.engine.data.images.captions import caption_tokens
 from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.model import outline

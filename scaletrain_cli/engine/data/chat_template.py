@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jinja2
 import jinja2.meta
 
-from scaletrain_cli.engine.data.missing_parts import Part, in_words
-from scaletrain_cli.engine.data.template_environment import (
+from scaletrain_cli.data.tokenizers.template_environment import (
     CLOSING,
     OPENING,
     Rendered,
@@ -23,8 +22,7 @@ from scaletrain_cli.engine.data.template_environment import (
     template_environment,
     without_marks,
 )
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.engine.data.missing_parts import Part, in_words
 from scaletrain_cli.spec.row_formats import (
     ASSISTANT,
     IMAGE_MARK,
@@ -39,48 +37,6 @@ _MOST_STRUCTURES = 10_000  # of conversations, whose missing parts are remembere
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # variables that a row does not set by name
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE, _OTHER_PROBE = "9b1c6f", "e40a77"  # texts that no template contains
-
-# ChatML (github.com/openai/openai-python, chatml.md) with tools in the form of Qwen2.5 and Hermes.
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-CHATML = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- 'Tools, as JSON schemas:\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\\n</tools>\\nCall a tool with <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}
-            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if message.reasoning_content }}
-            {{- message.content or '' }}
-            {%- for call in message.tool_calls or [] %}
-                {%- set function = call.function or call %}
-                {{- '\\n' if message.content or not loop.first }}
-                {{- '<tool_call>\\n{"name": ' + (function.name | tojson) + ', "arguments": ' }}
-                {{- function.arguments if function.arguments is string else function.arguments | tojson }}
-                {{- '}\\n</tool_call>' }}
-            {%- endfor %}
-            {{- '<|im_end|>\\n' }}
-        {%- endgeneration %}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
-    {%- elif message.role != 'system' or not (tools and loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 class Span(NamedTuple):
@@ -459,14 +415,7 @@ def compile_template(
     ``variables``: values for all conversations, by name.
     """
     environment = template_environment(date)
-    try:
-        compiled = environment.limited(source)
-    except jinja2.TemplateSyntaxError as error:
-        params = {"line": error.lineno, "error": error.message or str(error)}
-        raise UsageError(Reason("data.template-invalid", params)) from error
-    except (MemoryError, RecursionError, ValueError) as error:
-        params = {"line": 1, "error": f"{type(error).__name__}: {error}"}
-        raise UsageError(Reason("data.template-invalid", params)) from error
+    compiled = environment.limited(source)
     read = jinja2.meta.find_undeclared_variables(environment.parse(source))
     return ChatTemplate(source, tokens, environment, compiled, variables, frozenset(read) - _RESERVED)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.tokenizers.files import json_object, special_tokens
+from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles
 from scaletrain_cli.engine.data.chat_template import (
-    CHATML,
     ChatTemplate,
     Span,
     SpecialTokens,
@@ -24,8 +21,7 @@ from scaletrain_cli.engine.data.chat_template import (
 from scaletrain_cli.engine.data.missing_parts import COUNTED
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
+from scaletrain_cli.spec import DataSpec, LlavaSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.row_formats import (
     ASSISTANT,
@@ -41,7 +37,6 @@ from scaletrain_cli.spec.row_formats import (
 )
 
 _CHARACTERS_SHOWN = 20
-_MOST_TOKENS = 1 << 31
 
 
 class Encoded(NamedTuple):
@@ -104,77 +99,6 @@ class _Text(NamedTuple):
     stops: frozenset[str] = frozenset()  # the tokens at which its turns end
 
 
-@dataclass(frozen=True)
-class TemplateFiles:
-    """Special tokens and chat templates beside a tokenizer. ``templates``: by name, ``default`` and ``tool_use``.
-
-    ``stop_ids``: token ids at which the model stops, of config.json and generation_config.json.
-    """
-
-    tokens: dict[str, str]
-    templates: dict[str, str]
-    stop_ids: tuple[int, ...] = ()
-
-
-def template_files(spec: RunSpec) -> TemplateFiles:
-    """Return special tokens and chat templates of a spec's tokenizer. Raises UsageError.
-
-    A trained tokenizer has the tokens and the template of ChatML. Of LLaVA chat_template.json, which processors of
-    images have, is preferred to the tokenizer's own.
-    """
-    data, images = spec.data, isinstance(spec.model, LlavaSpec)
-    given: dict[str, str] = {}
-    if data.chat_template is not None:
-        try:
-            given = {"default": expand_home(data.chat_template).read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise UsageError(Reason("data.template-unreadable", {"path": data.chat_template, "error": why})) from error
-    if data.tokenizer.path is None:
-        tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-        return TemplateFiles(tokens, given or {"default": CHATML})
-    folder = expand_home(data.tokenizer.path).parent
-    config = json_object(folder / "tokenizer_config.json")
-    if images and isinstance(of_processor := json_object(folder / "chat_template.json").get("chat_template"), str):
-        config["chat_template"] = of_processor
-    folders = [folder] if spec.language_weights is None else [folder, expand_home(spec.language_weights)]
-    return TemplateFiles(special_tokens(folder), given or _templates(folder, config), stop_ids(folders))
-
-
-def stop_ids(folders: Iterable[Path]) -> tuple[int, ...]:
-    """Return the ids of eos_token_id in the config.json and the generation_config.json of folders, sorted."""
-    values = [
-        json_object(folder / name).get("eos_token_id")
-        for folder in folders
-        for name in ("config.json", "generation_config.json")
-    ]
-    return tuple(
-        sorted(
-            {
-                i
-                for value in values
-                for i in (value if isinstance(value, list) else [value])
-                if type(i) is int and 0 <= i < _MOST_TOKENS
-            }
-        )
-    )
-
-
-def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the templates by name; files replace those of tokenizer_config.json, as in transformers."""
-    try:
-        files = [(path.stem, path) for path in sorted(folder.glob("additional_chat_templates/*.jinja"))]
-        files += [("default", path) for path in folder.glob("chat_template.jinja")]
-        if files:
-            return {name: path.read_text(encoding="utf-8") for name, path in files}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(Reason("data.template-unreadable", {"path": str(folder), "error": str(error)})) from error
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        return {str(each["name"]): str(each["template"]) for each in found if isinstance(each, dict)}
-    return {"default": found} if isinstance(found, str) else {}
-
-
 class ChatTokenizer:
     """Turns examples into tokens with weights. The results depend on nothing but the arguments."""
 
@@ -183,7 +107,7 @@ class ChatTokenizer:
 
         Raises UsageError for a template that is not valid.
         """
-        self._tokenizer, self._loss_on, self.images = tokenizer, data.loss_on, images
+        self._tokenizer, self._files, self._loss_on, self.images = tokenizer, files, data.loss_on, images
         self._name = data.tokenizer.path or "bpe"
         self.end = next((name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if self._is_token(name)), None)
         stops = {files.tokens.get("eos_token"), *map(tokenizer.id_to_token, files.stop_ids)}
@@ -255,7 +179,7 @@ class ChatTokenizer:
         return number is not None and self._tokenizer.encode(text, add_special_tokens=False).ids == [number]
 
     def _conversation(self, conversation: Conversation) -> _Text:
-        template = self._template(conversation.tools)
+        template = self._templates[self._files.template_for(conversation.tools, self._name)]
         messages = self._with_images(conversation.messages, conversation.tools)
         conversation = conversation._replace(messages=messages)
         weights = [weight for weight in conversation.weights if weight is not None]
@@ -287,7 +211,7 @@ class ChatTokenizer:
             return _Text(text, special=True, prompt=None if self._loss_on == "all" else prompt, stops=end)
         assert isinstance(prompt, list)
         assert isinstance(completion, list)
-        template = self._template(tools)
+        template = self._templates[self._files.template_for(tools, self._name)]
         messages: list[Message] = self._with_images([*prompt, *completion], tools)
         prompt = messages[: len(prompt)]
         conversation = Conversation(messages, [], tools, variables)
@@ -319,18 +243,9 @@ class ChatTokenizer:
         """Return the messages with the places of their images as the template takes them."""
         if self.images is None:
             return messages
-        if self._takes_parts[self._template_name(tools)]:
+        if self._takes_parts[self._files.template_for(tools, self._name)]:
             return with_image_parts(messages)
         return with_image_token(messages, self.images.text)
-
-    def _template(self, tools: list[Any] | None) -> ChatTemplate:
-        name = self._template_name(tools)
-        if name not in self._templates:
-            raise RowError("template-missing", tokenizer=self._name)
-        return self._templates[name]
-
-    def _template_name(self, tools: list[Any] | None) -> str:
-        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def _ended(self, text: str) -> tuple[str, frozenset[str]]:
         """Return a text with the token that ends it, and that token."""

@@ -17,8 +17,8 @@ from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.token_files import DTYPES
+from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles, template_files
 from scaletrain_cli.data.tokenizers.given import tokenizer_identity
-from scaletrain_cli.engine.data.chat_tokenizer import TemplateFiles, template_files
 from scaletrain_cli.engine.data.dataset import SPLITS, DatasetInfo, map_numbers, seal_of
 from scaletrain_cli.engine.data.row_images import LARGE_FILES, open_row_images
 from scaletrain_cli.engine.data.row_source import rows_content

@@ -18,16 +18,14 @@ import numpy.typing as npt
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.sources.rows import Tally
 from scaletrain_cli.data.token_files import DTYPES
+from scaletrain_cli.data.tokenizers.chat_templates import CHATML_TOKENS, TemplateFiles, template_files
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.given import given_tokenizer
-from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
 from scaletrain_cli.engine.data.chat_tokenizer import (
     ChatTokenizer,
     Encoded,
     ImageTokens,
-    TemplateFiles,
     image_tokens,
-    template_files,
 )
 from scaletrain_cli.engine.data.dataset import SPLITS, draw, seal_of
 from scaletrain_cli.engine.data.packing import Piece, pack

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.resource_checks.images import image_problems
 from scaletrain_cli.launch.resource_checks.view import View, notes_on_files
 from scaletrain_cli.launch.resource_checks.weights import adapter_weights
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, as_reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
@@ -32,7 +32,7 @@ from scaletrain_cli.spec.corpus_files import (
     sample_of,
     unreadable_among,
 )
-from scaletrain_cli.spec.data import FORMATS_WITH_IMAGES
+from scaletrain_cli.spec.data import FORMATS_OF, FORMATS_WITH_IMAGES
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
@@ -48,6 +48,9 @@ from scaletrain_cli.spec.row_formats import (
 )
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles
 
 
 def row_problems(view: View) -> Iterator[Problem]:
@@ -83,9 +86,11 @@ def _problems_of_rows(view: View, key: str, source: str, *, validation: bool) ->
     except NoCorpusError as error:
         yield view.problem(key, Reason("checks.no-source", {"why": error.why}), source)
         return
-    with_images = isinstance(view.spec.model, LlavaSpec)
+    with_images, templates = isinstance(view.spec.model, LlavaSpec), None
+    with contextlib.suppress(UsageError):  # the check of the templates reports it
+        templates = _templates(view)
     data, objective = view.spec.data, view.spec.training.objective
-    if reason := problem_of_rows(found.files, data, objective, view.folder, images=with_images):
+    if reason := problem_of_rows(found.files, data, objective, view.folder, templates, images=with_images):
         yield view.problem(key, reason, source)
     with contextlib.suppress(OSError):
         if not any(path.stat().st_size for path in found.files):
@@ -162,18 +167,36 @@ def _has_unprepared_source(view: View) -> bool:
 
 
 def template_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``data.chat_template``."""
+    """Yield the problems of ``data.chat_template``, or of the chat templates of the tokenizer that rows may need."""
     path = view.spec.data.chat_template
     if view.spec.code.own_program or path is None or is_reference(path) or view.unseen(path):
+        key, given = "data.tokenizer.path", view.spec.data.tokenizer.path
+    elif not (view.folder / expand_home(path)).is_file():
+        yield view.problem("data.chat_template", Reason("checks.template-missing"), path)
         return
+    else:
+        key, given = "data.chat_template", path
     try:
-        with open_to_read(view.folder / expand_home(path)) as file:
-            file.read().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        reason = Reason("checks.template-unreadable", {"said": said})
-        is_missing = not os.path.lexists(view.folder / expand_home(path))
-        yield view.problem("data.chat_template", Reason("checks.template-missing") if is_missing else reason, path)
+        if (files := _templates(view)) is not None and find_spec("jinja2") is not None:
+            from scaletrain_cli.data.tokenizers.template_environment import template_environment
+
+            for source in files.templates.values():
+                template_environment(view.spec.data.chat_template_date).limited(source)
+    except UsageError as error:
+        yield view.problem(key, as_reason(error.reason or error.message), given)
+
+
+def _templates(view: View) -> TemplateFiles | None:
+    """Return the chat templates of a run on rows; None where this machine does not have them. Raises UsageError."""
+    from scaletrain_cli.data.tokenizers.chat_templates import template_files
+
+    data = view.spec.data
+    paths = [path for path in (data.chat_template, data.tokenizer.path) if path is not None]
+    if view.spec.training.objective not in ("sft", "dpo") or view.spec.code.own_program:
+        return None
+    if any(is_reference(path) or view.unseen(path) for path in paths):
+        return None
+    return template_files(view.spec, view.folder)
 
 
 def class_file_problems(view: View) -> Iterator[Problem]:
@@ -316,11 +339,18 @@ _ROWS_PER_FILE = 8
 
 
 def problem_of_rows(
-    files: tuple[Path, ...], data: DataSpec, objective: str, folder: Path, *, images: bool = False
+    files: tuple[Path, ...],
+    data: DataSpec,
+    objective: str,
+    folder: Path,
+    templates: TemplateFiles | None = None,
+    *,
+    images: bool = False,
 ) -> Reason | None:
     """Return the first problem of the files, or of the first rows of a sample of them; None if there is none.
 
     ``images``: rows may have images, whose files must exist. ``folder``: the base of a relative data.images.folder.
+    ``templates``: one must be there for rows with messages; None if that is not known.
     """
     if unreadable := unreadable_among(files):
         return Reason("checks.source-file", {"why": unreadable})
@@ -329,10 +359,10 @@ def problem_of_rows(
             if kind_of(path) == "parquet":
                 if why := parquet_problem(path):
                     return Reason("checks.source-file", {"why": f"{path}: {why}"})
-                found = _parquet_problem(path, data, objective, images=images)
+                found = _parquet_problem(path, data, objective, templates, images=images)
             elif kind_of(path) != "arrow" or find_spec("pyarrow") is not None:
                 beside = path.parent if data.images.folder is None else folder / expand_home(data.images.folder)
-                found = _problem_of_first_rows(path, data, objective, beside if images else None)
+                found = _problem_of_first_rows(path, data, objective, templates, beside if images else None)
             if found:
                 return found
         except UsageError as error:
@@ -342,7 +372,9 @@ def problem_of_rows(
     return None
 
 
-def _problem_of_first_rows(path: Path, data: DataSpec, objective: str, images: Path | None) -> Reason | None:
+def _problem_of_first_rows(
+    path: Path, data: DataSpec, objective: str, templates: TemplateFiles | None, images: Path | None
+) -> Reason | None:
     """``images``: the folder of the images of the rows; None: rows have none."""
     from scaletrain_cli.data.sources.rows import Tally, rows_in  # which imports numpy
 
@@ -351,29 +383,45 @@ def _problem_of_first_rows(path: Path, data: DataSpec, objective: str, images: P
         try:
             if row_format == "auto":
                 row_format = format_of(row, objective, data.fields)
-            if images is None:
-                parse_row(row, row_format, data.fields)
-                continue
-            require_format_with_images(row_format)
-            parse_row(row, row_format, data.fields, images=True)
-            for name, content in images_of(row, data.fields):
-                if content is None and not (images / expand_home(name)).is_file():
-                    place = str(images / expand_home(name))
-                    return Reason("checks.row-without-image", {"where": where, "path": place})
+            if images is not None:
+                require_format_with_images(row_format)
+            example = parse_row(row, row_format, data.fields, images=images is not None).example
         except RowError as error:
             if data.on_bad == "stop":
                 return error.at(where)
+            continue
+        try:
+            if templates is not None:  # else each row would be a bad one
+                templates.require_template(example, data.tokenizer.path or "bpe")
+        except RowError as error:
+            return error.at(where)
+        if images is None:
+            continue
+        for name, content in images_of(row, data.fields):
+            if content is None and not (images / expand_home(name)).is_file():
+                place = str(images / expand_home(name))
+                return Reason("checks.row-without-image", {"where": where, "path": place})
     return None
 
 
-def _parquet_problem(path: Path, data: DataSpec, objective: str, *, images: bool) -> Reason | None:
+def _parquet_problem(
+    path: Path, data: DataSpec, objective: str, templates: TemplateFiles | None, *, images: bool
+) -> Reason | None:
     """Return the problem of a parquet file by the names in its footer: reading it requires pyarrow."""
-    formats = FORMATS_WITH_IMAGES if images and data.format == "auto" else (data.format,)
-    needed = [columns for each in formats for columns in columns_of(each, objective, data.fields)]
-    if any(parquet_names(path, columns) == columns for columns in needed):
+    of_objective = FORMATS_WITH_IMAGES if images else FORMATS_OF[objective]
+    needed = []
+    for row_format in of_objective if data.format == "auto" else (data.format,):
+        (columns,) = columns_of(row_format, objective, data.fields)
+        needed.append(" and ".join(columns))
+        if parquet_names(path, columns) != columns:
+            continue
+        if row_format in ("messages", "sharegpt", "alpaca") and templates is not None:
+            try:
+                templates.template_for(None, data.tokenizer.path or "bpe")
+            except RowError as error:
+                return error.at(str(path))
         return None
-    params = {"needed": [" and ".join(columns) for columns in needed]}
-    return RowError("parquet-columns", **params).at(str(path))
+    return RowError("parquet-columns", needed=needed).at(str(path))
 
 
 def prepared_problem(folder: Path, view: View) -> Reason | None:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaletrain_cli.engine.data.chat_template import CHATML, SpecialTokens, compile_template
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles
+from scaletrain_cli.data.tokenizers.chat_templates import CHATML, TemplateFiles
+from scaletrain_cli.engine.data.chat_template import SpecialTokens, compile_template
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded
 from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.chat_template import CHATML
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, TemplateFiles, template_files
+from scaletrain_cli.data.tokenizers.chat_templates import CHATML, TemplateFiles, template_files
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer
 from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec

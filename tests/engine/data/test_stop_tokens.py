@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, TemplateFiles
+from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_formats import RowError, parse_row

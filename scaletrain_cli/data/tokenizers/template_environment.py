@@ -20,6 +20,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.row_formats import Message, RowError
 
 _RENDER_SECONDS = 30.0  # of one conversation, which takes milliseconds
@@ -56,10 +58,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     _deadline = math.inf
 
     def limited(self, source: str) -> jinja2.Template:
-        """Return the compiled template, whose loops and texts have limits. Raises jinja2.TemplateSyntaxError."""
-        tree = _Limited().visit(self.parse(source))
-        tree.set_environment(self)
-        return self.from_string(tree)
+        """Return the compiled template, whose loops and texts have limits. Raises UsageError."""
+        try:
+            tree = _Limited().visit(self.parse(source))
+            tree.set_environment(self)
+            return self.from_string(tree)
+        except jinja2.TemplateSyntaxError as error:
+            params = {"line": error.lineno, "error": error.message or str(error)}
+            raise UsageError(Reason("data.template-invalid", params)) from error
+        except (MemoryError, RecursionError, ValueError) as error:
+            params = {"line": 1, "error": f"{type(error).__name__}: {error}"}
+            raise UsageError(Reason("data.template-invalid", params)) from error
 
     def render(self, template: jinja2.Template, values: dict[str, Any]) -> str:
         """Return the text. Raises what the template raises, and jinja2.TemplateRuntimeError beyond a limit."""
