@@ -231,10 +231,11 @@ def _load(
         gpus, gpu = on.gpus or USUAL_GPUS, on.gpu or USUAL_GPU
         return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster), None
     run = load_varied(Path(name), overrides, varied, VARY, cluster)
-    if run.training.epochs is None:
-        return run, None
-    from scaletrain_cli.launch.epochs import in_steps
+    from scaletrain_cli.launch.epochs import in_steps, note_prepared_size
 
+    if run.training.epochs is None:
+        note_prepared_size(run)
+        return run, None
     run, epochs = in_steps(run, name)
     say(f"{', '.join(varied)}: {epochs}" if varied else str(epochs))
     return run, epochs

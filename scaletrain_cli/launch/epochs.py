@@ -147,8 +147,17 @@ def in_counted_steps(spec: RunSpec, sizes: Mapping[str, DataSize], file: Path | 
         return new, Reason("preparation.epochs-of-sources", {"counted": how, "passes": passes})
     (size,) = sizes.values()
     if size.exact and spec.unit == "tokens":
-        new.set_counted_data(size.train - held_back, size.validation + held_back, size.tokens)
+        new.set_counted_data(size._replace(train=size.train - held_back, validation=size.validation + held_back))
     return new, how
+
+
+def note_prepared_size(spec: RunSpec) -> None:
+    """Store the size of rows that are prepared below the runs root in the spec of a run with steps, for its plan."""
+    root = runs_root()
+    of_rows = spec.training.objective in ("sft", "dpo") and not spec.data.mixes and not spec.code.own_program
+    if of_rows and any((root / "datasets").glob("*/dataset.json")):
+        for size in sizes_of_datasets(spec, root, find_prepared_data(spec, root)).values():
+            spec.set_counted_data(size)
 
 
 def _per_epoch(spec: RunSpec, train: Mapping[str, int]) -> Fraction:

@@ -33,12 +33,14 @@ class DataSize(NamedTuple):
     """``train`` and ``validation``: samples (sequences, or pairs of ``dpo``); ``tokens``: of the training samples.
 
     ``exact``: counted when the data were prepared; otherwise estimated from the size of the files and their first rows.
+    ``rows``: of both splits, where sequences may hold several; else 0.
     """
 
     train: int
     validation: int
     tokens: int
     exact: bool
+    rows: int = 0
 
 
 def data_size(spec: RunSpec) -> DataSize | None:
@@ -48,7 +50,7 @@ def data_size(spec: RunSpec) -> DataSize | None:
     the beginnings of the files show too few, and files that this machine has not or may have in other versions.
     """
     if spec.counted_data is not None:
-        return DataSize(*spec.counted_data, exact=True)
+        return DataSize(*spec.counted_data)
     source = spec.data.source
     if source is None or spec.code.own_program or spec.unit != "tokens" or source in EMBEDDED or is_reference(source):
         return None
@@ -128,8 +130,11 @@ def prepared_size(info: Mapping[str, Any], objective: str, seq_len: int) -> Data
     tokens, other = _count(info["train_tokens"]), _count(info["validation_tokens"])
     if objective == "causal_lm":
         return DataSize(max(0, tokens - 1) // seq_len, max(0, other - 1) // seq_len, tokens, True)
-    width = 2 if objective == "dpo" else 1
-    return DataSize(_count(info["train_rows"]) // width, _count(info["validation_rows"]) // width, tokens, True)
+    width, rows = 2 if objective == "dpo" else 1, 0
+    if info.get("packing", "none") != "none":
+        left_out = ("rows_without_target", "rows_too_long", "rows_unusable", "rows_with_bad_images")
+        rows = _count(info["rows_read"]) - sum(_count(info.get(name, 0)) for name in left_out)
+    return DataSize(_count(info["train_rows"]) // width, _count(info["validation_rows"]) // width, tokens, True, rows)
 
 
 def _count(value: Any) -> int:

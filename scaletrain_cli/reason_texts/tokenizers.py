@@ -19,6 +19,22 @@ TEXTS: dict[str, Text] = {
         "transformers 4 and 5",
         ("Set {key} to {allowed}, or state what you want in tokenizer.json itself",),
     ),
+    "class-differs": Text(
+        "tokenizer_config.json has tokenizer_class = {class}, with which transformers 4, 5 or both split texts in "
+        "another way than tokenizer.json says",
+        (
+            "Keep the tokens of tokenizer.json with tokenizer_class: PreTrainedTokenizerFast, or take those of the "
+            "installed transformers by AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')",
+        ),
+    ),
+    "library-differs": Text(
+        "has the tokens of the library sentencepiece, and AutoTokenizer has those of the class that the files beside "
+        "it state, {class}",
+        (
+            "Write a tokenizer.json by AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}'), and use "
+            "it with data.tokenizer.kind: file",
+        ),
+    ),
     "ids-differ": Text("gives other tokens as a tokenizer.json than {library} does, for {text}", _OTHER),
     "not-sentencepiece": Text("is no model of SentencePiece: {error}"),
     "spaces": Text("is a SentencePiece model with spaces at the end of words, spaces that stay, or unused pieces"),

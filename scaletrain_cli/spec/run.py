@@ -222,7 +222,7 @@ class RunSpec(Section):
     )
     _source: Source | None = PrivateAttr(default=None)
     _folder: Path = PrivateAttr(default=Path())
-    _counted_data: tuple[int, int, int] | None = PrivateAttr(default=None)
+    _counted_data: tuple[int, int, int, bool, int] | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -262,13 +262,13 @@ class RunSpec(Section):
         self._folder = folder
 
     @property
-    def counted_data(self) -> tuple[int, int, int] | None:
-        """Training samples, validation samples and training tokens, if they were counted for ``training.epochs``."""
+    def counted_data(self) -> tuple[int, int, int, bool, int] | None:
+        """The size of the data as in ``plan.data_size.DataSize``, if it was counted before the plan."""
         return self._counted_data
 
-    def set_counted_data(self, train: int, validation: int, tokens: int) -> None:
+    def set_counted_data(self, size: tuple[int, int, int, bool, int]) -> None:
         """Store the size of the prepared data, which a plan of this spec then does not estimate."""
-        self._counted_data = (train, validation, tokens)
+        self._counted_data = size
 
     def where(self, key: str) -> str:
         """Return ``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""

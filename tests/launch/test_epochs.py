@@ -263,3 +263,24 @@ def test_sources_are_counted_together_and_one_that_cannot_be_read_is_no_part_of_
     answers({**document, "prepared": False, "seconds": 1.0, "datasets": both[:1]})
     with pytest.raises(UsageError, match="cannot be counted in steps"):
         in_steps(spec, "run.yaml", None)
+
+
+@pytest.mark.parametrize(
+    ("packing", "epochs"),
+    [("best_fit", "epochs 312 over 24 sequences of 8 tokens with 44 rows"), ("none", "epochs 312 over 24 sequences")],
+)
+def test_a_plan_of_steps_counts_rows_that_are_prepared(
+    answers: Answers, tmp_path: Path, packing: str, epochs: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n' * 9)
+    rows = {"train_rows": 24, "validation_rows": 2, "rows_read": 48, "rows_too_long": 4, "packing": packing}
+    answers(prepared(train_tokens=190, validation_tokens=9, **rows))
+    file = tmp_path / "run.yaml"
+    file.write_text(SPEC)
+    settings = (
+        *("training.objective=sft", "training.steps=1872", "training.schedule.warmup_steps=0"),
+        *(f"data.source={tmp_path}/rows.jsonl", f"data.packing={packing}"),
+    )
+    ended = scaletrain("plan", file, *(f"--set={setting}" for setting in settings))
+    assert ended.code == 0, ended.err
+    assert f"{epochs}:" in " ".join(ended.out.split())

@@ -1,7 +1,7 @@
 """Read a tokenizer of Hugging Face with what the files beside it state, or train one on texts.
 
 The files are read as AutoTokenizer of transformers 4.57 and 5 reads them for a tokenizer.json. A setting that the two
-apply in different ways is refused; the class of a tokenizer changes nothing else.
+apply in different ways is refused, and so is a class that splits texts in another way than tokenizer.json.
 """
 
 from __future__ import annotations
@@ -24,10 +24,41 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Classes, without "Fast", that build their pre-tokenizer with add_prefix_space, false by default; the others of
 # transformers 4 apply the key to byte-level tokenizers, those of transformers 5 do not.
 _BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer", "RobertaTokenizer", "BartTokenizer")
-_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")
+GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
 _OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer", "MPNetTokenizer")
 # Classes for which transformers 4 replaces the post_processor by add_bos_token and add_eos_token.
 _WITH_ENDS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer")
+# Model types for which transformers 5 reads tokenizer.json as it is, whatever the class (MistralCommonBackend and
+# TokenizersBackend in TOKENIZER_MAPPING_NAMES of its tokenization_auto.py).
+_READ_AS_IT_IS = ("mistral", "mixtral", "jamba", "olmo2", "phi3", "nemotron", "llava", "stablelm", "glm4", "granite")
+# The normalizer and the pre_tokenizer of classes of transformers 5 that read neither from tokenizer.json: see __init__
+# in its tokenization_*.py. ByteLevel's add_prefix_space and Metaspace's prepend_scheme come from the settings.
+_NFC, _BYTES = {"type": "NFC"}, {"type": "ByteLevel", "use_regex": True}
+_METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
+_UNDERLINED = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_FORMS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "CodeLlamaTokenizer": (None, [_METASPACE]),
+    "LlamaTokenizer": (None, [_METASPACE]),
+    "GemmaTokenizer": (
+        _UNDERLINED,
+        [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}],
+    ),
+    "GPT2Tokenizer": (None, [_BYTES]),
+    "CodeGenTokenizer": (None, [_BYTES]),
+    "GPTNeoXTokenizer": (_NFC, [_BYTES]),
+    "CohereTokenizer": (_NFC, [{"type": "Digits", "individual_digits": True}, _BYTES]),
+    "Qwen2Tokenizer": (
+        _NFC,
+        [
+            {"type": "Split", "pattern": {"Regex": _QWEN_2}, "behavior": "Isolated", "invert": False},
+            {**_BYTES, "use_regex": False},
+        ],
+    ),
+}
+_DEFAULTS = {"ByteLevel": {"use_regex": True}, "Metaspace": {"split": True, "prepend_scheme": "always"}}
 _UPPER_CASE = "p{Lu}"  # in the pattern that fix_mistral_regex gives, not in the one that it replaces
 
 
@@ -101,12 +132,15 @@ def with_files_beside(content: bytes, path: Path, *, settings: bool = True) -> b
     its library does. Raises UsageError.
     """
     beside = [json_object(path.parent / name) for name in TOKEN_FILES]
-    return _with_files_beside(content, path, json.dumps(beside), settings) if any(beside) else content
+    if not any(beside):
+        return content
+    beside.append({"model_type": json_object(path.parent / "config.json").get("model_type")})
+    return _with_files_beside(content, path, json.dumps(beside), settings)
 
 
 @lru_cache(maxsize=4)
 def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) -> bytes:
-    config, special, added = json.loads(beside)
+    config, special, added, model = json.loads(beside)
     try:
         document = json.loads(content)
         old, words = document.setdefault("added_tokens", []), document["model"]["vocab"]
@@ -115,7 +149,7 @@ def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) 
     try:
         vocabulary = words if isinstance(words, dict) else {word[0]: number for number, word in enumerate(words)}
         tokens = _added(old, vocabulary, _declared(config, special, added, old), path)
-        changed = (settings and _apply_settings(document, config, path)) or tokens != old
+        changed = (settings and _apply_settings(document, config | model, path)) or tokens != old
         if changed and isinstance(words, dict) and max(words.values(), default=0) >= len(words):
             # The library tokenizers numbers added tokens anew as it loads them, in the gaps of such a vocabulary.
             words |= {token["content"]: token["id"] for token in tokens}
@@ -226,11 +260,35 @@ def _apply_settings(document: dict[str, Any], config: dict[str, Any], path: Path
     if is_byte_level and name in _BYTE_LEVEL:
         if (value := config.get("add_prefix_space", False)) is not None:
             splitter["add_prefix_space"] = bool(value)
-    elif is_byte_level or name not in _GENERIC:
+    elif is_byte_level or name not in GENERIC_CLASSES:
         states = [state for part in (splitter, normalizer) for state in _prefix_spaces(part)]
         if states:
             _require(config, "add_prefix_space", any(states), path)
+    if name in _FORMS and config["model_type"] not in _READ_AS_IT_IS:
+        _require_form(name, splitter, normalizer, config, path)
     return json.dumps([splitter, normalizer]) != before
+
+
+def _require_form(
+    name: str, splitter: dict[str, Any], normalizer: dict[str, Any], config: dict[str, Any], path: Path
+) -> None:
+    """Raise TokenizerError if transformers 4 or 5 would split texts in another way than tokenizer.json."""
+    parts = [
+        {**_DEFAULTS.get(part["type"], {}), **part} for part in splitter.get("pretokenizers") or [splitter] if part
+    ]
+    own_normalizer, own_parts = _FORMS[name]
+    prefix, legacy = config.get("add_prefix_space"), config.get("legacy")
+    if name in ("LlamaTokenizer", "CodeLlamaTokenizer"):
+        if any(part["type"] == "ByteLevel" for part in parts):  # as with DeepSeek: then transformers 5 reads the file
+            return
+        scheme = "never" if prefix is False else "always" if legacy else "first"
+        own_parts = [{**_METASPACE, "prepend_scheme": scheme}]
+        if prefix and legacy is not False:  # transformers 4 puts a space before each text between special tokens
+            own_parts = []
+    same = own_normalizer == (normalizer or None) and len(parts) == len(own_parts)
+    if not same or any({**part, **own} != part for own, part in zip(own_parts, parts, strict=True)):
+        params = {"class": name, "folder": str(path.parent)}
+        raise TokenizerError(path, Reason("tokenizers.class-differs", params))
 
 
 def _prefix_spaces(part: dict[str, Any]) -> Iterator[bool]:

@@ -15,8 +15,10 @@ from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.tokenizers import from_sentencepiece, from_tiktoken
 from scaletrain_cli.data.tokenizers.files import (
+    GENERIC_CLASSES,
     TokenizerError,
     declared_tokens,
+    json_object,
     load_tokenizer,
     parsed_tokenizer,
     require_stated_ends,
@@ -26,6 +28,7 @@ from scaletrain_cli.data.tokenizers.files import (
 from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.corpus_files import TOKEN_FILES
 from scaletrain_cli.spec.data import TokenizerSpec
 
 _CONVERSION = "conversion/v1"  # raised with every change of what a conversion yields
@@ -66,6 +69,7 @@ def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path |
         tokenizer = parsed_tokenizer(content, section.path)
         require_stated_ends(str(folder / expand_home(section.path)))
         return str(tokenizer.to_str(pretty=True))
+    _require_no_class(section, folder)
     path = None if kept is None else kept / f"tokenizer-{tokenizer_identity(section, folder)[:24]}.json"
     if path is not None:
         with contextlib.suppress(OSError):
@@ -77,6 +81,16 @@ def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path |
         with contextlib.suppress(OSError):  # this user may not write there: converted again next time
             write_whole(path, found)
     return found
+
+
+def _require_no_class(section: TokenizerSpec, folder: Path = _HERE) -> None:
+    """Raise TokenizerError for a SentencePiece model to which the files beside it give another class of tokenizers."""
+    assert section.path is not None
+    beside = (folder / expand_home(section.path)).parent
+    name = json_object(beside / TOKEN_FILES[0]).get("tokenizer_class")
+    name = name or json_object(beside / "config.json").get("model_type")  # by which AutoTokenizer takes a class
+    if section.kind == "sentencepiece" and name is not None and str(name).removesuffix("Fast") not in GENERIC_CLASSES:
+        raise TokenizerError(section.path, Reason("tokenizers.library-differs", {"class": name, "folder": str(beside)}))
 
 
 def given_tokenizer(section: TokenizerSpec, kept: Path | None = None) -> Any:
@@ -149,6 +163,7 @@ def token_ids(content: bytes, section: TokenizerSpec) -> dict[str, int]:
     Quick for tiktoken, which is not converted. Raises TokenizerError, and UsageError if a library is missing.
     """
     assert section.path is not None
+    _require_no_class(section)
     try:
         if section.kind == "sentencepiece":
             ids = dict(from_sentencepiece.converted(content).get_vocab())

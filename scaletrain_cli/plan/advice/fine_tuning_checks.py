@@ -120,7 +120,10 @@ def _epochs(spec: RunSpec) -> Iterator[Sanity]:
         return
     epochs = spec.total_steps * spec.training.global_batch_size / known.train
     counted = "" if known.exact else "about "
-    value = f"{counted}{epochs:.2g} over {counted}{known.train:,} {spec.samples}"
+    figure = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"  # not 3e+02
+    value = f"{counted}{figure} over {counted}{known.train:,} {spec.samples}"
+    if known.rows:
+        value += f" of {spec.transformer.seq_len:,} tokens with {known.rows:,} rows"
     usual, many, most = _EPOCHS[objective]
     above = epochs > most
     if epochs < _FEWEST_EPOCHS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,90 @@ def test_settings_that_are_not_applied_are_refused_by_name(name: str, tmp_path: 
     section = TokenizerSpec(kind="file", path=str(path))
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": section})})
     assert tokenizer_problem(path, spec) is not None
+
+
+def form_of(class_name: str) -> dict[str, Any]:
+    """The normalizer and the pre_tokenizer of a class of transformers 5."""
+    import transformers
+
+    whole = json.loads(getattr(transformers, class_name)().backend_tokenizer.to_str())
+    return {key: whole[key] for key in ("normalizer", "pre_tokenizer")}
+
+
+LEGACY = {
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    },
+    "pre_tokenizer": None,
+}
+DIGITS = {
+    "normalizer": None,
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        ],
+    },
+}
+BY_BYTES = ("GPT2Tokenizer", "CodeGenTokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "Qwen2Tokenizer")
+
+
+@pytest.mark.parametrize("class_name", ["LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", *BY_BYTES])
+def test_a_class_that_splits_texts_in_another_way_than_its_tokenizer_json_is_refused(
+    class_name: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    by_bytes = class_name in BY_BYTES
+    document = json.loads(tokenizer_json("bytes", CHATML) if by_bytes else tokenizer_json("metaspace", SP))
+    names = {"eos_token": CHATML[0]} if by_bytes else NAMED
+    model = {"config": {"model_type": "llama"}}  # of SmolLM2, whose tokenizer.json has DIGITS and GPT2Tokenizer
+    config = {**names, "tokenizer_class": class_name}
+    for settings, form in (
+        (config, form_of(class_name)),
+        ({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, DIGITS if by_bytes else LEGACY),
+    ):
+        path = write_tokenizer(tmp_path, json.dumps(document | form), settings, **model)
+        theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(path))
+        for text in TEXTS:
+            expected = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode(text, add_special_tokens=False).ids == expected, text
+    path = write_tokenizer(tmp_path, json.dumps(document | (DIGITS if by_bytes else LEGACY)), config, **model)
+    with pytest.raises(TokenizerError, match=f"tokenizer_class = {class_name}, with which .* in another way"):
+        load_tokenizer(str(path))
+    if class_name == "LlamaTokenizer":  # for which transformers 5 reads tokenizer.json
+        write_tokenizer(tmp_path, json.dumps(document | LEGACY), config, config={"model_type": "mistral"})
+        load_tokenizer(str(path))
+        write_tokenizer(tmp_path, tokenizer_json("split", CHATML), {"tokenizer_class": class_name}, **model)
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_settings_of_llama_with_which_transformers_4_and_5_split_texts_as_the_file_says(
+    scheme: str, tmp_path: Path
+) -> None:
+    document = json.loads(tokenizer_json("metaspace", SP)) | form_of("LlamaTokenizer")
+    document["pre_tokenizer"]["prepend_scheme"] = scheme
+    accepted = set()
+    for prefix, legacy in itertools.product((None, False, True), repeat=2):
+        config = {**NAMED, "tokenizer_class": "LlamaTokenizer", "add_prefix_space": prefix, "legacy": legacy}
+        path = write_tokenizer(tmp_path, json.dumps(document), config)
+        with contextlib.suppress(TokenizerError):
+            load_tokenizer(str(path))
+            accepted.add((prefix, legacy))
+    assert (
+        accepted
+        == {
+            "first": {(None, None), (None, False), (True, False)},
+            "always": {(None, True)},
+            "never": {(False, None), (False, False), (False, True)},
+        }[scheme]
+    )
 
 
 @pytest.mark.parametrize("key", ["add_bos_token", "add_eos_token"])

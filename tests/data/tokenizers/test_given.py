@@ -176,7 +176,7 @@ def test_tokens_that_files_beside_a_model_of_another_library_declare_are_tokens(
         (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
         plain, before = Tokenizer.from_str(tokenizer_content(section)), tokenizer_identity(section)
         end = {"content": "<|im_end|>", "special": True, "normalized": False}
-        settings = {"add_prefix_space": False, "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
+        settings = {"add_prefix_space": False, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
         number = max(plain.get_vocab().values()) + 1
         config = {**settings, "added_tokens_decoder": {str(number): end}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -184,6 +184,29 @@ def test_tokens_that_files_beside_a_model_of_another_library_declare_are_tokens(
         assert ours.encode("a b<|im_end|>", add_special_tokens=False).ids == [*plain.encode("a b").ids, number]
         assert token_ids(Path(str(section.path)).read_bytes(), section)["<|im_end|>"] == number
         assert tokenizer_identity(section) != before
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "legacy": False}},
+        {"tokenizer_config.json": {"tokenizer_class": "T5TokenizerFast"}},
+        {"tokenizer_config.json": {"bos_token": "<s>"}, "config.json": {"model_type": "llama"}},
+    ],
+)
+def test_a_model_of_sentencepiece_that_transformers_reads_by_a_class_is_refused(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    section = model(tmp_path, model_type="bpe", normalization_rule_name="identity")
+    tokenizer_content(section)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for read in (tokenizer_content, lambda each: token_ids(Path(str(each.path)).read_bytes(), each)):
+        with pytest.raises(TokenizerError, match=r"AutoTokenizer has those of the class .* state, (Llama|T5|llama)"):
+            read(section)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # as in an export, whose tokenizer.json was converted
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer_content(section)
 
 
 def test_a_dataset_has_the_tokens_and_the_tokenizer_of_a_model(tmp_path: Path) -> None:

@@ -53,7 +53,13 @@ def source_of(name: str, form: str, folder: Path) -> Path:
     longer = {"n_positions": 512} if name == "gpt2" else {}
     reference(name, folder, **{"vocab_size": 800, **longer, "bos_token_id": None, "pad_token_id": None, **stops})
     kept = json.loads((folder / "generation_config.json").read_text())
-    write_tokenizer(folder, tokenizer_json(*tokenizer), config, generation_config={**kept, "temperature": 0.6})
+    document = json.loads(tokenizer_json(*tokenizer))
+    if name == "qwen2":
+        from transformers import Qwen2Tokenizer
+
+        of_class = json.loads(Qwen2Tokenizer().backend_tokenizer.to_str())
+        document |= {key: of_class[key] for key in ("normalizer", "pre_tokenizer")}
+    write_tokenizer(folder, json.dumps(document), config, generation_config={**kept, "temperature": 0.6})
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
     (folder / "chat_template.jinja").write_text(config["chat_template"])
