@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,8 @@ def command(
     Without options: a Llama with 10 million parameters that trains on two CPU processes in minutes.
     With --from DIR or hf://org/name: fine-tuning of that model, by its config.json, on the rows of --data; the columns
     of the first row decide the objective: sft, or dpo for pairs. With --preset: that model from random weights. Both
-    are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if there is a kubeconfig.
+    are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if there is a kubeconfig. A
+    fine-tuning that fits is for this machine if there is neither.
     With --scheduler kubernetes: add your queue and image to the spec.
     Never overwrites an existing file.
     """
@@ -275,10 +277,21 @@ def _fitting_spec(
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
-    if scheduler is None:
-        scheduler = DEFAULT if preset is None and tuned is None and nodes in (None, 1) else _scheduler_here()
+    if scheduler is None and preset is None and tuned is None and nodes in (None, 1):
+        scheduler = DEFAULT
+    if scheduler is None and (scheduler := _cluster_here()) is None:
+        say("found neither sbatch nor a kubeconfig.")
+        if tuned is not None and nodes in (None, 1):
+            with contextlib.suppress(InfeasibleError):
+                text = _fitting_spec(preset, tuned, gpu, gpus_per_node, nodes, DEFAULT)
+                say("The spec is for this machine. Use --scheduler slurm or --scheduler kubernetes for a cluster.")
+                return text
+        scheduler = "slurm"
+        say("The spec uses slurm. Use --scheduler local for this machine or --scheduler kubernetes for Kubernetes.")
     traits = backend_traits(scheduler)
-    gpu = gpu or ("cpu" if preset is None and tuned is None and traits.shared_run_directory else USUAL_GPU)
+    is_small = preset is None and tuned is None and traits.shared_run_directory
+    on_cpus = is_small or (tuned is not None and traits.runs_here and not any(Path("/dev").glob("nvidia[0-9]*")))
+    gpu = gpu or ("cpu" if on_cpus else USUAL_GPU)
     if traits.max_nodes is not None and nodes is not None and nodes > traits.max_nodes:
         raise UsageError(
             f"--nodes {nodes} requires slurm or kubernetes; {scheduler} runs on {traits.display_name} only."
@@ -305,14 +318,8 @@ def _fitting_spec(
         return text
 
 
-def _scheduler_here() -> str:
-    """Return a multi-node back end that this machine can submit to; Slurm, with a note, if there is none."""
+def _cluster_here() -> str | None:
+    """Return a multi-node back end that this machine can submit to; None if there is none."""
     from scaletrain_cli.launch.backends.registry import all_backends
 
-    clusters = [backend for backend in all_backends() if backend.traits.max_nodes != 1]
-    found = next((backend for backend in clusters if backend.is_available()), None)
-    if found is not None:
-        return found.name
-    say("found neither sbatch nor a kubeconfig: the spec uses slurm.")
-    say("Use --scheduler local for this machine or --scheduler kubernetes for Kubernetes.")
-    return clusters[0].name
+    return next((each.name for each in all_backends() if each.traits.max_nodes != 1 and each.is_available()), None)

@@ -86,6 +86,9 @@ def test_init_chooses_the_scheduler_found_on_this_machine(tmp_path: Path, monkey
     neither = scaletrain("init", "--preset", "gpt2", "-")
     assert "found neither sbatch nor a kubeconfig" in neither.err
     assert "--scheduler local" in neither.err
+    tuned = scaletrain("init", "--from", folder_of_a_model(tmp_path / "model"), "-")
+    assert "scheduler: local" in tuned.out
+    assert "The spec is for this machine" in tuned.err
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     (tmp_path / "kubeconfig").touch()
     kubernetes = scaletrain("init", "--preset", "gpt2", "-")

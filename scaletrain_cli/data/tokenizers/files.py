@@ -58,7 +58,10 @@ _FORMS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
         ],
     ),
 }
-_DEFAULTS = {"ByteLevel": {"use_regex": True}, "Metaspace": {"split": True, "prepend_scheme": "always"}}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ByteLevel": {"use_regex": True},
+    "Metaspace": {"split": True, "prepend_scheme": "always"},
+}
 _UPPER_CASE = "p{Lu}"  # in the pattern that fix_mistral_regex gives, not in the one that it replaces
 
 
