@@ -233,7 +233,8 @@ def _rows(path: str | None) -> GivenData | None:
     from scaletrain_cli.data.sources.rows import Tally, rows_in
     from scaletrain_cli.spec.corpus_files import ROW_FORMATS, NoCorpusError, find_files, find_text
     from scaletrain_cli.spec.data import FieldsSpec
-    from scaletrain_cli.spec.row_formats import RowError, format_of
+    from scaletrain_cli.spec.row_examples import RowError
+    from scaletrain_cli.spec.row_formats import format_of
     from scaletrain_cli.spec.starting_spec import GivenData
 
     if path is None or is_reference(path):

@@ -1,38 +1,32 @@
-"""Rows for fine-tuning: their formats, and the one form that each is brought into.
+"""The formats of rows for fine-tuning: how the columns of each are read.
 
-Uses the standard library only, because checks before a run read the first rows; the engine uses it too.
+Uses the standard library only, as the modules beside it, because checks before a run read the first rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scaletrain_cli.errors import sentence
-from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.data import FORMATS_OF, FORMATS_WITH_IMAGES, FieldsSpec
+from scaletrain_cli.spec.data import FORMATS_OF, FieldsSpec
+from scaletrain_cli.spec.row_examples import (
+    ASSISTANT,
+    Answer,
+    Conversation,
+    Example,
+    Message,
+    Pair,
+    PlainText,
+    RowError,
+)
+from scaletrain_cli.spec.row_images import contents_of, image_marks, images_of, is_image_part
+from scaletrain_cli.spec.row_messages import CALL, ROLES, from_json, messages_of
 
-Message = dict[str, Any]
-# Names of roles in files of ShareGPT, of OpenAI's first API with functions, and of Gemma; data.fields.roles adds more.
-_ROLES = {
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-    "system": "system",
-}
-_CALL = "function_call"  # the role of a message that is a call, and the key of a call in OpenAI's first API
-_ARGUMENTS = ("arguments", "parameters", "input")  # keys of a call's arguments: OpenAI's, Llama's and Anthropic's
 # Columns whose names are fixed: earlier turns of alpaca rows, tools of OpenAI's first API, variables of the template.
 _HISTORY, _FUNCTIONS, _VARIABLES = "history", "functions", "chat_template_kwargs"
 # Columns of known data sets that no format reads under these names.
 _OTHERS = ("question", "answer", "system_prompt", "context", "label", "images", "image")
-ASSISTANT = "assistant"
-# Names under which a message has its reasoning, as in transformers; most templates read the first, GPT-OSS the second.
-REASONING = ("reasoning_content", "thinking", "reasoning")
-# The place of an image in a text, as in the files of LLaVA and of the datasets library.
-IMAGE_MARK = "<image>"
-TRAINED_IMAGE_TOKEN = 3  # id of IMAGE_MARK in a tokenizer that is trained on the rows
 # Columns that a format must have.
 _NEEDED = {
     "messages": ("messages",),
@@ -42,64 +36,6 @@ _NEEDED = {
     "text": ("text",),
     "preference": ("chosen", "rejected"),
 }
-
-
-class RowError(Exception):
-    """A row cannot be used; ``reason`` says why, without the file and the number of the row."""
-
-    def __init__(self, code: str, **params: Any) -> None:
-        super().__init__(code)
-        self.reason = Reason(f"data.{code}", params)
-
-    def at(self, where: str) -> Reason:
-        """Return the reason with the file and the number of the row, and with what to do."""
-        remedies = " ".join(map(sentence, self.reason.remedies))
-        params = {"where": where, "problem": self.reason}
-        return Reason("data.row-and-remedy", params | {"remedy": remedies}) if remedies else Reason("data.row", params)
-
-
-class PlainText(NamedTuple):
-    """A row whose tokens are all in the loss."""
-
-    text: str
-
-
-class Answer(NamedTuple):
-    """A prompt and its answer, both text or both messages. ``variables``: of the chat template, by name."""
-
-    prompt: str | list[Message]
-    completion: str | list[Message]
-    tools: list[Any] | None = None
-    variables: Mapping[str, Any] = {}
-
-
-class GivenImage(NamedTuple):
-    """An image of a row: its path as the row names it, or the bytes of its file, or both."""
-
-    path: str
-    content: bytes | None = None
-
-
-class Conversation(NamedTuple):
-    """Messages, and the weight of each in the loss; None for messages that are not of the assistant.
-
-    ``variables``: of the chat template, by name.
-    """
-
-    messages: list[Message]
-    weights: list[float | None]
-    tools: list[Any] | None = None
-    variables: Mapping[str, Any] = {}
-
-
-class Pair(NamedTuple):
-    """Two answers to the same prompt."""
-
-    chosen: Answer
-    rejected: Answer
-
-
-Example = PlainText | Answer | Conversation | Pair
 
 
 class ParsedRow(NamedTuple):
@@ -148,68 +84,10 @@ def parse_row(row: Any, row_format: str, fields: FieldsSpec, *, images: bool = F
             raise RowError("image-marks", marks=marks, images=given)
         read.columns |= {"images", "image", fields.images}
     else:
-        for number, content in _contents(example):
+        for number, content in contents_of(example):
             if isinstance(content, list) and any(map(is_image_part, content)):
                 raise RowError("part", number=number, type="image")
     return ParsedRow(example, 1.0 if weight is None else _weight(weight), tuple(read.not_read()))
-
-
-def images_of(row: Mapping[str, Any], fields: FieldsSpec) -> tuple[GivenImage, ...]:
-    """Return the images of a row, in order; of a row without the column none. Raises RowError."""
-    columns = ("images", "image") if fields.images == "auto" else (fields.images,)
-    column = next((name for name in columns if row.get(name) not in (None, "")), None)
-    if column is None:
-        return ()
-    found = row[column]
-    return tuple(_given_image(each, column) for each in (found if isinstance(found, list | tuple) else [found]))
-
-
-def _given_image(given: Any, column: str) -> GivenImage:
-    """Return an image given as a path, as bytes, or as {bytes, path}, which the datasets library writes."""
-    path, content = given, None
-    if isinstance(given, Mapping):
-        path, content = given.get("path") or "", given.get("bytes")
-    elif isinstance(given, bytes):
-        path, content = "", given
-    if not isinstance(path, str) or not isinstance(content, bytes | None) or not (path or content):
-        raise RowError("image-column", column=column)
-    return GivenImage(path, content)
-
-
-def require_format_with_images(row_format: str) -> None:
-    """Raise RowError for a format without a place for an image."""
-    if row_format not in FORMATS_WITH_IMAGES:
-        raise RowError("format-without-images", format=row_format, known=list(FORMATS_WITH_IMAGES))
-
-
-def image_marks(example: Example) -> int:
-    """Return the number of places of images in the text of an example."""
-    marks = 0
-    for _, content in _contents(example.chosen if isinstance(example, Pair) else example):
-        if isinstance(content, str):
-            marks += content.count(IMAGE_MARK)
-        elif isinstance(content, list):
-            marks += sum(map(is_image_part, content))
-    return marks
-
-
-def _contents(example: Example) -> Iterator[tuple[int, Any]]:
-    """Yield the texts of an example, and the contents of its messages with their numbers."""
-    if isinstance(example, Pair):
-        yield from _contents(example.chosen)
-        yield from _contents(example.rejected)
-    elif isinstance(example, PlainText):
-        yield 0, example.text
-    else:
-        parts = [example.messages] if isinstance(example, Conversation) else [example.prompt, example.completion]
-        yield from ((0, part) for part in parts if isinstance(part, str))
-        messages = [message for part in parts if not isinstance(part, str) for message in part]
-        yield from ((number, message.get("content")) for number, message in enumerate(messages))
-
-
-def is_image_part(part: Mapping[str, Any]) -> bool:
-    """Return True if a part of a message's content is the place of an image."""
-    return part.get("type") == "image"
 
 
 def _columns(row: Any) -> list[str]:
@@ -242,19 +120,19 @@ class _RowReader:
     def messages(self, column: str) -> list[Message]:
         """Return the messages of a column, which may be their JSON text, or a single message. Raises RowError."""
         self.columns.add(column)
-        return _messages(self._row[column], column, self.fields)
+        return messages_of(self._row[column], column, self.fields)
 
     def is_text(self, column: str) -> bool:
         """Return whether a column is text, and not the JSON text of messages."""
-        value = self._row[column]
-        messages = _from_json(value) if isinstance(value, str) else None
-        listed = messages if isinstance(messages, list) else []
-        return isinstance(value, str) and not (listed and all(self._is_message(each) for each in listed))
-
-    def _is_message(self, value: Any) -> bool:
-        roles = {*_ROLES, *self.fields.roles, _CALL}
-        is_object = isinstance(value, dict) and not {"content", "value", "tool_calls"}.isdisjoint(value)
-        return is_object and (value.get("role") or value.get("from")) in roles
+        text, roles = self._row[column], {*ROLES, *self.fields.roles, CALL}
+        listed = from_json(text)
+        are_messages = isinstance(listed, list) and all(
+            isinstance(each, dict)
+            and not {"content", "value", "tool_calls"}.isdisjoint(each)
+            and (each.get("role") or each.get("from")) in roles
+            for each in listed
+        )
+        return isinstance(text, str) and not (listed and are_messages)
 
     def not_read(self) -> list[str]:
         """Return the columns with content that a format of rows can have, and that were not read."""
@@ -280,8 +158,7 @@ class _RowReader:
     def tools(self) -> list[Any] | None:
         """Return the JSON schemas of the tools; None for a row without them. Raises RowError."""
         column = self.fields.tools if self.optional(self.fields.tools) is not None else _FUNCTIONS
-        value = self.optional(column)
-        tools = _json_or_text(value) if isinstance(value, str) else value
+        tools = from_json(self.optional(column))
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise RowError("tools", column=column)
         if tools and column == _FUNCTIONS:
@@ -290,8 +167,7 @@ class _RowReader:
 
     def variables(self) -> Mapping[str, Any]:
         """Return the variables of the chat template that the row sets. Raises RowError."""
-        value = self.optional(_VARIABLES)
-        variables = (_json_or_text(value) if isinstance(value, str) else value) or {}
+        variables = from_json(self.optional(_VARIABLES)) or {}
         if not isinstance(variables, Mapping) or variables.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise RowError("template-variables", column=_VARIABLES)
         return variables
@@ -421,106 +297,10 @@ def _conversation(messages: list[Message], row: _RowReader) -> Conversation:
         if weight and not is_assistant:  # 0 says what holds in any case
             raise RowError("weight-role", number=number, role=message["role"])
         weights.append(None if not is_assistant else 1.0 if weight is None else _weight(weight))
-    others = {message["role"] for message in messages} - {*_ROLES.values(), "developer"}
+    others = {message["role"] for message in messages} - {*ROLES.values(), "developer"}
     if others and not any(weight is not None for weight in weights):
         raise RowError("no-assistant", roles=sorted(others))
     return Conversation(messages, weights, row.tools(), row.variables())
-
-
-def _messages(value: Any, column: str, fields: FieldsSpec) -> list[Message]:
-    """Return messages with the keys role and content, whatever their keys and roles are called. Raises RowError."""
-    value = _from_json(value) if isinstance(value, str) else value
-    listed = [value] if isinstance(value, dict) else value
-    if not isinstance(listed, list):
-        raise RowError("column-not-messages", column=column)
-    if not listed:
-        raise RowError("no-messages", column=column)
-    messages: list[Message] = []
-    for number, entry in enumerate(listed):
-        message = _message(entry, number, column, fields)
-        is_call = message.pop(_CALL, False)
-        if is_call and messages and messages[-1].get("tool_calls") and not messages[-1]["content"]:
-            messages[-1]["tool_calls"] += message["tool_calls"]  # calls that were made at once
-        else:
-            messages.append(message)
-    return messages
-
-
-def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Message:
-    """Return one message; that of a call has the key function_call in addition. Raises RowError."""
-    if not isinstance(entry, dict):
-        raise RowError("message", number=number, column=column)
-    # A key that is null says no more than one that is absent, and templates ask whether it is there.
-    message = {key: value for key, value in entry.items() if (value is not None and value == value) or key == "content"}
-    of_sharegpt = "from" in message and "role" not in message
-    role = message.pop("from", None) if of_sharegpt else message.pop("role", None)
-    content = message.pop("value", None) if of_sharegpt else message.pop("content", None)
-    if not isinstance(role, str):
-        raise RowError("message", number=number, column=column)
-    if not all(isinstance(message.get(name, ""), str) for name in REASONING):
-        raise RowError("reasoning", number=number)
-    roles = _ROLES | dict(fields.roles)
-    if of_sharegpt and role not in roles and role != _CALL:
-        raise RowError("sharegpt-role", number=number, role=role, known=sorted({*roles, _CALL}))
-    found: Message = {"role": roles.get(role, role), "content": content, **message}
-    if role == _CALL:
-        calls = [{"type": "function", "function": call} for call in _calls(content, number)]
-        return {"role": ASSISTANT, "content": "", "tool_calls": calls, _CALL: True}
-    if _CALL in message:
-        found["tool_calls"] = [{"type": "function", "function": call} for call in _calls(found.pop(_CALL), number)]
-    elif "tool_calls" in message:
-        found["tool_calls"] = _calls(message["tool_calls"], number)
-        if not found["tool_calls"]:
-            del found["tool_calls"]
-    if isinstance(content, list):
-        found["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-        for part in found["content"]:
-            if not isinstance(part, dict) or not (is_image_part(part) or isinstance(part.get("text"), str)):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise RowError("part", number=number, type=str(kind))
-    elif not isinstance(content, str):
-        says_more = found.get("tool_calls") or any(found.get(name) for name in REASONING)
-        if content is not None or not says_more:
-            raise RowError("message", number=number, column=column)
-    return found
-
-
-def _calls(value: Any, number: int) -> list[Any]:
-    """Return calls of tools, whose arguments are objects where they are the JSON text of one. Raises RowError.
-
-    ``value``: a list of calls, one call, or the JSON text of either.
-    """
-    value = _from_json(value) if isinstance(value, str) else value
-    calls = list(value) if isinstance(value, list) else [value]
-    for position, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError("function-call", number=number)
-        key = next((name for name in _ARGUMENTS if name in function), _ARGUMENTS[0])
-        arguments = function.get(key) or {}
-        parsed = _from_json(arguments) if isinstance(arguments, str) else arguments
-        others = {name: value for name, value in function.items() if name != key}
-        function = {**others, "arguments": parsed if isinstance(parsed, dict) else arguments}
-        calls[position] = {**call, "function": function} if "function" in call else function
-    return calls
-
-
-def _json_or_text(text: str) -> Any:
-    """Return the value of a JSON text, None for a blank one, and any other text as it is."""
-    try:
-        return json.loads(text) if text.strip() else None
-    except (ValueError, RecursionError):
-        return text
-
-
-def _from_json(text: str) -> Any:
-    """Return the list or the object of a JSON text; None for any other text."""
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 # Beyond this range a weight is 0 or infinite in fp32, or its token decides the loss alone.

@@ -17,7 +17,7 @@ from scaletrain_cli.data.sources.tables import arrow_batches
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, LFS_POINTER, MOST_REPLACED, kind_of
-from scaletrain_cli.spec.row_formats import RowError
+from scaletrain_cli.spec.row_examples import RowError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _PROBLEMS_KEPT = 20

@@ -12,7 +12,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import LlavaSpec, RunSpec
-from scaletrain_cli.spec.row_formats import Example, Pair, PlainText, RowError
+from scaletrain_cli.spec.row_examples import Example, Pair, PlainText, RowError
 
 _MOST_TOKENS = 1 << 31
 _HERE = Path()

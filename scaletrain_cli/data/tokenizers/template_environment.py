@@ -22,7 +22,7 @@ from jinja2.visitor import NodeTransformer
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.row_formats import Message, RowError
+from scaletrain_cli.spec.row_examples import Message, RowError
 
 _RENDER_SECONDS = 30.0  # of one conversation, which takes milliseconds
 _MOST_CHARACTERS = 1 << 28  # of a text that a template makes

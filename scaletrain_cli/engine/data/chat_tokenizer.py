@@ -23,9 +23,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import DataSpec, LlavaSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
-from scaletrain_cli.spec.row_formats import (
+from scaletrain_cli.spec.row_examples import (
     ASSISTANT,
-    IMAGE_MARK,
     Answer,
     Conversation,
     Example,
@@ -33,8 +32,8 @@ from scaletrain_cli.spec.row_formats import (
     Pair,
     PlainText,
     RowError,
-    image_marks,
 )
+from scaletrain_cli.spec.row_images import IMAGE_MARK, image_marks
 
 _CHARACTERS_SHOWN = 20
 

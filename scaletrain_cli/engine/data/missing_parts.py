@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from scaletrain_cli.spec.row_formats import REASONING, Message
+from scaletrain_cli.spec.row_examples import Message
+from scaletrain_cli.spec.row_messages import REASONING
 
 THOUGHT_ENDS = "</think>"
 COUNTED = ("reasoning", "refusal", "descriptions of parameters")  # what templates drop on purpose

@@ -25,14 +25,9 @@ from scaletrain_cli.spec.corpus_files import (
     kind_of,
     unreadable_among,
 )
-from scaletrain_cli.spec.row_formats import (
-    Example,
-    RowError,
-    format_of,
-    images_of,
-    parse_row,
-    require_format_with_images,
-)
+from scaletrain_cli.spec.row_examples import Example, RowError
+from scaletrain_cli.spec.row_formats import format_of, parse_row
+from scaletrain_cli.spec.row_images import images_of, require_format_with_images
 
 _ROWS_WITH_IMAGES = 64
 

@@ -38,7 +38,8 @@ from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.safe_files import create_file
 from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT
-from scaletrain_cli.spec.row_formats import IMAGE_MARK, Conversation, Example, Pair, PlainText, RowError
+from scaletrain_cli.spec.row_examples import Conversation, Example, Pair, PlainText, RowError
+from scaletrain_cli.spec.row_images import IMAGE_MARK
 from scaletrain_cli.spec.vision_model import image_channels
 
 _ROWS_PER_ENCODE = 256

@@ -36,16 +36,9 @@ from scaletrain_cli.spec.data import FORMATS_OF, FORMATS_WITH_IMAGES
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
-from scaletrain_cli.spec.row_formats import (
-    IMAGE_MARK,
-    TRAINED_IMAGE_TOKEN,
-    RowError,
-    columns_of,
-    format_of,
-    images_of,
-    parse_row,
-    require_format_with_images,
-)
+from scaletrain_cli.spec.row_examples import RowError
+from scaletrain_cli.spec.row_formats import columns_of, format_of, parse_row
+from scaletrain_cli.spec.row_images import IMAGE_MARK, TRAINED_IMAGE_TOKEN, images_of, require_format_with_images
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
 

@@ -22,7 +22,8 @@ from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
-from scaletrain_cli.spec.row_formats import Example, Message, RowError, parse_row
+from scaletrain_cli.spec.row_examples import Example, Message, RowError
+from scaletrain_cli.spec.row_formats import parse_row
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -24,7 +24,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, CorpusFiles, find_files
 from scaletrain_cli.spec.data import FieldsSpec
-from scaletrain_cli.spec.row_formats import Conversation, format_of, parse_row
+from scaletrain_cli.spec.row_examples import Conversation
+from scaletrain_cli.spec.row_formats import format_of, parse_row
 from tests.prepared_text import prepared_text
 from tests.spec.samples import SPEC, load
 

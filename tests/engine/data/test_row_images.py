@@ -25,7 +25,7 @@ from scaletrain_cli.engine.data.splits import open_reader
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.row_formats import IMAGE_MARK
+from scaletrain_cli.spec.row_images import IMAGE_MARK
 from tests.engine.data.test_batches import WHOLE
 from tests.spec.samples import SPEC, load
 

@@ -21,7 +21,8 @@ from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
-from scaletrain_cli.spec.row_formats import RowError, parse_row
+from scaletrain_cli.spec.row_examples import RowError
+from scaletrain_cli.spec.row_formats import parse_row
 from tests.engine.data.test_chat_masks import DATE, FAMILIES, source, special_tokens, tokenizer
 from tests.spec.samples import SPEC, load
 from tests.tokenizer_kinds import write_tokenizer

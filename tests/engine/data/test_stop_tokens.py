@@ -12,7 +12,8 @@ from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
-from scaletrain_cli.spec.row_formats import RowError, parse_row
+from scaletrain_cli.spec.row_examples import RowError
+from scaletrain_cli.spec.row_formats import parse_row
 from tests.engine.data.test_chat_masks import CASES, DATE, FAMILIES, encoded, example, source, special_tokens, tokenizer
 from tests.engine.data.test_row_parts import EVERY_TEMPLATE, chat_of
 

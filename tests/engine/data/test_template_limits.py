@@ -9,7 +9,7 @@ import pytest
 from scaletrain_cli.data.tokenizers import template_environment
 from scaletrain_cli.data.tokenizers.chat_templates import CHATML
 from scaletrain_cli.engine.data.chat_template import SpecialTokens, compile_template
-from scaletrain_cli.spec.row_formats import RowError
+from scaletrain_cli.spec.row_examples import RowError
 
 DOUBLED = "{% set ns = namespace(x='a' * 99) %}{% for i in range(99) %}{% set ns.x = ns.x SIGN ns.x %}{% endfor %}"
 ENDLESS = {
