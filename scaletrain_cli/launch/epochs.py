@@ -13,13 +13,14 @@ from pathlib import Path
 
 from scaletrain_cli.data.stages import samples_by_source
 from scaletrain_cli.errors import InfeasibleError, Problem, ScaletrainError, SpecError, UsageError
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.launch.preparation import (
     Choice,
     find_prepared_data,
     plan_preparation,
     prepare_data,
-    prepare_in_job,
+    queue_preparation,
     sizes_of_datasets,
 )
 from scaletrain_cli.launch.resource_checks.checks import require_external
@@ -94,8 +95,11 @@ def size_to_count(
         if plan.where != "nothing":
             plan_run(trial, file)
             require_external(trial, None)
-        if plan.where == "job":
-            return prepare_in_job(trial, say)
+        if plan.where == "job":  # which is queued for the count alone; the run's own one finds the data prepared
+            queued = queue_preparation(trial, None)
+            assert queued is not None  # this machine sees no data that could be prepared already
+            say(str(Reason("preparation.job-to-count", {"job": queued[0].job_id})))
+            return backend_for(spec.cluster.scheduler).sizes_of_preparation(queued[0], say)
         if plan.where == "here":
             datasets = prepare_data(trial, prepare, say).datasets
         sizes = sizes_of_datasets(spec, root, datasets)

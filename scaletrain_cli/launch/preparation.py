@@ -202,18 +202,6 @@ def prepare_data(
     return PreparedData(plan.tasks, datasets)
 
 
-def prepare_in_job(spec: RunSpec, say: Callable[[str], None]) -> dict[str, DataSize]:
-    """Prepare the data by a job of their own and wait for its end; return the size of each source, by its name.
-
-    For a place that this machine does not see. ``say`` gets lines of progress. Raises as queue_preparation(),
-    UsageError where the back end cannot, and the error of the preparation.
-    """
-    queued = queue_preparation(spec, None)
-    assert queued is not None  # this machine sees no data that could be prepared already
-    say(str(Reason("preparation.job-to-count", {"job": queued[0].job_id})))
-    return backend_for(spec.cluster.scheduler).sizes_of_preparation(queued[0], say)
-
-
 def sizes_of_datasets(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> dict[str, DataSize]:
     """Return the sizes of the sources among ``datasets`` by their names, but not of one that cannot be read."""
     found = {}

@@ -119,7 +119,11 @@ def tokenizer_identity(section: TokenizerSpec, folder: Path = _HERE) -> str:
 def _converted(content: bytes, section: TokenizerSpec) -> str:
     """Return the content of the tokenizer.json of a file of another library. Raises UsageError."""
     try:
-        tokenizer, theirs = (_sentencepiece if section.kind == "sentencepiece" else _tiktoken)(content, section)
+        if section.kind == "sentencepiece":
+            tokenizer = from_sentencepiece.converted(content)
+            theirs: _Ids = require("sentencepiece", "data").SentencePieceProcessor(model_proto=content).encode
+        else:
+            tokenizer, theirs = _tiktoken(content, section)
     except NotConvertibleError as error:
         raise TokenizerError(section.path, error.reason) from error
     for text in _texts_to_compare(tokenizer):
@@ -127,12 +131,6 @@ def _converted(content: bytes, section: TokenizerSpec) -> str:
             params = {"library": section.kind, "text": json.dumps(text[:80])}
             raise TokenizerError(section.path, Reason("tokenizers.ids-differ", params))
     return str(tokenizer.to_str(pretty=True))
-
-
-def _sentencepiece(content: bytes, _section: TokenizerSpec) -> tuple[Any, _Ids]:
-    """Return the converted tokenizer, and that of the library."""
-    tokenizer = from_sentencepiece.converted(content)
-    return tokenizer, require("sentencepiece", "data").SentencePieceProcessor(model_proto=content).encode
 
 
 def _tiktoken(content: bytes, section: TokenizerSpec) -> tuple[Any, _Ids]:
