@@ -91,7 +91,6 @@ def size_to_count(
             raise
         if plan.where == "job" and spec.cluster.traits.shared_run_directory:
             raise _uncounted(spec, "epochs-not-prepared", file, why=plan.why)
-        datasets = plan.datasets
         if plan.where != "nothing":
             plan_run(trial, file)
             require_external(trial, None)
@@ -99,10 +98,10 @@ def size_to_count(
             queued = queue_preparation(trial, None)
             assert queued is not None  # this machine sees no data that could be prepared already
             say(str(Reason("preparation.job-to-count", {"job": queued[0].job_id})))
-            return backend_for(spec.cluster.scheduler).sizes_of_preparation(queued[0], say)
-        if plan.where == "here":
-            datasets = prepare_data(trial, prepare, say).datasets
-        sizes = sizes_of_datasets(spec, root, datasets)
+            sizes = backend_for(spec.cluster.scheduler).sizes_of_preparation(queued[0], say)
+        else:
+            here = plan.where == "here"
+            sizes = sizes_of_datasets(spec, root, prepare_data(trial, prepare, say).datasets if here else plan.datasets)
     if len(sizes) < len(spec.data.all_sources):
         raise _uncounted(spec, "epochs-not-estimated", file)
     return sizes
