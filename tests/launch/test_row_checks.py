@@ -256,6 +256,8 @@ def test_templates_in_files_are_checked_in_place_of_those_in_the_config(tmp_path
     (others / "rag.jinja").write_text("{{")
     (found,) = template_problems(view(tmp_path, *TOKENIZER_FILE))
     assert (found.key, INVALID in str(found)) == ("data.tokenizer.path", True)
+    prepared(tmp_path)  # rows that are prepared need no template
+    assert not list(template_problems(view(tmp_path, *TOKENIZER_FILE, "data.source=.")))
     (tmp_path / "own.jinja").write_text(PLAIN)  # in place of all of these
     assert not list(template_problems(view(tmp_path, *TOKENIZER_FILE, "data.chat_template=own.jinja")))
 

@@ -180,14 +180,14 @@ def template_problems(view: View) -> Iterator[Problem]:
 
 
 def _templates(view: View) -> TemplateFiles | None:
-    """Return the chat templates of a run on rows; None where this machine does not have them. Raises UsageError."""
+    """Return the chat templates of a run on rows; None where it needs none, or they are not here. Raises UsageError."""
     from scaletrain_cli.data.tokenizers.chat_templates import template_files
 
     data = view.spec.data
     paths = [path for path in (data.chat_template, data.tokenizer.path) if path is not None]
-    if view.spec.training.objective not in ("sft", "dpo") or view.spec.code.own_program:
+    if view.spec.training.objective not in ("sft", "dpo") or view.spec.code.own_program or view.prepared:
         return None
-    if any(is_reference(path) or view.unseen(path) for path in paths):
+    if not _has_unprepared_source(view) or any(is_reference(path) or view.unseen(path) for path in paths):
         return None
     return template_files(view.spec, view.folder)
 
