@@ -42,10 +42,7 @@ _QWEN_2 = (
 _FORMS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "CodeLlamaTokenizer": (None, [_METASPACE]),
     "LlamaTokenizer": (None, [_METASPACE]),
-    "GemmaTokenizer": (
-        _UNDERLINED,
-        [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}],
-    ),
+    "GemmaTokenizer": (_UNDERLINED, []),  # it also splits at spaces, of which its normalizer leaves none
     "GPT2Tokenizer": (None, [_BYTES]),
     "CodeGenTokenizer": (None, [_BYTES]),
     "GPTNeoXTokenizer": (_NFC, [_BYTES]),
@@ -279,6 +276,8 @@ def _require_form(
     parts = [
         {**_DEFAULTS.get(part["type"], {}), **part} for part in splitter.get("pretokenizers") or [splitter] if part
     ]
+    if normalizer == _UNDERLINED:
+        parts = [part for part in parts if part.get("pattern") != {"String": " "}]
     own_normalizer, own_parts = _FORMS[name]
     prefix, legacy = config.get("add_prefix_space"), config.get("legacy")
     if name in ("LlamaTokenizer", "CodeLlamaTokenizer"):

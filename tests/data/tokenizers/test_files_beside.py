@@ -201,7 +201,9 @@ def test_a_class_that_splits_texts_in_another_way_than_its_tokenizer_json_is_ref
     names = {"eos_token": CHATML[0]} if by_bytes else NAMED
     model = {"config": {"model_type": "llama"}}  # of SmolLM2, whose tokenizer.json has DIGITS and GPT2Tokenizer
     config = {**names, "tokenizer_class": class_name}
+    without_splits = [(config, form_of(class_name) | {"pre_tokenizer": None})]  # of the first Gemma
     for settings, form in (
+        *(without_splits if class_name == "GemmaTokenizer" else ()),
         (config, form_of(class_name)),
         ({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, DIGITS if by_bytes else LEGACY),
     ):
