@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,7 @@ def why_unwritable(folder: Path) -> Literal["full", "read-only"] | None:
         if found.f_bavail * found.f_frsize < _PROBE_BYTES:
             return "full"
         # A file without a name: after an error of the disk, statvfs() does not say that nothing can be written.
-        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600))
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return "read-only" if error.errno == errno.EROFS else None
     return None

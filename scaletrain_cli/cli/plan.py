@@ -231,6 +231,8 @@ def _load(
         gpus, gpu = on.gpus or USUAL_GPUS, on.gpu or USUAL_GPU
         return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster), None
     run = load_varied(Path(name), overrides, varied, VARY, cluster)
+    if run.training.epochs is None and run.training.objective not in ("sft", "dpo"):
+        return run, None
     from scaletrain_cli.launch.epochs import in_steps, note_prepared_size
 
     if run.training.epochs is None:
