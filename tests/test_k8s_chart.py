@@ -26,7 +26,6 @@ RECORDED = Path(__file__).parent / "golden" / "chart"
 VALUES: dict[str, dict[str, Any]] = {
     "kueue": {},
     "no-queue": {"kueue": {"enabled": False}, "resourceQuota": {"enabled": True}},
-    "kueue-v1beta1": {"kueue": {"apiVersion": "kueue.x-k8s.io/v1beta1"}},
 }
 KEPT = {"helm.sh/resource-policy": "keep"}  # Helm's own: an uninstalled release leaves the volume
 
@@ -46,15 +45,36 @@ def recorded(name: str) -> tuple[str, Objects]:
     return text.partition("\n")[0].rpartition(" ")[2], by_name(list(YAML(typ="safe").load_all(text)))
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_helm_renders_what_is_recorded(name: str, golden: Callable[[str, str], None]) -> None:
+def rendered(values: dict[str, Any]) -> str:
+    """Return what Helm makes of the chart with these values."""
     helm = pytest.importorskip("helm_python", reason="needs the Python package helm-python-sdk, 244 MB")
     with helm.Chart.load(str(CHART)) as chart:
-        chart.validate_schema(VALUES[name])
-        rendered = chart.render(VALUES[name], name="scaletrain", namespace="ml")
-    texts = [text.strip() for path, text in sorted(rendered.items()) if path.endswith(".yaml") and text.strip()]
-    whole = "\n---\n".join(text.removeprefix("---").strip() for text in texts)
-    golden(f"chart/{name}.yaml", f"# rendered by Helm; sha256 of the chart: {digest()}\n{whole}\n")
+        chart.validate_schema(values)
+        files = chart.render(values, name="scaletrain", namespace="ml")
+    texts = [text.strip() for path, text in sorted(files.items()) if path.endswith(".yaml") and text.strip()]
+    return "\n---\n".join(text.removeprefix("---").strip() for text in texts)
+
+
+def for_an_older_kueue(newer: Objects) -> Objects:
+    """Return the objects as v1beta1 of Kueue has them, which calls one field by another name."""
+    older = copy.deepcopy(newer)
+    for (kind, _), one in older.items():
+        if "kueue" in one["apiVersion"]:
+            one["apiVersion"] = "kueue.x-k8s.io/v1beta1"
+        if kind == "ClusterQueue":
+            one["spec"]["cohort"] = one["spec"].pop("cohortName")
+    return older
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_helm_renders_what_is_recorded(name: str, golden: Callable[[str, str], None]) -> None:
+    text = f"# rendered by Helm; sha256 of the chart: {digest()}\n{rendered(VALUES[name])}\n"
+    golden(f"chart/{name}.yaml", text)
+
+
+def test_helm_renders_the_same_queues_for_an_older_kueue_in_its_own_version() -> None:
+    text = rendered({"kueue": {"apiVersion": "kueue.x-k8s.io/v1beta1"}})
+    assert by_name(list(YAML(typ="safe").load_all(text))) == for_an_older_kueue(recorded("kueue")[1])
 
 
 def test_helm_finds_no_error_in_the_chart() -> None:
@@ -76,23 +96,12 @@ def test_the_chart_has_the_objects_of_the_overlay(name: str) -> None:
     assert rendered == objects(f"overlays/{name}")
 
 
-def test_an_older_kueue_gets_the_same_queues_in_its_own_version() -> None:
-    older, newer = recorded("kueue-v1beta1")[1], recorded("kueue")[1]
-    for key, one in copy.deepcopy(newer).items():
-        if "kueue" in one["apiVersion"]:
-            one["apiVersion"] = "kueue.x-k8s.io/v1beta1"
-        if key[0] == "ClusterQueue":
-            one["spec"]["cohort"] = one["spec"].pop("cohortName")
-        assert older[key] == one
-    assert older.keys() == newer.keys()
-
-
 @needs_crds
-@pytest.mark.parametrize("name", ["kueue", "kueue-v1beta1"])
-def test_the_queues_are_valid_by_the_released_crds_of_their_version(name: str) -> None:
-    found = [one for one in recorded(name)[1].values() if "kueue" in one["apiVersion"]]
-    assert len(found) > 8
-    assert [problem for one in found for problem in crd_problems(json.loads(json.dumps(one)))] == []
+@pytest.mark.parametrize("of_version", [dict, for_an_older_kueue], ids=["v1beta2", "v1beta1"])
+def test_the_queues_are_valid_by_the_released_crds_of_their_version(of_version: Callable[[Objects], Objects]) -> None:
+    queues = [one for one in of_version(recorded("kueue")[1]).values() if "kueue" in one["apiVersion"]]
+    assert len(queues) > 8
+    assert [problem for one in queues for problem in crd_problems(json.loads(json.dumps(one)))] == []
 
 
 @pytest.fixture(scope="module")
