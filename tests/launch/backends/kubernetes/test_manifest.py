@@ -29,7 +29,7 @@ from tests.launch.backends.kubernetes.rendering import (
     rendered_recipe,
     template_of,
 )
-from tests.launch.backends.kubernetes.rules.objects import problems
+from tests.launch.backends.kubernetes.rules import problems
 from tests.launch.backends.kubernetes.schemas import require_valid
 from tests.launch.conftest import PROJECT, make_spec
 
@@ -323,7 +323,7 @@ def test_the_example_of_the_documentation_renders_valid_objects() -> None:
     example = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "kubernetes.md").read_text(), flags=re.DOTALL)[0]
     head, _, _ = (PROJECT / "recipes" / f"{SPOT}.yaml").read_text(encoding="utf-8").partition("cluster:\n")
     spec = parse_spec(head + example, file="example.yaml", base_dir=PROJECT)
-    assert problems(rendered(spec).objects) == ()
+    assert problems(rendered(spec).objects) == []
 
 
 def test_variables_that_the_launcher_sets_are_set_once() -> None:

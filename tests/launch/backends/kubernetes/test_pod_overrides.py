@@ -22,7 +22,7 @@ from tests.launch.backends.kubernetes.rendering import (
     rendered_recipe,
     template_of,
 )
-from tests.launch.backends.kubernetes.rules.objects import problems
+from tests.launch.backends.kubernetes.rules import problems
 from tests.launch.backends.kubernetes.schemas import as_core, crd_problems, needs_crds, require_valid
 from tests.launch.conftest import PROJECT
 
@@ -93,7 +93,7 @@ def test_the_overrides_are_in_the_pods_of_a_run_which_are_valid(backend: str) ->
     )
     assert limits == usual | {"hugepages-2Mi": "1Gi"}
     every = [*made.objects, *children(made.objects)]
-    assert problems(made.objects) == ()
+    assert problems(made.objects) == []
     for one in every:
         if as_core(one):
             require_valid(one)

@@ -20,7 +20,7 @@ from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.pod_overrides import OWN_VARIABLES
 from tests.launch.backends.kubernetes.rendering import IMAGE, container_of, environment_of, rendered
-from tests.launch.backends.kubernetes.rules.objects import problems
+from tests.launch.backends.kubernetes.rules import problems
 from tests.launch.backends.kubernetes.schemas import FastLoader, require_valid
 from tests.launch.conftest import make_spec
 
@@ -146,7 +146,7 @@ def test_the_manifest_of_every_valid_spec_is_valid_and_has_its_values(
     spec: RunSpec, run_id: str, submission: int
 ) -> None:
     made = rendered(spec, run_id=run_id, submission=submission, avoid=("node-1",))
-    assert [str(problem) for problem in problems(made.objects)] == []
+    assert problems(made.objects) == []
     core = [one for one in (*made.objects, *children(made.objects)) if one["apiVersion"] in ("v1", "batch/v1")]
     for one in core:
         require_valid(one)

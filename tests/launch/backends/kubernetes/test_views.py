@@ -40,8 +40,7 @@ from tests.launch.backends.kubernetes.conftest import (
     submit_small,
 )
 from tests.launch.backends.kubernetes.fake_api import FakeApi, Object
-from tests.launch.backends.kubernetes.rules.jobs import job_findings
-from tests.launch.backends.kubernetes.rules.pods import pod_findings
+from tests.launch.backends.kubernetes.rules import problems
 from tests.launch.conftest import PROJECT
 from tests.waiting import wait_until
 
@@ -253,8 +252,7 @@ def test_the_pod_of_a_view_can_change_nothing_and_ends_by_itself(run: RunDir, ap
     assert "@" in job["metadata"]["annotations"]["scaletrain.dev/viewer"]
     assert "scaletrain.dev/run" not in job["spec"]["template"]["metadata"]["labels"]  # never taken for a pod of the run
     assert len(job["metadata"]["name"]) <= 57
-    assert list(job_findings(job)) == []
-    assert list(pod_findings(job["spec"]["template"])) == []
+    assert problems([job]) == []
 
 
 def test_the_pod_of_a_view_is_deleted_after_ctrl_c(run: RunDir, api: FakeApi, tmp_path: Path) -> None:

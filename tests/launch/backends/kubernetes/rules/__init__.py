@@ -1,1 +1,0 @@
-"""Rules for rendered objects that no schema states, applied to goldens, recipes and random specs."""
