@@ -19,9 +19,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     JOB_SET,
     LOCAL_QUEUE,
     NATIVE_POD_GROUP,
-    Kind,
     ServedVersions,
-    as_newest,
     kind_of,
 )
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
@@ -118,13 +116,6 @@ def test_a_version_that_is_not_known_is_refused_with_those_that_are(cluster: Clu
     assert missing.reason == refused.value.reason
 
 
-def test_a_group_that_is_not_served_is_reported_with_its_install_command(cluster: Cluster, api: FakeApi) -> None:
-    serve_only(api, KUEUE, {})
-    with pytest.raises(NotServedError) as refused:
-        cluster.find(LOCAL_QUEUE, "ml")
-    assert refused.value.reason.code == "kubernetes.not-installed"
-
-
 @pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3", "v1beta1"])
 @pytest.mark.parametrize("given", ["auto", "v1alpha2"])
 def test_a_pod_group_is_written_in_the_version_that_is_served(
@@ -176,10 +167,3 @@ def test_the_fields_that_are_read_are_in_the_released_schemas(version: str, kind
     assert {old: new for new, old in older.items()}.items() <= api_kinds._RENAMED.items()
     names = [".".join(older.get(part, part) for part in path.split(".")) for path in READ[kind]]
     assert [name for name in names if not has_path(schema, name)] == []
-
-
-def test_an_older_object_is_read_with_the_names_of_the_newest_version() -> None:
-    kinds: tuple[Kind, ...] = (CLUSTER_QUEUE, COHORT)
-    assert [as_newest(kind, {"spec": {"cohort": "a", "parent": "b", "x": 1}})["spec"] for kind in kinds] == [
-        {"cohortName": "a", "parentName": "b", "x": 1}
-    ] * 2

@@ -13,7 +13,6 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
-from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
 from scaletrain_cli.launch.submission import read_submission
@@ -38,10 +37,6 @@ def workload(api: FakeApi, name: str) -> dict[str, Any]:
 
 def finish(api: FakeApi, name: str, kind: str, **more: str) -> None:
     workload(api, name)["status"] = {"conditions": [condition(kind, **more)]}
-
-
-def test_the_scheduler_of_the_spec_is_this_one() -> None:
-    assert isinstance(backend_for("kubernetes"), KubernetesBackend)
 
 
 def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: MadeRun, api: FakeApi) -> None:
@@ -150,19 +145,6 @@ def test_bad_nodes_are_excluded(made: MadeRun, api: FakeApi) -> None:
     assert made.events("nodes-excluded")[0]["nodes"] == ["b"]
 
 
-def test_without_access_to_the_volume_the_state_comes_from_the_cluster(made: MadeRun, api: FakeApi) -> None:
-    name = submit(made)
-    assert run_status(made.run).state == "queued"
-    put_pods(api, pod(name, 0), pod(name, 1))
-    api.logs[f"{name}-node-0-0-abcde"] = [
-        f"2026-11-21T10:00:00Z rank 0: {progress_line(11, 20, 2.5, 1234.0)}",
-        "2026-11-21T10:00:01Z rank 1: nothing to see",
-    ]
-    found = run_status(made.run)
-    assert (found.state, found.step, found.loss, found.tokens_per_second) == ("running", 11, 2.5, 1234.0)
-    assert found.nodes == ("node-a",)
-
-
 def test_the_progress_of_a_finished_run_is_kept_after_its_pods_are_deleted(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, ended(name, 0, 0), ended(name, 1, 0))
@@ -217,14 +199,6 @@ def test_a_job_that_was_deleted_before_its_end_was_seen_has_an_unknown_state(mad
     assert not inspect_resume(made.run).active
 
 
-def test_a_forbidden_request_leaves_the_state_unknown(made: MadeRun, api: FakeApi) -> None:
-    submit(made)
-    api.forbid("list", "jobsets", GROUP)
-    found = run_status(made.run)
-    assert found.state == "unknown"
-    assert "forbids the request" in found.why
-
-
 def test_a_queued_run_shows_the_message_of_its_own_kueue_workload(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     whole = workload(api, name)
@@ -274,27 +248,12 @@ def test_a_cancelled_run_gets_its_grace_period_and_is_active_until_its_pods_are_
     assert run_status(made.run).state == "cancelled"
 
 
-def test_a_queued_run_is_cancelled_at_once(made: MadeRun, api: FakeApi) -> None:
-    submit(made)
-    KubernetesBackend().cancel(made.run, made.record)
-    assert not api.all("jobsets")
-    assert run_status(made.run).state == "cancelled"
-
-
 def test_a_run_on_a_shared_volume_records_its_end_itself(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
     put_pods(api, pod(name, 0))
     KubernetesBackend().cancel(made.run, made.record)
     assert not made.events("cancelled")
-
-
-def test_the_workload_of_another_run_is_not_deleted(made: MadeRun, api: FakeApi) -> None:
-    name = submit(made)
-    workload(api, name)["metadata"]["annotations"]["scaletrain.dev/run-id"] = "other"
-    KubernetesBackend().cancel(made.run, made.record)
-    assert not api.deletions
-    assert workload(api, name)["metadata"].get("deletionTimestamp") is None
 
 
 def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRun, api: FakeApi) -> None:

@@ -290,12 +290,6 @@ def test_a_record_that_is_too_large_for_a_config_map_is_refused() -> None:
         rendered_recipe(SPOT, documents={"run.json": "x" * 1_000_001})
 
 
-def test_code_that_is_too_large_for_a_config_map_is_refused_with_a_remedy() -> None:
-    packed = {**DOCUMENTS, "0123456789ab.tar.gz": bytes(1_000_000)}
-    with pytest.raises(UsageError, match=r"1,000,000 of them the packed code; .*\.scaletrainignore.*code\.on_nodes"):
-        rendered_recipe("llama-7b-h100", documents=packed)
-
-
 def test_the_config_map_has_the_code_byte_for_byte() -> None:
     content = bytes(range(256))
     made = rendered_recipe("llama-7b-h100", documents={**DOCUMENTS, "0123456789ab.tar.gz": content})

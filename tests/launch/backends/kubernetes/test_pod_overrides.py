@@ -10,20 +10,15 @@ from ruamel.yaml import YAML
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.backends.kubernetes.pod import preparation_template, view_template
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import merged, unknown_fields
-from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.rendering import (
-    BACKENDS,
     IMAGE,
-    container_of,
     recipe,
     rendered,
     rendered_recipe,
     template_of,
 )
-from tests.launch.backends.kubernetes.rules import problems
-from tests.launch.backends.kubernetes.schemas import as_core, crd_problems, needs_crds, require_valid
 from tests.launch.conftest import PROJECT
 
 NAME = "llama-7b-h100"
@@ -76,31 +71,6 @@ def test_a_list_is_merged_by_the_names_of_its_items_and_null_removes() -> None:
     }, "lists without names are added to"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@needs_crds
-def test_the_overrides_are_in_the_pods_of_a_run_which_are_valid(backend: str) -> None:
-    made = rendered_recipe(NAME, *overriding(SCRATCH, f"cluster.kubernetes.backend={backend}"))
-    pod, plain = template_of(made), template_of(rendered_recipe(NAME, f"cluster.kubernetes.backend={backend}"))
-    assert pod["metadata"]["labels"] == plain["metadata"]["labels"] | {"team": "a"}
-    assert pod["metadata"]["annotations"] == plain["metadata"]["annotations"] | {"sidecar.istio.io/inject": "false"}
-    assert pod["spec"]["runtimeClassName"] == "nvidia"
-    assert [each["name"] for each in pod["spec"]["initContainers"]] == ["dcgm"]
-    assert pod["spec"]["tolerations"] == [*plain["spec"]["tolerations"], {"key": "maintenance", "operator": "Exists"}]
-    assert [each["mountPath"] for each in container_of(made)["volumeMounts"]][-2:] == ["/scratch", "/nvme"]
-    limits, usual = (
-        container_of(made)["resources"]["limits"],
-        container_of(rendered_recipe(NAME))["resources"]["limits"],
-    )
-    assert limits == usual | {"hugepages-2Mi": "1Gi"}
-    every = [*made.objects, *children(made.objects)]
-    assert problems(made.objects) == []
-    for one in every:
-        if as_core(one):
-            require_valid(one)
-        else:
-            assert crd_problems(one) == []
-
-
 def test_pods_that_prepare_data_get_them_without_the_resources_of_the_run() -> None:
     spec = _load(*overriding(SCRATCH))
     pod = preparation(spec)
@@ -142,31 +112,6 @@ def test_cores_are_a_limit_in_every_pod_of_a_run_or_in_none(setting: str, limite
     assert found[1]["limits"]["ephemeral-storage"] == found[1]["requests"]["ephemeral-storage"] == "9Gi"
     if limited:
         assert all(resources["limits"] == resources["requests"] for resources in found), "any ratio is kept"
-
-
-def test_numbers_of_cores_can_be_requested_without_a_limit() -> None:
-    spec = _load("cluster.kubernetes.cpus_per_node=32", "cluster.kubernetes.cpu_limit=none")
-    resources = container_of(rendered(spec))["resources"]
-    assert (resources["requests"]["cpu"], resources["limits"].get("cpu")) == ("32", None)
-
-
-def test_the_user_is_left_to_a_cluster_that_chooses_it() -> None:
-    nobody = "{spec: {securityContext: {runAsUser: null, runAsGroup: null, fsGroup: null}}}"
-    security = template_of(rendered_recipe(NAME, *overriding(nobody)))["spec"]["securityContext"]
-    assert not security.keys() & {"runAsUser", "runAsGroup", "fsGroup"}
-    assert security["runAsNonRoot"] is True
-
-
-def test_bad_nodes_are_excluded_from_each_alternative_of_an_affinity() -> None:
-    terms = [f"{{matchExpressions: [{{key: zone, operator: In, values: [{zone}]}}]}}" for zone in "ab"]
-    required = f"requiredDuringSchedulingIgnoredDuringExecution: {{nodeSelectorTerms: [{', '.join(terms)}]}}"
-    made = rendered_recipe(
-        NAME, *overriding(f"{{spec: {{affinity: {{nodeAffinity: {{{required}}}}}}}}}"), avoid=("gpu-1",)
-    )
-    affinity = template_of(made)["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    for term, zone in zip(affinity["nodeSelectorTerms"], "ab", strict=True):
-        assert [each["values"] for each in term["matchExpressions"]] == [[zone], ["gpu-1"]]
-        assert [each["values"] for each in term["matchFields"]] == [["gpu-1"]]
 
 
 def test_a_path_on_a_volume_of_the_overrides_has_no_note() -> None:

@@ -333,12 +333,6 @@ def test_a_quota_with_a_scope_is_not_taken_for_one_of_these_pods(preflight: Note
     assert preflight(*GPU) == without
 
 
-def test_a_quota_of_limits_that_is_too_small_is_a_problem(preflight: Notes, api: FakeApi) -> None:
-    hard = {"limits.memory": "1Gi"}
-    api.put("resourcequotas", {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": hard, "used": {}}})
-    assert "ResourceQuota q of the namespace allows 1Gi limits.memory" in problems(preflight, *GPU)
-
-
 def test_a_side_car_counts_for_quotas_and_must_state_its_amounts(preflight: Notes, api: FakeApi) -> None:
     side_car = (
         "cluster.kubernetes.pod_overrides={spec: {initContainers: [{name: s, image: a:1, restartPolicy: Always%s}]}}"
@@ -366,21 +360,6 @@ def test_without_a_user_in_the_pods_nothing_is_said_about_who_may_write(prefligh
     assert any("must be writable by uid 1000" in note for note in preflight(*GPU))
     nobody = "{spec: {securityContext: {runAsUser: null, runAsGroup: null}}}"
     assert not [note for note in preflight(*GPU, f"cluster.kubernetes.pod_overrides={nobody}") if "writable" in note]
-
-
-def test_a_refused_object_is_a_problem_with_the_servers_message(preflight: Notes, api: FakeApi) -> None:
-    causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
-    api.refusals[("create", "jobsets")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
-    assert "JobSet as it would be created: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
-
-
-def test_a_pod_template_that_is_invalid_for_a_job_is_a_problem(preflight: Notes, api: FakeApi) -> None:
-    causes = [{"field": "spec.template.spec.restartPolicy", "message": "Unsupported value"}]
-    api.refusals[("create", "jobs")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
-    text = problems(preflight, *GPU)
-    assert (
-        "the Job that would be created from it is refused: spec.template.spec.restartPolicy Unsupported value" in text
-    )
 
 
 def test_without_the_right_to_create_jobs_a_note_says_that_the_child_was_not_checked(
@@ -651,26 +630,3 @@ def test_nodes_of_any_flavor_of_the_queue_count(outlook: Outlook, api: FakeApi) 
         node["metadata"]["labels"] = {"pool": "x"} if number < 2 else {}
         api.put("nodes", node, namespace="")
     assert outlook(*QUEUE).start.at is not None
-
-
-def test_an_older_kueue_is_read_in_its_own_api_version(outlook: Outlook, api: FakeApi) -> None:
-    """Its ClusterQueue names the cohort `cohort`, and its Cohorts and Topologies are v1alpha1."""
-    del api.installed["kueue.x-k8s.io/v1beta2"]
-    api.strict = True
-    api.installed["kueue.x-k8s.io/v1beta1"] = ("localqueues", "clusterqueues", "resourceflavors")
-    api.installed["kueue.x-k8s.io/v1alpha1"] = ("cohorts", "topologies")
-    put_queue(api, gpus=8, cohort="all")
-    other = put_queue(api, gpus=8, cohort="all")
-    other["metadata"] = {"name": "lender"}
-    api.put("clusterqueues", other, KUEUE, "")
-    put_queue(api, gpus=8, cohort="all")
-    api.put("cohorts", {"metadata": {"name": "all"}, "spec": {}}, KUEUE, "")
-    found = outlook(*QUEUE)
-    assert found.start.at is not None, "what it borrows of its cohort is enough"
-    assert not [note for note in found.notes if "not checked" in note]
-    assert len([asked for asked in api.asked if "/v1beta2/" in asked]) < 10, (
-        "the version is found out once for each kind"
-    )
-    api.installed = {version: kinds for version, kinds in api.installed.items() if "kueue" not in version}
-    with pytest.raises(SchedulerError, match=r"has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it"):
-        outlook(*QUEUE)

@@ -34,17 +34,6 @@ CRASH = PodEnd(93, FULL, attempt=2, step=120, checkpoint_step=100, requeue=False
 MOST_BYTES = 4096
 
 
-def test_a_message_has_the_code_the_exit_code_the_step_and_the_node() -> None:
-    written = json.loads(termination_text(CRASH, "gpu-3"))
-    assert (written["code"], written["exit_code"], written["step"], written["node"]) == (
-        "kubernetes.volume-full",
-        93,
-        120,
-        "gpu-3",
-    )
-    assert written["text"] == str(FULL)
-
-
 def test_a_message_is_read_as_it_was_written() -> None:
     found = read_termination_message(termination_text(CRASH, "gpu-3"))
     assert found is not None
@@ -213,15 +202,6 @@ def test_explain_names_the_cause_of_a_run_whose_volume_is_not_seen(made: MadeRun
     api.put("pods", reported(failed, 0, CRASH))
     (finding,) = explain(made.run).findings
     assert str(FULL) in " ".join(evidence.text for evidence in finding.evidence)
-
-
-def test_a_pod_without_a_message_is_shown_with_the_last_line_of_its_log(
-    made: MadeRun, api: FakeApi, failed: str
-) -> None:
-    one = ended(failed, 0, 93)
-    one["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = "start\nthe last line\n"
-    api.put("pods", one)
-    assert "ended with exit code 93: the last line" in run_status(made.run).why
 
 
 def test_the_step_is_that_of_the_newest_attempt() -> None:

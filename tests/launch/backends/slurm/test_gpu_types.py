@@ -11,7 +11,7 @@ from scaletrain_cli.launch.backends.slurm import site as site_module
 from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, cores_per_gpu, type_of_accelerator, usable_nodes
-from scaletrain_cli.launch.backends.slurm.tables import Limit, gpus, nodes, partitions
+from scaletrain_cli.launch.backends.slurm.tables import Limit, nodes, partitions
 from tests.launch.backends.slurm.test_preflight import ask
 from tests.launch.conftest import make_spec
 
@@ -129,12 +129,6 @@ def test_other_ways_to_request_gpus_or_tasks_are_refused_with_the_keys_to_use(se
     with pytest.raises(SpecError) as refused:
         ask(f"cluster.slurm={{{settings}}}")
     assert said in str(refused.value)
-
-
-def test_only_gpus_are_counted_and_no_other_gres() -> None:
-    assert gpus("gpu:4,shard:16,vgpu:3") == {"": 4}
-    assert gpus("shard:h100:32") == {}
-    assert gpus("nic:2,gpu:h100:8(S:0,2-3)") == {"h100": 8}
 
 
 def test_a_job_with_a_type_is_checked_against_the_nodes_of_that_type() -> None:

@@ -10,11 +10,8 @@ import pytest
 from scaletrain_cli.launch.backends.slurm.tables import (
     gpus,
     limit_seconds,
-    nodes,
     partitions,
-    records,
     reservations,
-    settings,
 )
 
 ANSWERS = Path(__file__).parent / "slurm_answers"
@@ -44,14 +41,6 @@ def test_a_partition_with_every_limit_is_read() -> None:
     assert (found.allowed_qos, found.default_seconds, found.state) == (frozenset({"high", "normal"}), None, "DRAIN")
 
 
-def test_lines_per_node_and_partition_become_one_node() -> None:
-    n1, n2, n3 = nodes(answer("nodes"))
-    assert (n1.name, n1.state, n1.gpus, n1.gpus_used) == ("n1", "mix", {"h100": 8}, {"h100": 8})
-    assert n1.partitions == {"main", "spot", "spot0", "high"}
-    assert (n2.gpus_used, n2.cpus, n2.memory_mib, n2.is_usable) == ({"h100": 0}, 4, 8000, True)
-    assert not n3.is_usable
-
-
 def test_reservations_are_read_with_their_times() -> None:
     found = reservations(answer("reservations"))
     assert [(one.name, one.is_maintenance, one.nodes) for one in found] == [
@@ -63,22 +52,6 @@ def test_reservations_are_read_with_their_times() -> None:
     assert reservations("No reservations in the system\n") == ()
 
 
-def test_settings_are_read_by_name() -> None:
-    found = settings(answer("config"))
-    assert (found["PreemptType"], found["KillWait"]) == ("preempt/partition_prio", "5 sec")
-
-
-def test_a_value_may_contain_blanks_and_equals_signs() -> None:
-    (node,) = records("NodeName=n1 OS=Linux 6.1 #1 SMP @0  State=IDLE CfgTRES=cpu=4,gres/gpu=8 Reason=bad disk [root]")
-    assert node == {
-        "NodeName": "n1",
-        "OS": "Linux 6.1 #1 SMP @0",
-        "State": "IDLE",
-        "CfgTRES": "cpu=4,gres/gpu=8",
-        "Reason": "bad disk [root]",
-    }
-
-
 @pytest.mark.parametrize(
     ("gres", "counts"),
     [
@@ -88,6 +61,8 @@ def test_a_value_may_contain_blanks_and_equals_signs() -> None:
         ("gpu:a100:2(IDX:0-1),gpu:h100:6(IDX:2-7)", {"a100": 2, "h100": 6}),
         ("gpu:a100_1g.10gb:7,gpu:a100:1", {"a100_1g.10gb": 7, "a100": 1}),
         ("gpu:h100:0(IDX:N/A)", {"h100": 0}),
+        ("gpu:4,shard:16,vgpu:3", {"": 4}),
+        ("shard:h100:32", {}),
         ("(null)", {}),
         ("", {}),
     ],
