@@ -340,9 +340,7 @@ FINE_TUNINGS = {
 
 @pytest.mark.parametrize(("name", "row", "objective", "packing", "rate"), FINE_TUNINGS.values(), ids=FINE_TUNINGS)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_init_writes_the_fine_tuning_of_a_folder(
-    name: str, row: str, objective: str, packing: str, rate: float, lora: bool
-) -> None:
+def test_init_writes_a_fine_tuning(name: str, row: str, objective: str, packing: str, rate: float, lora: bool) -> None:
     model = folder_of_a_model(Path("tiny-chat"))
     Path(name).write_text(f"{row}\n" * 60)
     options = ("--from", str(model), "--data", name, "--gpu=cpu", "--scheduler=local", "--gpus-per-node=1")

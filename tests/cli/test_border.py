@@ -24,9 +24,7 @@ def test_a_closed_stdout_prints_no_error() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-def test_a_bug_is_one_message_with_the_path_of_the_traceback_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_bug_is_one_message_with_the_traceback_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("scaletrain_cli.spec.load_spec", lambda *arguments, **options: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ended = scaletrain("plan", SMALL, expect_bug=True)

@@ -120,9 +120,7 @@ def test_the_step_time_of_a_rehearsal_calibrates_plans() -> None:
 
 @pytest.mark.usefixtures("stand_in_engine", "forked_jobs")
 @pytest.mark.parametrize(("verdict", "code"), [("passed", 0), ("failed", 3)])
-def test_a_run_is_submitted_only_after_a_rehearsal_without_failure(
-    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_submitted_only_if_rehearsed(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.cli.rehearse.rehearse", lambda *_, **__: rehearsed("passed", verdict))
     done = scaletrain("submit", SMALL, "--rehearse", "--yes", "--json", "--run-id", "r1")
     assert done.code == code

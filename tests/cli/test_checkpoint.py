@@ -165,9 +165,7 @@ def test_an_impossible_average_is_rejected_with_the_reason(
         ([], ExitCode.USAGE, "Missing argument 'PROMPT...'"),
     ],
 )
-def test_an_impossible_sample_is_rejected_with_the_reason(
-    folder: Path, options: list[str], code: ExitCode, expected: str
-) -> None:
+def test_an_impossible_sample_is_rejected(folder: Path, options: list[str], code: ExitCode, expected: str) -> None:
     flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
     ended = scaletrain("checkpoint", "sample", "r1", *options)
     assert (ended.code, ended.out) == (code, ""), ended.err

@@ -67,9 +67,7 @@ def test_a_missing_source_ends_with_2_and_the_reason() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_both_processes_and_leaves_no_file_of_the_preparation(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_ends_both_processes_without_a_trace_of_files(number: signal.Signals, tmp_path: Path) -> None:
     Path("text.jsonl").write_text("".join(f'{{"text": "It was the worst of times, {n}."}}\n' for n in range(300_000)))
     small = ["--set", "data.tokenizer.vocab_size=300", "--set", "data.source=text.jsonl", "--json"]
     command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), *small]

@@ -78,9 +78,7 @@ def test_text_for_pretraining_has_no_rows_to_show() -> None:
     assert "reads text as it is and not rows" in ended.err
 
 
-def test_colors_replace_the_brackets_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_colors_replace_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     part = [{"text": "ask \x1b", "weight": 0.0}, {"text": "answer", "weight": 1.0}, {"text": "half", "weight": 0.5}]

@@ -55,9 +55,7 @@ def stats(*words: str) -> Ended:
     return scaletrain("data", "stats", *words)
 
 
-def test_a_spec_has_the_report_of_its_sources_with_the_mixture_without_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spec_has_the_report_of_its_mixture_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch is not installed')\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{PROJECT}")
     answer = stats("run.yaml", "--json", "--html", "page.html").data

@@ -76,9 +76,7 @@ def test_the_kinds_are_listed_without_starting_any() -> None:
         (["--set", "code.command=[sh, run.sh]"], ExitCode.USAGE, "code.command = sh run.sh: drills inject faults"),
     ],
 )
-def test_an_impossible_drill_is_rejected_before_anything_starts(
-    arguments: list[str], code: ExitCode, expected: str
-) -> None:
+def test_an_impossible_drill_starts_nothing(arguments: list[str], code: ExitCode, expected: str) -> None:
     ended = scaletrain("drill", "sigkill", "--spec", SMALL, *arguments)
     assert ended.code == code
     assert expected in " ".join(ended.err.split())

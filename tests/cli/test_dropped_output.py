@@ -44,9 +44,7 @@ def failing(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_training_goes_on_without_its_output_and_records_that_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_without_output_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     run = RunDir(prepare("finished", "r1"))
     with open("/dev/full", "w") as full, StatusLine() as line:
@@ -60,9 +58,7 @@ def test_training_goes_on_without_its_output_and_records_that_once(
     Watcher(run, line).look()  # nor does a document that cannot be read end it
 
 
-def test_ctrl_c_while_a_supervisor_starts_leaves_a_submitted_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_as_a_supervisor_starts_leaves_a_submitted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     run = RunDir(prepare("failed", "r1"))
 

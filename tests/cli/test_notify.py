@@ -47,9 +47,7 @@ def test_a_test_notification_goes_to_every_receiver_of_a_spec_or_a_run(
     assert server.received[0]["text"] == "a test of the receivers of this run"
 
 
-def test_what_is_waiting_after_the_end_is_listed_and_sent(
-    server: Webhook, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_after_the_end_is_listed(server: Webhook, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.cli.notify._SEND_SECONDS", 0.5)
     ended = scaletrain("notify", "send", "told")
     assert ended.code == 1

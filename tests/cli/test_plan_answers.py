@@ -129,9 +129,7 @@ def test_an_infeasible_run_is_a_column_and_the_code_is_3_only_if_all_are() -> No
     ],
     ids=str,
 )
-def test_an_invalid_option_is_one_error_and_creates_no_file(
-    arguments: list[Any], expected: str, tmp_path: Path
-) -> None:
+def test_an_invalid_option_is_one_error_and_no_file(arguments: list[Any], expected: str, tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     ended = scaletrain("plan", *arguments)
     assert ended.code == ExitCode.USAGE

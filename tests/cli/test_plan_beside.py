@@ -101,9 +101,7 @@ VIEWS: dict[str, Callable[[Console], None]] = {
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", VIEWS)
-def test_the_text_of_each_comparison_matches_the_golden_file(
-    name: str, width: int, golden: Callable[[str, str], None]
-) -> None:
+def test_each_comparison_matches_the_golden_file(name: str, width: int, golden: Callable[[str, str], None]) -> None:
     text = printed(VIEWS[name], width)
     assert max(map(len, text.splitlines())) <= width
     golden(f"plan/{name}-{width}.txt", text)

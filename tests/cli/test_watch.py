@@ -264,9 +264,7 @@ def test_once_prints_the_overview_or_one_answer(trained: RunDir) -> None:
     assert "step 420 to step 300" in status["guard_events"][0]["text"]
 
 
-def test_findings_that_are_not_shown_are_counted_with_where_to_see_them(
-    trained: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_findings_that_are_not_shown_are_counted(trained: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     view = read_view(trained)
     many = dataclasses.replace(view.diagnosis, findings=view.diagnosis.findings[:1] * 9)
     view = dataclasses.replace(view, diagnosis=many)

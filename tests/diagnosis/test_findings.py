@@ -332,9 +332,7 @@ def test_an_ill_is_named_first_or_second_with_a_figure_and_a_change(name: str) -
 @pytest.mark.parametrize(
     ("validations", "flagged"), [((7.2, 6.9, 6.6), False), ((6.8, 6.75, 6.7), True), ((6.6,), True)]
 )
-def test_a_model_whose_validation_leaves_the_token_frequencies_learns_their_order(
-    validations: tuple[float, ...], flagged: bool
-) -> None:
+def test_a_model_that_leaves_the_token_frequencies_learns(validations: tuple[float, ...], flagged: bool) -> None:
     found = findings(on_text(text_of(10**9), loss=stands(6.7), validations=validations))
     assert ("order-not-learned" in found) == flagged
 

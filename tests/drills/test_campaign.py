@@ -32,9 +32,7 @@ def test_kills_at_random_times_lose_nothing(kind: str, dataset: Path, chance: ra
     assert found.different == []
 
 
-def test_checkpoints_damaged_at_random_are_skipped_and_reported(
-    undisturbed: Undisturbed, chance: random.Random
-) -> None:
+def test_damaged_checkpoints_are_skipped_and_reported(undisturbed: Undisturbed, chance: random.Random) -> None:
     found = damage_files(undisturbed().run, 30, chance)
     assert found.damages == 30
     assert found.wrong_restores == []

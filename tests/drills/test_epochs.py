@@ -28,9 +28,7 @@ checkpoint: {every: 5}
 """
 
 
-def test_a_run_of_epochs_trains_their_steps_also_after_a_preemption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_epochs_trains_its_steps_after_a_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(VARIABLE, slowed({1: 8}))
     turns = [[("user", f"ask {n}"), ("assistant", f"answer {n}" + " again" * (n % 7))] for n in range(300)]

@@ -162,9 +162,7 @@ def test_a_kill_inside_a_save_falls_back_to_the_checkpoint_before(
 
 
 @pytest.mark.long
-def test_signals_during_the_start_of_ranks_are_not_lost(
-    dataset: Path, undisturbed: Undisturbed, chance: random.Random
-) -> None:
+def test_signals_to_starting_ranks_are_heard(dataset: Path, undisturbed: Undisturbed, chance: random.Random) -> None:
     drill = submit_drill(dataset)
     for _ in range(3):  # the interpreter, torch and DeepSpeed load for some seconds; hit anywhere in there
         pid = drill.agent_pid()
@@ -297,9 +295,7 @@ def test_a_stopped_node_agent_is_continued_by_its_ranks_and_a_preemption_meanwhi
 
 
 @pytest.mark.long
-def test_starting_from_scratch_after_damage_keeps_the_new_checkpoints(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_from_scratch_keeps_the_new_checkpoints(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 23, 2: 13}))
     drill = submit_drill(dataset, checkpoint__keep=1)
     drill.wait_for_step(22)

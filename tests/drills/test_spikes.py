@@ -71,9 +71,7 @@ def test_a_kill_right_after_a_rollback_does_not_bring_the_bad_data_back(
     assert_same_run(drill, undisturbed(data__skip="[[23, 28]]"))
 
 
-def test_a_spike_that_returns_after_every_rollback_stops_the_run_with_the_evidence(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_that_returns_stops_the_run_with_the_evidence(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "spike step=24-900 factor=20")
     drill = submit_drill(dataset, guard__spike__retries=2)
     drill.wait_for_end()
@@ -86,9 +84,7 @@ def test_a_spike_that_returns_after_every_rollback_stops_the_run_with_the_eviden
     assert list_checkpoints(drill.run.checkpoints)[0].clean
 
 
-def test_a_spike_before_any_clean_checkpoint_is_recorded_and_training_continues(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_before_any_clean_checkpoint_is_recorded_only(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "spike step=14-16 factor=20")
     drill = submit_drill(dataset, training__steps=18)
     drill.wait_for_end()

@@ -43,9 +43,7 @@ def mlflow_runs(drill: Drill) -> list[tuple[Any, dict[str, list[tuple[int, float
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*noload.*")
 @pytest.mark.long
-def test_a_killed_and_preempted_run_is_one_run_in_tensorboard_and_mlflow(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_is_one_run_in_tensorboard_and_mlflow(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("mlflow")
     monkeypatch.setenv(VARIABLE, slowed({1: 15, 2: 25}))

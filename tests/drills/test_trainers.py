@@ -53,9 +53,7 @@ def losses(drill: Drill) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(drill.run)]
 
 
-def test_trl_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trl_is_preempted_and_killed_and_keeps_all_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied_recipe(tmp_path / "mine")
 
     def write_half_a_checkpoint(drill: Drill) -> None:

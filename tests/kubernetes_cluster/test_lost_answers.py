@@ -34,9 +34,7 @@ def test_a_refused_or_lost_creation_is_repeated_and_makes_one_job(
     site.cancel("once")
 
 
-def test_a_submission_without_any_further_answer_is_found_and_cancelled(
-    site: Site, backend: str, offers: Offers
-) -> None:
+def test_a_submission_without_any_answer_is_cancelled(site: Site, backend: str, offers: Offers) -> None:
     offers.need_pods()
     creation = Fault("PATCH", CREATION, 504, applied=True, times=1)
     with site.proxy.failing(creation, Fault("PATCH|GET", "", 503, after=creation)):
@@ -49,9 +47,7 @@ def test_a_submission_without_any_further_answer_is_found_and_cancelled(
     wait_for(lambda: not workloads(site, "lost", backend), "its object is gone")
 
 
-def test_while_the_server_is_away_nothing_is_said_to_be_lost_and_nothing_changes(
-    site: Site, backend: str, offers: Offers
-) -> None:
+def test_while_the_server_is_away_nothing_is_lost_or_changed(site: Site, backend: str, offers: Offers) -> None:
     offers.need_pods()
     site.submit("away", f"cluster.kubernetes.backend={backend}")
     pods = site.running("away")
@@ -70,9 +66,7 @@ def test_while_the_server_is_away_nothing_is_said_to_be_lost_and_nothing_changes
 
 
 @pytest.mark.parametrize("status", [504, None], ids=["504", "cut"])
-def test_a_cancel_whose_answer_is_lost_is_repeated(
-    site: Site, backend: str, status: int | None, offers: Offers
-) -> None:
+def test_a_cancel_without_an_answer_is_repeated(site: Site, backend: str, status: int | None, offers: Offers) -> None:
     offers.need_pods()
     site.submit("again", f"cluster.kubernetes.backend={backend}")
     site.running("again")

@@ -44,9 +44,7 @@ def test_a_run_prepares_its_data_trains_and_finishes(site: Site, trains: Callabl
     assert "loss" in site.scaletrain("logs", "trained").stdout
 
 
-def test_a_cancelled_run_has_saved_and_continues_on_one_node(
-    site: Site, trains: Callable[..., None], backend: str
-) -> None:
+def test_a_cancelled_run_continues_on_one_node(site: Site, trains: Callable[..., None], backend: str) -> None:
     trains("saved", f"{K}.backend={backend}", *LONG)
     step = steps(site, "saved", 5)
     site.cancel("saved")

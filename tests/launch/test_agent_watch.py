@@ -65,7 +65,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     assert in_state(process, "T")
 
 
-def test_if_a_continued_agent_stops_again_a_rank_asks_itself_to_exit_and_then_kills_it(
+def test_if_a_continued_agent_stops_again_its_rank_asks_and_then_kills_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reported: list[tuple[float, bool]] = []

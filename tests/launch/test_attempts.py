@@ -189,7 +189,7 @@ def test_nodes_that_were_told_to_save_and_reported_no_end_are_not_lost(
     assert outcome.reason == reason
 
 
-def test_an_attempt_without_a_recorded_end_ended_with_its_last_record_and_not_when_the_next_one_began(
+def test_an_attempt_without_a_recorded_end_ended_with_its_last_record(
     make_run: MakeRun,
 ) -> None:
     made = make_run()

@@ -79,9 +79,7 @@ def test_a_run_that_restarted_and_is_identical_to_the_bit_has_survived() -> None
         ("sigkill", replace(RESTARTED, steps=()), "it does not match the undisturbed run: no step was logged"),
     ],
 )
-def test_a_run_with_another_number_of_attempts_or_another_end_has_not_survived(
-    kind: str, faulted: Course, expected: str
-) -> None:
+def test_a_run_with_other_attempts_or_another_end_has_not_survived(kind: str, faulted: Course, expected: str) -> None:
     assert complaints(kind, faulted).startswith(expected)
 
 

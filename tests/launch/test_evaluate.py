@@ -82,9 +82,7 @@ def test_a_short_run_of_a_spec_with_tasks_has_no_evaluations(
     assert not followed
 
 
-def test_the_evaluation_of_a_run_with_the_longest_id_has_a_valid_id_of_its_own(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_of_the_longest_id_has_a_valid_id(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
     names = [f"{'r' * 127}{last}" for last in "ab"]
     for name in names:
@@ -107,9 +105,7 @@ def test_a_submission_that_failed_is_tried_again(run: RunDir, monkeypatch: pytes
     assert [one.step for one in submit_due_evaluations(run)] == [20, 40]
 
 
-def test_a_step_that_was_rolled_back_and_trained_again_is_evaluated_again(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_trained_again_after_a_rollback_is_evaluated_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
     first = {one.step: one.run_id for one in submit_due_evaluations(run)}
     record_rollback(run, Rollback(from_step=45, to_step=30, skip=(31, 45)))
@@ -131,9 +127,7 @@ def test_the_request_for_a_last_evaluation_is_kept_until_it_is_waited_for() -> N
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_a_request_for_a_last_evaluation_ends_the_following_after_one_more_look(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_request_for_a_last_evaluation_ends_it_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looks: list[int] = []
     answers = iter([False, False, True])
     monkeypatch.setattr(evaluate, "read_record", lambda run: None)

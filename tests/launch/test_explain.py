@@ -35,9 +35,7 @@ def test_every_exit_reason_has_a_text_and_a_remedy() -> None:
     assert all(f"exit-by-scheduler-{cause}" in TEXTS for cause in get_args(JobCause))
 
 
-def test_a_node_that_waits_for_the_first_one_is_named_until_the_ranks_train(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_waits_for_the_first_one_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
     running = Job.because("1", "running", recorded("runs"))
@@ -83,9 +81,7 @@ def test_the_findings_that_explain_a_failed_attempt_are_listed(make_run: MakeRun
     assert listed == [f"{text}; see `scaletrain diagnose {made.run.run_id}`"]
 
 
-def test_a_crash_shows_the_reason_of_the_rank_the_end_of_its_log_and_earlier_attempts(
-    make_run: MakeRun, forked_jobs: None
-) -> None:
+def test_a_crash_shows_the_reason_the_end_of_its_log_and_attempts_before(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run("restarts.crash=1", "cluster.gpus_per_node=1", die={"*:0": 1}, reason="odd")
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over")

@@ -114,9 +114,7 @@ def conclude(made: MadeRun, *failures: Failure, code: int = 1, **reported: objec
     conclude_attempt(made.run, made.record, number, first_attempt=1, **reported)  # type: ignore[arg-type]
 
 
-def test_notifications_hold_up_the_restart_after_a_preemption_for_a_second_at_most(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notifications_delay_a_restart_for_a_second(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     monkeypatch.setattr(restart, "_send_notifications", lambda *given: limits.append(given[-1]))
     made = make_run()
@@ -163,7 +161,7 @@ def test_a_failure_of_the_program_is_no_evidence_against_a_node(make_run: MakeRu
     assert read_bad_nodes(made.run.path.parent, time.time()) == []
 
 
-def test_after_the_scheduler_ended_the_job_a_silent_node_is_lost_only_if_the_scheduler_reports_it(
+def test_a_silent_node_of_an_ended_job_is_lost_only_if_the_scheduler_reports_it(
     make_run: MakeRun,
 ) -> None:
     for down, names in ((frozenset({"n1"}), ["n1"]), (frozenset(), []), (None, ["n1"])):

@@ -101,9 +101,7 @@ def test_a_run_is_not_lost(make_run: MakeRun, case: str) -> None:
 
 
 @pytest.mark.parametrize(("job", "lost"), [(GONE, True), (replace(GONE, cause=None, forgotten=True), False)])
-def test_a_job_that_began_no_attempt_is_lost_only_if_the_scheduler_says_so(
-    make_run: MakeRun, job: Job, lost: bool
-) -> None:
+def test_a_job_without_an_attempt_is_lost_only_if_so_reported(make_run: MakeRun, job: Job, lost: bool) -> None:
     made = make_run()
     assert (why_lost(made.run, made.record, job, SLURM) is not None) == lost
     assert why_lost(made.run, made.record, replace(GONE, cause=None, exit_code=5), SLURM) is not None
@@ -210,9 +208,7 @@ def submissions(made: MadeRun) -> list[int]:
 
 
 @pytest.mark.process
-def test_a_lost_run_is_resumed_once_however_many_look_and_keeps_its_budgets(
-    make_run: MakeRun, forked_jobs: None
-) -> None:
+def test_a_lost_run_is_resumed_once_however_many_look(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run("restarts.lost=2", steps=20, stay={"1:*": 8}, checkpoint_every=5, silence=600)
     lose(made)
     waiting = recover(made.run, LOCAL)
@@ -233,9 +229,7 @@ def test_a_lost_run_is_resumed_once_however_many_look_and_keeps_its_budgets(
 
 
 @pytest.mark.process
-def test_a_run_that_asks_for_nothing_or_was_canceled_or_has_used_its_resumes_stays_as_it_is(
-    make_run: MakeRun, forked_jobs: None
-) -> None:
+def test_a_run_that_wants_no_resume_or_has_used_all_stays_as_it_is(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run("restarts.lost=1", steps=20, stay={"1:*": 8}, checkpoint_every=5, silence=600)
     lose(made)
     record_event(made.run, "submitted", job_id="8", automatic=1)
@@ -311,9 +305,7 @@ def test_a_scheduler_that_does_not_answer_is_no_refusal(make_run: MakeRun, monke
         recover(made.run)
 
 
-def test_a_scheduler_that_falls_silent_before_the_resume_is_no_refusal(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_that_falls_silent_is_no_refusal(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made, asked = lost_run(make_run, monkeypatch), []
 
     def job(self: LocalBackend, run: object, record: object) -> Job:
@@ -327,9 +319,7 @@ def test_a_scheduler_that_falls_silent_before_the_resume_is_no_refusal(
         recover(made.run)
 
 
-def test_a_waiting_command_goes_on_if_another_one_has_resumed_the_run(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_command_goes_on_if_another_one_resumed(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two `status --wait --resume` at once: the second one finds that the run is no longer lost."""
     made, resumed = lost_run(make_run, monkeypatch), []
 

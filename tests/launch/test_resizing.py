@@ -189,9 +189,7 @@ def test_a_rejected_resize_leaves_the_run_unchanged() -> None:
 
 
 @pytest.mark.parametrize("at_fault", ["resolve_commits", "add_revision"])
-def test_a_resize_that_fails_before_its_revision_leaves_no_snapshot(
-    tree: WorkingTree, monkeypatch: pytest.MonkeyPatch, at_fault: str
-) -> None:
+def test_a_failed_resize_leaves_no_snapshot(tree: WorkingTree, monkeypatch: pytest.MonkeyPatch, at_fault: str) -> None:
     made = ended_run(f"code={{path: {json.dumps(str(tree.folder))}, engine: train}}")
     before = sorted(made.run.path.rglob("*"))
     tree.write("train.py", "print('two')\n")

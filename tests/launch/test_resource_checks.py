@@ -135,7 +135,7 @@ HELD_BY = {
     "code.path": "tests/launch/code/test_snapshot.py",
     "cluster.kubernetes.code_store": "tests/launch/backends/kubernetes/test_code_store.py::"
     "test_a_submission_without_access_to_the_store_creates_nothing",
-    "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",
+    "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run",
     "cluster.gpu": "tests/spec/test_errors.py",
     "cluster.gpu.name": "tests/spec/test_errors.py",
     "cluster.gpus_per_node": "tests/launch/node/test_inspection.py",
@@ -418,9 +418,7 @@ def test_each_row_names_an_existing_function_and_an_existing_test() -> None:
 
 
 @pytest.mark.parametrize(("row", "sets", "key", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_a_missing_resource_is_refused_before_anything_is_created(
-    row: str, sets: tuple[str, ...], key: str, said: str
-) -> None:
+def test_a_missing_resource_is_refused_before_any_run(row: str, sets: tuple[str, ...], key: str, said: str) -> None:
     refused = submit(*sets)
     assert refused.code == ExitCode.USAGE, refused
     assert f"--set {key}" in refused.err
@@ -466,9 +464,7 @@ def test_json_has_the_code_of_each_problem_and_of_each_warning() -> None:
     assert elsewhere["not_checked"][0].startswith("not checked here: data.source = /tmp-of-nodes/x; ")
 
 
-def test_a_resume_checks_again_but_not_the_initial_weights_once_there_is_a_checkpoint(
-    make_run: MakeRun, things: Path
-) -> None:
+def test_a_resume_checks_again_but_no_initial_weights_after_a_checkpoint(make_run: MakeRun, things: Path) -> None:
     Path("corpus.txt").write_text("some text\n")
     Path("first").mkdir()
     made = make_run("data.source=corpus.txt", "model.weights=first", run_id="r1")
@@ -497,9 +493,7 @@ def test_a_warning_names_what_only_the_nodes_see() -> None:
         assert "Each node checks it before it starts a rank." in reported
 
 
-def test_a_node_checks_before_it_starts_a_rank(
-    make_run: MakeRun, start_agent: Callable[..., Any], things: Path
-) -> None:
+def test_a_node_checks_before_it_starts_ranks(make_run: MakeRun, start_agent: Callable[..., Any], things: Path) -> None:
     Path("corpus.txt").write_text("some text\n")
     made = make_run("data.source=corpus.txt", run_id="r1")
     Path("corpus.txt").unlink()

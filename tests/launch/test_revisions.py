@@ -85,9 +85,7 @@ def test_plans_of_sizes_that_an_interrupted_revision_left_are_not_those_of_a_lat
     assert (revised.revision, read_size_plans(made.run, revised)) == (2, plans)
 
 
-def test_a_revision_that_cannot_be_written_leaves_no_plans_of_sizes(
-    made: MadeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_that_fails_leaves_no_plans_of_sizes(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: Path, data: dict[str, Any]) -> None:
         if not path.name.endswith("-sizes.json"):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))

@@ -111,9 +111,7 @@ BAD: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("row", "objective", "said"), BAD)
-def test_a_row_that_cannot_be_used_is_named_with_its_line_and_the_reason(
-    row: Any, objective: str, said: str, tmp_path: Path
-) -> None:
+def test_an_unusable_row_is_named_with_its_line(row: Any, objective: str, said: str, tmp_path: Path) -> None:
     found = problems(tmp_path, [row], objective=objective)
     assert said in found
     assert "rows.jsonl:1: " in found
@@ -305,9 +303,7 @@ def prepared(folder: Path, **info: Any) -> None:
         ({"template_date": "2024-07-26"}, "chat_template_date=2026-01-01", "chat_template_date is 2026-01-01"),
     ],
 )
-def test_settings_that_prepared_rows_cannot_follow_are_refused(
-    info: dict[str, str], setting: str, said: str, tmp_path: Path
-) -> None:
+def test_settings_against_rows_are_refused(info: dict[str, str], setting: str, said: str, tmp_path: Path) -> None:
     prepared(tmp_path, objective="sft", seq_len=8, **info)
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     given = view(tmp_path, f"data.source={tmp_path}", "model.seq_len=8", f"data.{setting}")

@@ -82,9 +82,7 @@ class Refused(Tracker[TrackerOptions]):
     def finish(self, outcome: Outcome) -> None: ...
 
 
-def test_the_error_message_of_a_tracker_is_recorded_without_secrets(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_a_tracker_is_recorded_without_secrets(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKER_LOGIN", "swordfish")
     monkeypatch.setattr(trackers, "_new_tracker", lambda name, options: Refused(options))
     made = make_run("secret_env=[TRACKER_LOGIN]", "tracking=[tensorboard]")

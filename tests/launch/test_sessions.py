@@ -151,9 +151,7 @@ def test_a_back_end_that_cannot_reach_the_node_is_an_error_of_the_scheduler(
     assert shown.err.split("\n")[:2] in (["from the scheduler", "no such step"], ["no such step", "from the scheduler"])
 
 
-def test_a_scheduler_that_does_not_answer_refuses_with_its_own_exit_code(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_scheduler_refuses_with_its_own_exit_code(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
     install(monkeypatch, Silent())

@@ -279,9 +279,7 @@ STEPS: tuple[tuple[dict[str, Any], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("step", "key", "said"), STEPS, ids=[said for *_, said in STEPS])
-def test_files_of_steps_that_cannot_be_read_are_refused(
-    folder: Path, step: dict[str, Any], key: str, said: str
-) -> None:
+def test_files_of_steps_must_be_readable(folder: Path, step: dict[str, Any], key: str, said: str) -> None:
     (folder / "eval.jsonl").write_text('{"question": "a"}\n')
     (folder / "empty.txt").write_text("\n")
     refused = submit({"path": "good.jsonl"}, {"prepare": [{"step": "normalization"}, step]})

@@ -144,9 +144,7 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
     assert "no attempt follows" not in reported
 
 
-def test_a_preempted_run_whose_job_has_ended_is_not_reported_as_waiting(
-    made: MadeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preempted_run_whose_job_ended_does_not_wait(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt(made, 75, "preempted", requeue=True)
     gone = Says(Job("7", "ended", "Slurm no longer lists the job"))
     status = run_status(made.run, gone)

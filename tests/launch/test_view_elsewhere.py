@@ -79,9 +79,7 @@ def test_a_state_that_is_read_while_a_view_ends_is_not_written_to_the_next_file_
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_view_whose_connection_stays_silent_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: bool
-) -> None:
+def test_a_view_with_a_silent_connection_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: bool) -> None:
     monkeypatch.setattr(view_elsewhere, "_SEND_EVERY_SECONDS", 0.02)
     now = [0.0]
     monkeypatch.setattr(view_elsewhere, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -55,9 +55,7 @@ def left_behind(site: Site) -> list[str]:
     return [entry.name for entry in sent.iterdir() if entry.name != "code"]
 
 
-def test_a_run_is_submitted_seen_resumed_and_removed_from_a_laptop(
-    site: Site, tree: WorkingTree, tmp_path: Path
-) -> None:
+def test_a_run_is_submitted_seen_and_resumed_from_a_laptop(site: Site, tree: WorkingTree, tmp_path: Path) -> None:
     tree.write("train.py", PROGRAM.format(word="first", code=7))
     done = site.scaletrain("submit", "run.yaml", "--cluster", "site", "--set", "restarts.crash=0")
     assert done.returncode == ExitCode.DONE, done.stderr
@@ -197,9 +195,7 @@ def test_a_run_id_that_is_a_path_or_a_command_is_refused_here(site: Site, tree: 
     assert not (site.home / ".cache").exists()
 
 
-def test_an_id_of_a_run_there_is_not_taken_for_a_prefix_of_a_run_here(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_of_a_run_there_is_no_prefix_of_one_here(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Path(os.environ["SCALETRAIN_RUNS"], "base-2")
     here.mkdir(parents=True)
     (here / "run.json").write_text("{}")

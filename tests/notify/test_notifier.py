@@ -125,9 +125,7 @@ def test_json_has_the_event_and_hides_secrets(hook: MakeHook) -> None:
     assert server.ids == [message["id"]]
 
 
-def test_a_busy_receiver_is_asked_again_after_the_time_that_it_names(
-    hook: MakeHook, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_receiver_is_asked_again_later(hook: MakeHook, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery.time, "time", clock.time)
     began = clock.now
     date = email.utils.formatdate(began + 30, usegmt=True)
@@ -143,9 +141,7 @@ def test_a_busy_receiver_is_asked_again_after_the_time_that_it_names(
     assert len(set(server.ids)) == 1
 
 
-def test_failures_are_tried_again_later_and_kept_over_processes(
-    hook: MakeHook, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_are_tried_later_and_by_later_processes(hook: MakeHook, caplog: pytest.LogCaptureFixture) -> None:
     made, server = notifying(), hook((500, {}), (500, {}), (500, {}))
     fail(made)
     work(made, {}, 10.0)  # the variable is not set
@@ -212,9 +208,7 @@ def test_a_request_that_is_never_answered_is_given_up(hook: MakeHook, monkeypatc
     assert not server.released.is_set()
 
 
-def test_a_crash_between_reading_and_sending_neither_loses_nor_repeats(
-    hook: MakeHook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_sending_neither_loses_nor_repeats(hook: MakeHook, monkeypatch: pytest.MonkeyPatch) -> None:
     made, server = notifying(), hook()
     fail(made)
     with monkeypatch.context() as patch:

@@ -45,9 +45,7 @@ def test_runs_are_compared_by_their_figures_and_the_keys_that_differ(runs: list[
     )
 
 
-def test_a_sweep_has_parallel_coordinates_its_best_points_and_the_runs_that_cannot_be_read(
-    runs: list[RunDir], tmp_path: Path
-) -> None:
+def test_a_sweep_has_parallel_coordinates_and_its_best_and_unread_points(runs: list[RunDir], tmp_path: Path) -> None:
     runs[2].record.write_text("{")
     for arguments in (["s"], ["--sweep", "s"]):
         assert scaletrain("report", *arguments, "-o", tmp_path / "sweep.html").code == 0

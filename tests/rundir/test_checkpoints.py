@@ -351,9 +351,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_keeps_the_old_checkpoin
     assert verify(only(tmp_path)) == []
 
 
-def test_an_unreadable_file_is_distinguished_from_a_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_no_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = read_checkpoint(save(tmp_path, 1))
     assert isinstance(checkpoint, Checkpoint)
 

@@ -189,9 +189,7 @@ def test_no_lock_that_a_reader_can_hold_delays_a_line(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in tmp_path.glob("*.lock")] == [0o600]
 
 
-def test_a_line_is_written_although_a_stopped_process_of_this_user_holds_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_is_written_although_another_has_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_LOCK_SECONDS", 0.0)
     append_line(tmp_path / "a.jsonl", {"n": 1})
     (lock,) = tmp_path.glob("*.lock")
@@ -226,9 +224,7 @@ def test_a_named_pipe_as_journal_does_not_block_readers(tmp_path: Path, read: Re
     assert read(tmp_path / "events.jsonl") == []
 
 
-def test_a_document_that_appears_while_it_is_looked_for_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_that_appears_late_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_early(path: Path) -> None:
         path.write_text("{}", encoding="utf-8")
         raise FileNotFoundError

@@ -53,9 +53,7 @@ def test_the_parsers_read_the_output_of_this_slurm(cluster: DevCluster) -> None:
     assert names == ["main", "spot", "spot0", "high"]
 
 
-def test_all_reasons_why_a_job_can_never_run_are_reported_at_once_and_nothing_is_queued(
-    cluster: DevCluster, runs: Path
-) -> None:
+def test_all_reasons_why_a_job_can_never_run_are_reported_at_once(cluster: DevCluster, runs: Path) -> None:
     refused = submit(
         cluster,
         SMALL,
@@ -107,9 +105,7 @@ def test_the_confirmation_shows_slurms_estimate_of_the_start(cluster: DevCluster
 
 
 @pytest.mark.long
-def test_a_resume_beyond_a_quota_that_has_shrunk_is_refused_and_changes_nothing(
-    cluster: DevCluster, runs: Path
-) -> None:
+def test_a_resume_beyond_a_shrunk_quota_is_refused_and_changes_nothing(cluster: DevCluster, runs: Path) -> None:
     held = (*ON_GPUS, "cluster.nodes=2", "cluster.slurm.extra={hold: true}")
     done = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "r", sets=held)
     assert done.returncode == 0, done.stderr
@@ -191,9 +187,7 @@ def test_the_script_records_the_preemption_rule_of_the_site(cluster: DevCluster)
     )
 
 
-def test_jobs_of_a_sweep_depend_on_each_other_and_a_refused_sweep_leaves_nothing(
-    cluster: DevCluster, runs: Path
-) -> None:
+def test_jobs_of_a_sweep_depend_on_each_other_or_none_is_left(cluster: DevCluster, runs: Path) -> None:
     """The jobs are held, so that no engine starts: only their dependencies are checked."""
     held = ("cluster.slurm.extra={hold: true}", *ON_CPUS)
     cap = ("--max-concurrent", "1", "--sweep", "training.seed=1,2,3")

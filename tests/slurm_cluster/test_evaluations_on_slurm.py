@@ -14,9 +14,7 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
-def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_run(
-    slurm: DevCluster, tmp_path: Path
-) -> None:
+def test_the_job_submits_evaluations_and_trains_while_they_run(slurm: DevCluster, tmp_path: Path) -> None:
     text = tmp_path / "held-out.txt"
     text.write_text("def main():\n    return 0\n" * 50)
     login = Login(slurm, tmp_path / "runs")

@@ -81,7 +81,7 @@ def steps(site: Site) -> list[str]:
     return site.cluster.run("squeue", "--steps", "--noheader", "--format=%i").stdout.split()
 
 
-def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_run_is_requeued_later(
+def test_a_rank_killed_without_a_controller_ends_the_other_node_and_is_requeued(
     site: Site,
 ) -> None:
     fake = {"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}, "die": {"1:1": -9}, "die_at": 40}
@@ -171,9 +171,7 @@ def test_a_run_whose_reservation_ends_saves_in_time_and_continues_in_the_next_on
     site.cancel(run_id)
 
 
-def test_the_gang_never_starts_if_its_data_cannot_be_prepared_and_resume_prepares_them_again(
-    site: Site, tmp_path: Path
-) -> None:
+def test_the_gang_never_starts_without_its_data_and_resume_prepares_them_again(site: Site, tmp_path: Path) -> None:
     path = corpus(tmp_path, 500)
     whole = path.read_text(encoding="utf-8")
     path.write_text(f"{whole}not JSON\n", encoding="utf-8")

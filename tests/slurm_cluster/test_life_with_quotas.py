@@ -59,9 +59,7 @@ def preempting_by_qos() -> Iterator[SharedCluster]:
 
 
 @pytest.mark.long
-def test_a_run_preempted_by_a_higher_qos_continues_without_losing_a_step(
-    preempting_by_qos: SharedCluster, tmp_path: Path
-) -> None:
+def test_a_run_preempted_by_a_higher_qos_loses_no_step(preempting_by_qos: SharedCluster, tmp_path: Path) -> None:
     with preempting_by_qos.lent() as cluster:
         site = Site(cluster, tmp_path / "runs")
         run_id = site.submit(FOREVER, "cluster.slurm.qos=scavenger")
@@ -79,9 +77,7 @@ def test_a_run_preempted_by_a_higher_qos_continues_without_losing_a_step(
 
 
 @pytest.mark.long
-def test_a_grace_period_longer_than_the_qos_gives_is_reported_at_submission(
-    preempting_by_qos: SharedCluster, tmp_path: Path
-) -> None:
+def test_a_grace_period_beyond_the_qos_is_reported(preempting_by_qos: SharedCluster, tmp_path: Path) -> None:
     with preempting_by_qos.lent() as cluster:
         held = ("cluster.grace_seconds=300", "cluster.slurm.time=1h", "cluster.slurm.extra={hold: true}")
         submitted = Site(cluster, tmp_path / "runs").try_to_submit(FOREVER, "cluster.slurm.qos=scavenger", *held)

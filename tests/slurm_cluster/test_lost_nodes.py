@@ -58,7 +58,7 @@ def test_a_node_that_is_powered_off_is_excluded_and_the_run_continues(site: Site
     site.cancel(run_id)
 
 
-def test_a_job_that_is_lost_with_its_node_is_resumed_by_recover_and_one_that_its_user_deletes_is_not(
+def test_recover_resumes_a_job_lost_with_its_node_and_none_that_its_user_deletes(
     site: Site,
 ) -> None:
     run_id = site.submit(FOREVER, "restarts.lost=2")

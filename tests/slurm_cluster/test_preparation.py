@@ -36,9 +36,7 @@ def datasets(runs: Path) -> dict[str, str]:
     return {str(path.relative_to(runs)): hashlib.sha256(path.read_bytes()).hexdigest() for path in visible}
 
 
-def test_the_gang_starts_after_the_preparation_job_whose_preempted_tasks_change_no_byte(
-    site: Site, tmp_path: Path
-) -> None:
+def test_the_gang_starts_after_the_preparation_whose_preempted_tasks_change_no_byte(site: Site, tmp_path: Path) -> None:
     path = corpus(tmp_path, 60_000)
     spot = "cluster.slurm.preparation={tasks: 2, cpus_per_task: 1, partition: spot0}"
     spec = settings(path, spot, 'data.prepare=[{"step": "duplicates", "near": true}]')

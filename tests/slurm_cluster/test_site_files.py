@@ -54,7 +54,7 @@ def say(tool: Path, words: str) -> None:
 
 
 @pytest.mark.long
-def test_the_prolog_drains_a_node_with_a_failed_gpu_and_the_job_runs_on_another_node(
+def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(
     prolog: tuple[DevCluster, Path],
 ) -> None:
     cluster, tool = prolog

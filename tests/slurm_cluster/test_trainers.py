@@ -66,9 +66,7 @@ def losses(run_dir: str) -> list[tuple[int, float]]:
     return sorted({line["step"]: line["loss"] for line in lines}.items())
 
 
-def test_trl_is_preempted_requeued_and_resumed_with_the_losses_of_an_undisturbed_run(
-    login: Login, tmp_path: Path
-) -> None:
+def test_trl_is_preempted_and_resumed_with_the_losses_of_an_undisturbed_run(login: Login, tmp_path: Path) -> None:
     copied_recipe(tmp_path / "mine")
     spec, short = tmp_path / "mine/run.yaml", ("training.steps=30", f"code.path={tmp_path / 'mine'}")
     run_id = submitted(login, spec, *ON_SLURM, *short, "env={SLOW: '0.5', OMP_NUM_THREADS: '1'}")

@@ -140,9 +140,7 @@ def test_missing_objects_of_a_partial_clone_are_not_fetched_by_a_program_of_the_
     assert ran(tmp_path) != [], "the trap must work, or this test shows nothing"
 
 
-def test_programs_that_a_submodule_configures_are_not_started(
-    tree: WorkingTree, program: Callable[..., str], tmp_path: Path
-) -> None:
+def test_programs_of_a_submodule_do_not_start(tree: WorkingTree, program: Callable[..., str], tmp_path: Path) -> None:
     inner = tree.folder / "inner"
     inner.mkdir()
     submodule = WorkingTree(inner)
@@ -166,9 +164,7 @@ def test_a_filter_whose_name_cannot_be_disabled_by_an_option_is_rejected(tree: W
         snapshot(tree)
 
 
-def test_files_of_git_lfs_are_kept_with_their_content_and_compared_by_it(
-    tree: WorkingTree, program: Callable[..., str], tmp_path: Path
-) -> None:
+def test_files_of_git_lfs_are_kept_by_content(tree: WorkingTree, program: Callable[..., str], tmp_path: Path) -> None:
     weights = "w" * 5000
     digest = hashlib.sha256(weights.encode()).hexdigest()
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(weights)}\n"

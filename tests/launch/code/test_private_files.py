@@ -90,9 +90,7 @@ def test_tracked_test_data_settings_and_markers_without_secrets_are_kept(tree: W
 
 
 @pytest.mark.parametrize(("name", "text"), [(".env", "DB_PASSWORD=correct-horse\n"), (".netrc", "machine a\n")])
-def test_a_tracked_file_of_secrets_is_refused_until_it_is_ignored_or_meant(
-    tree: WorkingTree, name: str, text: str
-) -> None:
+def test_a_tracked_file_of_secrets_is_refused_until_it_is_ignored(tree: WorkingTree, name: str, text: str) -> None:
     tree.write(name, text)
     tree.commit()
     with pytest.raises(UsageError, match=rf"git tracks {name} \(it"):

@@ -67,9 +67,7 @@ def test_executable_files_stay_executable(tree: WorkingTree) -> None:
         assert {entry.name: entry.mode for entry in packed}["run.sh"] == 0o755
 
 
-def test_uncommitted_changes_are_included_and_the_patch_reproduces_them_from_the_commit(
-    tree: WorkingTree, tmp_path: Path
-) -> None:
+def test_uncommitted_changes_are_included_and_reproduced_by_the_patch(tree: WorkingTree, tmp_path: Path) -> None:
     tree.write("train.py", "print('two')\n")
     tree.write("new file.py", "import this\n")
     (tree.folder / "run.sh").unlink()

@@ -25,9 +25,7 @@ from tests.launch.conftest import ENGINE, MakeRun, StartAgent, is_running, make_
 from tests.waiting import wait_until
 
 
-def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record_and_telemetry(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_when_all_ranks_finish_the_agent_exits_0_with_a_full_record(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run()
     agent = start_agent(made, real=True)
     assert agent.wait() == 0
@@ -97,9 +95,7 @@ def test_the_ranks_get_the_whole_grace_to_save(make_run: MakeRun, start_agent: S
     assert "saved" in made.log(1, 0)
 
 
-def test_a_rank_that_outlives_the_grace_is_killed_and_the_agent_exits_1(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_a_rank_that_outlives_the_grace_is_killed_and_exits_1(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.grace_seconds=4", steps=10_000, deaf=[1])
     agent = start_agent(made)
     agent.wait_until_up()
@@ -113,9 +109,7 @@ def test_a_rank_that_outlives_the_grace_is_killed_and_the_agent_exits_1(
     assert (killed.exit_code, killed.signal, killed.killed_by_agent) == (-9, "SIGKILL", True)
 
 
-def test_when_one_rank_dies_the_others_are_killed_after_three_seconds(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_when_one_rank_dies_the_others_are_killed_3_seconds_later(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.gpus_per_node=3", "training.global_batch_size=6", steps=10_000, die={"1:1": -9}, die_at=5)
     agent = start_agent(made)
     assert agent.wait() == 1
@@ -185,9 +179,7 @@ def test_offloaded_states_of_a_killed_rank_are_removed_from_the_node(
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_files_of_a_killed_agent_are_removed_by_the_next_one(
-    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_files_of_a_killed_agent_are_removed_later(make_run: MakeRun, start_agent: StartAgent, tmp_path: Path) -> None:
     made = make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, stay={"1:*": 1})
     killed = start_agent(made)
     killed.wait_until_up()
@@ -230,9 +222,7 @@ def test_the_agent_preempts_its_ranks_when_its_parent_process_dies(
     assert not any(is_running(rank.pid) for rank in record.ranks)
 
 
-def test_a_node_with_too_few_gpus_is_rejected_with_exit_code_5_and_the_reason(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_a_node_with_too_few_gpus_is_rejected_with_code_5_and_why(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=8")
     agent = start_agent(made, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     assert agent.wait() == 5
@@ -249,9 +239,7 @@ def test_an_attempt_that_this_node_cannot_see_is_a_usage_error(make_run: MakeRun
     assert "no attempt 7" in agent.errors
 
 
-def test_environment_values_with_shell_text_reach_the_ranks_unchanged(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_values_with_shell_text_reach_the_ranks_unchanged(make_run: MakeRun, start_agent: StartAgent) -> None:
     nasty = "a 'b' \"c\"\n$(touch pwned) `id` \\ ; &"
     made = make_run("cluster.gpus_per_node=1", env={"NASTY": nasty}, echo=["NASTY"])
     agent = start_agent(made)
@@ -302,9 +290,7 @@ def test_an_agent_that_waits_for_the_others_ends_on_a_signal(make_run: MakeRun, 
     assert agents[0].node.ended is None
 
 
-def test_when_a_rank_dies_the_other_nodes_end_too_and_its_node_is_the_cause(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_when_a_rank_dies_other_nodes_end_and_its_node_is_the_cause(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", steps=10_000, die={"1:0": 1}, die_at=50)
     agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
     assert [agent.wait() for agent in agents] == [1, 1]
@@ -349,9 +335,7 @@ def test_the_cache_of_compiled_code_is_private_to_the_user(tmp_path: Path, monke
     assert compiled_code({}, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
 
 
-def test_ranks_start_without_the_temporary_folder_of_the_login_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_start_without_the_login_nodes_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/proc/of-the-login-node")
     monkeypatch.setattr("scaletrain_cli.launch.node.attempt._TEMPORARY", (str(tmp_path),))
     assert Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path

@@ -84,9 +84,7 @@ def test_the_patch_of_uncommitted_changes_is_kept(program: WorkingTree) -> None:
     assert b"+VERSION = 'in the works'" in code_file(made.run, made.record.code, "patch").read_bytes()
 
 
-def test_the_folder_of_a_killed_agent_is_removed_by_the_next_attempt(
-    program: WorkingTree, start_agent: StartAgent
-) -> None:
+def test_the_folder_of_a_killed_agent_is_removed_by_the_next(program: WorkingTree, start_agent: StartAgent) -> None:
     made = submit(program)
     left = unpacked(made)
     left.parent.mkdir(mode=0o700)
@@ -123,9 +121,7 @@ def test_no_rank_starts_with_code_that_differs_from_the_submitted_one(
     assert not unpacked(made).parent.exists()
 
 
-def test_code_in_the_image_is_verified_and_run_in_place(
-    program: WorkingTree, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_code_in_the_image_is_verified_and_run(program: WorkingTree, start_agent: StartAgent, tmp_path: Path) -> None:
     image = tmp_path / "image"
     shutil.copytree(program.folder, image)
     made = submit(program, f"code.on_nodes={image}")
@@ -152,9 +148,7 @@ def test_a_run_of_the_same_name_with_other_code_is_another_run(program: WorkingT
         submit(program, run_id="mine")
 
 
-def test_the_built_in_engine_imports_nothing_from_a_tree_that_is_only_recorded(
-    program: WorkingTree, start_agent: StartAgent
-) -> None:
+def test_the_engine_imports_nothing_from_a_recorded_tree(program: WorkingTree, start_agent: StartAgent) -> None:
     program.write("json.py", "raise RuntimeError('not the one that was meant')")
     spec = make_spec(f"code.path={program.folder}")
     made = create_run(spec, make_plan(spec))
@@ -245,9 +239,7 @@ def test_a_run_keeps_its_code_and_a_run_without_code_has_none_to_renew(program: 
         replan(make_run().run, [], new_code=True)
 
 
-def test_a_node_without_space_for_the_code_is_replaced(
-    program: WorkingTree, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_a_node_without_space_is_replaced(program: WorkingTree, start_agent: StartAgent, tmp_path: Path) -> None:
     made = submit(program)
     (tmp_path / "full").write_text("no folder", encoding="utf-8")
     agent = start_agent(made, {"TMPDIR": str(tmp_path / "full")})
@@ -255,9 +247,7 @@ def test_a_node_without_space_for_the_code_is_replaced(
     assert "cannot be unpacked" in agent.errors
 
 
-def test_code_is_unpacked_into_a_folder_that_is_private_to_the_user(
-    program: WorkingTree, start_agent: StartAgent
-) -> None:
+def test_code_is_unpacked_into_a_private_folder(program: WorkingTree, start_agent: StartAgent) -> None:
     made = submit(program)
     unpacked(made).parent.mkdir(mode=0o755)
     agent = start_agent(made)

@@ -29,9 +29,7 @@ def site(tmp_path: Path, name: str, script: str) -> None:
 
 
 @pytest.mark.long
-def test_the_last_checkpoint_is_evaluated_although_training_has_ended(
-    made: MadeRun, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_the_last_checkpoint_is_evaluated_at_the_end(made: MadeRun, start_agent: StartAgent, tmp_path: Path) -> None:
     for name in ("squeue", "sacct", "scontrol", "sinfo"):
         site(tmp_path, name, "exit 0")
     site(tmp_path, "sbatch", "echo 4711")
@@ -42,9 +40,7 @@ def test_the_last_checkpoint_is_evaluated_although_training_has_ended(
     assert not made.events("evaluation-not-submitted")
 
 
-def test_a_scheduler_that_never_answers_does_not_keep_the_nodes(
-    made: MadeRun, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_a_silent_scheduler_does_not_keep_the_nodes(made: MadeRun, start_agent: StartAgent, tmp_path: Path) -> None:
     for name in ("squeue", "sacct", "scontrol", "sinfo", "sbatch"):
         site(tmp_path, name, "exec sleep 100000")
     agent = start_agent(made)

@@ -87,16 +87,12 @@ def test_throttling_is_a_share_of_time_where_the_driver_counts_it(machine: Any) 
     ("bits", "expected"),
     [(0x1, (0, 0, 0)), (0x4, (1, 0, 0)), (0x20, (0, 1, 0)), (0x48, (0, 1, 0)), (0x8, (0, 0, 1)), (0x88, (0, 0, 1))],
 )
-def test_without_counted_time_the_reasons_of_the_moment_are_used(
-    machine: Any, bits: int, expected: tuple[int, ...]
-) -> None:
+def test_without_counted_time_the_reasons_count(machine: Any, bits: int, expected: tuple[int, ...]) -> None:
     found = machine({"violations": None, "reasons": bits}).sample()[0]
     assert tuple(found[f"throttled_by_{cause}"] for cause in ("power", "heat", "hardware")) == expected
 
 
-def test_what_a_gpu_does_not_report_is_absent_and_not_asked_for_again(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_gpu_does_not_report_is_absent_later_too(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("busy", "clock", "milliwatts", "total", "ecc", "replays", "violations", "fields", "pcie_kilobytes", "mig")
     gpus = machine(dict.fromkeys(names) | {"reasons": None})
     first = gpus.sample()[0]
@@ -124,9 +120,7 @@ def test_pcie_without_counters_is_measured_by_the_driver(machine: Any) -> None:
         ("", 8, []),
     ],
 )
-def test_only_the_gpus_of_the_ranks_are_measured(
-    machine: Any, visible: str | None, count: int, expected: list[int]
-) -> None:
+def test_only_gpus_of_ranks_are_measured(machine: Any, visible: str | None, count: int, expected: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     gpus = machine({}, {}, {"mig": 1}, {}, count=count, **environment)
     assert sorted(gpus.sample()) == expected

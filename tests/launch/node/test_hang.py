@@ -207,9 +207,7 @@ def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None
     assert "no rank stands out" in str(find_suspect([view(0, 5), view(1, 5)], several_nodes=False).why)
 
 
-def test_a_stopped_rank_is_found_reported_with_its_stacks_and_killed(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_a_stopped_rank_is_reported_with_its_stacks_and_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
     # In the first steps, so that no earlier one can take longer than the limit on a busy machine.
     made = make_run(hang={"1:0": 2, "1:1": 1}, stopped=[1], steps=100, silence=3.0)
     agent = start_agent(made)
@@ -228,9 +226,7 @@ def test_a_stopped_rank_is_found_reported_with_its_stacks_and_killed(
     assert outcome.message == failure.message  # with its node, and where the stacks are
 
 
-def test_the_node_with_a_suspect_is_the_cause_and_not_those_that_only_waited(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_the_node_with_a_suspect_is_the_cause_and_none_that_waited(make_run: MakeRun, start_agent: StartAgent) -> None:
     everywhere = {f"1:{rank}": 1 for rank in range(4)}
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", hang=everywhere, stopped=[3], steps=99, silence=10.0)
     agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
@@ -242,9 +238,7 @@ def test_the_node_with_a_suspect_is_the_cause_and_not_those_that_only_waited(
     assert (waited.rank, suspected.rank) == (None, 3)
 
 
-def test_a_hang_after_a_signal_is_left_to_the_end_of_the_grace_period(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_a_hang_after_a_signal_is_left_to_the_grace_period(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.grace_seconds=3600", hang={"1:1": 1}, deaf=[0, 1], steps=10**7, silence=0.001)
     agent = signalled_at_its_start(start_agent, made)
     wait_until(lambda: "hanging" in made.log(1, 1), "rank 1 hangs")

@@ -130,9 +130,7 @@ def test_memory_is_that_of_the_lowest_group_with_a_limit(tmp_path: Path) -> None
     assert used_bytes(tmp_path) == 600 * 1024  # the largest number stands for no limit
 
 
-def test_a_bridge_and_a_bond_do_not_count_the_bytes_of_their_cards_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bridge_and_a_bond_do_not_count_bytes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for card in ("eth0", "eth1"):
         (tmp_path / "sys/class/net" / card / "device").mkdir(parents=True)
     total = 0

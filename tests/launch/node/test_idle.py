@@ -263,9 +263,7 @@ def end_of_rank(made: MadeRun, exit_code: int, *, killed: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("exit_code", "killed"), [(75, False), (-15, False), (-9, True), (1, False)])
-def test_an_idle_run_ends_with_75_and_is_not_requeued_however_its_ranks_end(
-    make_run: MakeRun, exit_code: int, killed: bool
-) -> None:
+def test_an_idle_run_ends_with_75_and_is_not_requeued(make_run: MakeRun, exit_code: int, killed: bool) -> None:
     made = make_run("cluster.gpus_per_node=1")
     end_of_rank(made, exit_code, killed=killed)
     asked = Reason("launch.ended-idle", {"seconds": 1800, "what": "GPUs"})
@@ -346,9 +344,7 @@ def test_the_status_shows_the_announcement_until_the_run_works_again(make_run: M
 
 
 @pytest.mark.process
-def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_resumed(
-    make_run: MakeRun, forked_jobs: None
-) -> None:
+def test_a_local_run_that_waits_is_announced_saved_ended_and_resumable(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run("cluster.idle_timeout=10s", steps=20, stay={"1:*": 6}, silence=600)
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: made.events("idle"), "it is announced")
@@ -370,9 +366,7 @@ def test_a_local_run_that_waits_forever_is_announced_saved_and_ended_and_can_be_
 
 
 @pytest.mark.process
-def test_a_program_that_ends_with_0_when_it_is_asked_to_has_not_finished(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_a_program_that_is_asked_to_end_has_not_finished(make_run: MakeRun, start_agent: StartAgent) -> None:
     server = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(100_000)"
     made = make_run("cluster.idle_timeout=10s", f"code.command={json.dumps([sys.executable, '-c', server])}")
     agent = start_agent(made)
@@ -381,9 +375,7 @@ def test_a_program_that_ends_with_0_when_it_is_asked_to_has_not_finished(
 
 
 @pytest.mark.process
-def test_unused_gpus_of_a_program_without_heartbeats_end_it_also_without_telemetry(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_unused_gpus_without_heartbeats_end_a_program(make_run: MakeRun, start_agent: StartAgent) -> None:
     spin = "import time\nwhile True: time.sleep(0.0005)"  # a busy process beside GPUs that do nothing
     search = os.pathsep.join([str(FAKE), os.environ["PYTHONPATH"]])
     found = {"PYTHONPATH": search, "FAKE_NVML": json.dumps({"gpus": [{"busy": 0}] * 2}), "CUDA_VISIBLE_DEVICES": "0,1"}

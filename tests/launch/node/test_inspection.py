@@ -79,9 +79,7 @@ def test_a_healthy_node_has_no_problems(make_run: MakeRun, monkeypatch: pytest.M
     assert list(make_run().run.path.glob(".clock*")) == []
 
 
-def test_broken_gpus_little_memory_and_a_small_shm_are_reported_separately(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_gpus_memory_and_shm_are_reported_apart(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = on_gpus(make_run())
     gpus = (GpuHealth(0, "GPU-a", "H100", 85 * GB, 0), GpuHealth(1, "GPU-b", "H100", 85 * GB, 0, waits_for_reset=True))
     monkeypatch.setattr(inspection, "available_bytes", lambda: 8 * GB)
@@ -101,9 +99,7 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_reported_separately(
     assert "take 40.0 GB" in str(more.problems[-1])
 
 
-def test_the_agent_writes_its_inspection_and_starts_no_rank_on_a_bad_node(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_an_agent_on_a_bad_node_writes_why_and_starts_no_rank(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.gpu=h100-sxm-80gb")
     path = os.pathsep.join([str(FAKE_NVML), os.environ["PYTHONPATH"]])
     lost = json.dumps({"gpus": [{}, {"lost": True}]})
@@ -119,9 +115,7 @@ def test_the_agent_writes_its_inspection_and_starts_no_rank_on_a_bad_node(
     assert read_node_records(made.run, 1)[0].ranks == ()
 
 
-def test_another_version_of_this_package_than_the_run_was_made_with_is_a_note(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_than_that_of_the_run_is_a_note(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     older = MadeRun(made.run, dataclasses.replace(made.record, code_hash="0" * 64))
     (note,) = inspected(older, monkeypatch).notes

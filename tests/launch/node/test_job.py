@@ -51,9 +51,7 @@ def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: MakeRun, st
     assert (stopped["code"], stopped["exit_code"]) == ("launch.job-stopped", 75)
 
 
-def test_a_requeued_job_that_is_preempted_goes_on_under_its_id_and_the_run_has_not_stopped(
-    make_run: MakeRun, start: Start
-) -> None:
+def test_a_requeued_job_that_is_preempted_goes_on_under_its_id(make_run: MakeRun, start: Start) -> None:
     made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02, stay={"2:0": 1})
     assert preempt(made, start(made, "--requeued"), 1) == 75
     (first,) = read_attempts(made.run)

@@ -50,9 +50,7 @@ def finish(process: MirrorProcess, *, seconds: float = math.inf, failed: bool = 
     process.finish(failed=failed, seconds_left=lambda: seconds, grace_seconds=5.0)
 
 
-def test_the_process_copies_each_checkpoint_and_the_last_one_at_the_end(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_the_process_copies_each_checkpoint_and_the_last(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(folder_of(tmp_path))
     made.commit(10)
     process = MirrorProcess(made.run, made.record)
@@ -69,9 +67,7 @@ def test_the_process_copies_each_checkpoint_and_the_last_one_at_the_end(
     assert not is_running(pid)
 
 
-def test_a_copy_that_the_grace_period_ends_leaves_the_checkpoint_before(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_a_copy_cut_by_the_grace_period_leaves_the_one_before(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(folder_of(tmp_path), SLOW)
     made.commit(10, (1000,))
     process = MirrorProcess(made.run, made.record)
@@ -183,9 +179,7 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_end_of_a_run(
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_the_verb_releases_the_mirror_of_a_run_that_is_over(
-    make_mirrored: MakeMirrored, tmp_path: Path, *, over: bool
-) -> None:
+def test_the_verb_releases_a_mirror_at_the_end(make_mirrored: MakeMirrored, tmp_path: Path, *, over: bool) -> None:
     made = make_mirrored(folder_of(tmp_path))
     made.commit(10)
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))

@@ -105,9 +105,7 @@ def test_a_failed_diagnosis_is_logged_once_and_the_next_one_may_succeed(
     assert made.events("finding")
 
 
-def test_a_finding_that_could_not_be_recorded_is_raised_later(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finding_that_was_not_recorded_is_raised_later(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -121,9 +119,7 @@ def test_a_finding_that_could_not_be_recorded_is_raised_later(
     assert "diagnosis.loss-above-start" in [event["code"] for event in made.events("finding")]
 
 
-def test_a_process_that_was_killed_is_started_again_after_a_time(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_is_started_again_after_a_time(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.node.observer.python_command", lambda *_: ["sleep", "100000"])
     observer = Observer(make_run().run, 1, notifies=True, start_seconds=0.0)
     observer.start_if_due()

@@ -75,7 +75,7 @@ def test_a_probe_without_slurm_or_without_sending_anything_is_a_usage_error(opti
     assert "--probe requires cluster.scheduler = slurm" in ended.err
 
 
-def test_a_probe_without_submitit_is_an_error_with_the_command_that_installs_it(
+def test_a_probe_without_submitit_names_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.probe.find_spec", lambda name: None)

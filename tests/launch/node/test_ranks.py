@@ -48,7 +48,7 @@ def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
     assert {name: reported[name] for name in expected} == expected
 
 
-def test_gloo_uses_the_interface_of_the_route_to_the_first_node_unless_the_user_sets_it(
+def test_gloo_uses_the_route_to_the_first_node_unless_the_user_sets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "GLOO_SOCKET_IFNAME"

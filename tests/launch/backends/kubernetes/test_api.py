@@ -62,9 +62,7 @@ def test_annotations_are_added_and_a_missing_object_is_ignored(cluster: Cluster)
     cluster.annotate(CONFIG_MAP, "ml", "none", {"a": "1"})
 
 
-def test_a_deletion_is_in_the_foreground_and_only_of_the_object_with_the_given_uid(
-    cluster: Cluster, api: FakeApi
-) -> None:
+def test_a_deletion_is_in_the_foreground_and_of_the_given_uid_only(cluster: Cluster, api: FakeApi) -> None:
     uid = cluster.apply(config_map())["metadata"]["uid"]
     assert not cluster.delete(CONFIG_MAP, "ml", "c", uid="another")
     assert cluster.delete(CONFIG_MAP, "ml", "c", uid=uid)
@@ -128,9 +126,7 @@ def test_other_refusals_keep_the_servers_message(
     assert caught.value.said == "the server's words"
 
 
-def test_a_request_that_is_answered_with_429_is_repeated_a_few_times(
-    cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_429_is_repeated_a_few_times(cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     api.refusals[("create", "configmaps")] = (429, status(429, "TooManyRequests", "please try again later"))
     waited: list[float] = []
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.api.time.sleep", waited.append)
@@ -157,9 +153,7 @@ def test_a_login_page_is_not_accepted_as_an_answer(cluster: Cluster, monkeypatch
             ask()
 
 
-def test_an_unreachable_server_is_reported_and_not_asked_again_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_server_is_reported_and_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "k", "http://127.0.0.1:9", "far")))
     cluster = connect("far", "ml")
     with pytest.raises(SchedulerError, match=r"context far, http://127.0.0.1:9, .* does not answer") as caught:
@@ -184,9 +178,7 @@ def _never(request: Any) -> Any:
     return silent
 
 
-def test_a_dead_node_does_not_count_as_an_unreachable_server(
-    cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_node_is_no_unreachable_server(cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server waits for the node of a log; a list of runs must not stop at the first dead node."""
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.api._LOG_SECONDS", 0.05)
     api.dead_pods.add("p")

@@ -118,9 +118,7 @@ def test_a_version_that_is_not_known_is_refused_with_those_that_are(cluster: Clu
 
 @pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3", "v1beta1"])
 @pytest.mark.parametrize("given", ["auto", "v1alpha2"])
-def test_a_pod_group_is_written_in_the_version_that_is_served(
-    api: FakeApi, make_run: MakeRun, version: str, given: str
-) -> None:
+def test_a_pod_group_has_the_version_that_is_served(api: FakeApi, make_run: MakeRun, version: str, given: str) -> None:
     serve_only(api, SCHEDULING, {"v1": ("priorityclasses",), version: ("podgroups",)})
     api.strict = True
     made = make_run(*SETTINGS, f"cluster.kubernetes.native_gang={given}")

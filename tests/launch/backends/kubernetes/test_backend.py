@@ -50,9 +50,7 @@ def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: 
     assert read_submission(made.run).job_id == f"jobset/{name}"  # type: ignore[union-attr]
 
 
-def test_the_rendered_objects_are_those_that_are_submitted_and_rendering_sends_no_request(
-    made: MadeRun, api: FakeApi
-) -> None:
+def test_rendered_objects_are_those_that_are_submitted_and_rendering_asks_nothing(made: MadeRun, api: FakeApi) -> None:
     from ruamel.yaml import YAML
 
     text = KubernetesBackend().render(made.run, made.record)
@@ -110,9 +108,7 @@ def test_a_trainjob_is_created_again_until_the_webhooks_have_its_runtime(
     assert runtime["metadata"]["ownerReferences"][0]["uid"] == whole["metadata"]["uid"]
 
 
-def test_a_trainjob_that_kueue_would_not_hold_back_is_not_created_and_leaves_nothing(
-    make_run: MakeRun, api: FakeApi
-) -> None:
+def test_a_trainjob_that_kueue_would_not_hold_back_is_not_created_at_all(make_run: MakeRun, api: FakeApi) -> None:
     """Before its TrainingRuntime exists, a TrainJob cannot be tried."""
     settings = ("cluster.kubernetes.backend=trainjob", "cluster.kubernetes.queue=q")
     api.in_queues = {"jobsets"}
@@ -172,9 +168,7 @@ def test_the_log_of_a_pod_on_a_dead_node_is_not_requested(made: MadeRun, api: Fa
 @pytest.mark.parametrize(
     ("kind", "code", "state"), [("Completed", 0, "finished"), ("Failed", 93, "failed"), ("Failed", 75, "preempted")]
 )
-def test_the_end_of_a_job_is_kept_after_its_object_is_deleted(
-    made: MadeRun, api: FakeApi, kind: str, code: int, state: str
-) -> None:
+def test_the_end_of_a_job_outlives_its_object(made: MadeRun, api: FakeApi, kind: str, code: int, state: str) -> None:
     name = submit(made)
     finish(api, name, kind)
     put_pods(api, ended(name, 0, code))
@@ -211,9 +205,7 @@ def test_a_queued_run_shows_the_message_of_its_own_kueue_workload(made: MadeRun,
     assert run_status(made.run).why == f"waits in queue q: words on {whole['metadata']['uid']}"
 
 
-def test_details_that_the_user_may_not_read_are_left_out(
-    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_details_that_are_forbidden_are_left_out(made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     name = submit(made)
     workload(api, name)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
     workload(api, name)["spec"]["suspend"] = True
@@ -225,9 +217,7 @@ def test_details_that_the_user_may_not_read_are_left_out(
     assert "'.[k8s]'" in run_status(made.run).why
 
 
-def test_a_cancelled_run_gets_its_grace_period_and_is_active_until_its_pods_are_deleted(
-    made: MadeRun, api: FakeApi
-) -> None:
+def test_a_cancelled_run_gets_its_grace_period_and_is_active_while_it_has_pods(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, pod(name, 0), pod(name, 1))
     scheduler = KubernetesBackend()
@@ -313,9 +303,7 @@ def test_pods_of_a_dead_node_are_deleted_only_with_force(made: MadeRun, api: Fak
     assert made.events("pods-force-deleted")
 
 
-def test_force_deletes_a_cancelled_runs_pod_on_an_unreachable_node_without_its_grace_period(
-    made: MadeRun, api: FakeApi
-) -> None:
+def test_force_deletes_a_pod_on_an_unreachable_node_without_its_grace_period(made: MadeRun, api: FakeApi) -> None:
     """Its grace period has not ended, but its node cannot use it. The other pod saves."""
     name = submit(made)
     put_pods(api, pod(name, 0, node="n"), pod(name, 1, node="m"))

@@ -104,9 +104,7 @@ def test_the_remedies_after_an_end_depend_on_the_exit_code(
     assert bool(found.actions) == bool(code)
 
 
-def test_a_deleted_job_with_an_unknown_end_is_not_reported_as_failed(
-    made: MadeRun, api: FakeApi, whole: dict[str, Any]
-) -> None:
+def test_a_deleted_job_with_an_unknown_end_has_not_failed(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
     api.objects.clear()
     found = explained(made)
     assert (found.cause, "how it ended is not known" in found.headline) == ("unknown", True)

@@ -121,9 +121,7 @@ def test_an_unanswered_resume_is_found_and_two_gangs_never_run_at_once(made: Mad
     assert resume(made.run).submission.job_id.endswith("-s3")
 
 
-def test_an_unsettled_request_has_not_ended_and_cannot_be_cancelled(
-    made: MadeRun, api: FakeApi, later: Callable[[], None]
-) -> None:
+def test_an_unsettled_request_has_not_ended_and_stays(made: MadeRun, api: FakeApi, later: Callable[[], None]) -> None:
     api.refusals[("create", "jobsets")] = UNAVAILABLE
     with pytest.raises(SchedulerSilentError):
         submit(made)
@@ -169,9 +167,7 @@ def test_an_answer_overrides_what_status_recorded_in_the_meantime(
     assert (job(made).id, job(made).state) == (first[:-1] + "2", "queued")
 
 
-def test_an_unanswered_resume_without_a_job_leaves_the_ended_job(
-    made: MadeRun, api: FakeApi, later: Callable[[], None]
-) -> None:
+def test_an_unanswered_resume_leaves_the_ended_job(made: MadeRun, api: FakeApi, later: Callable[[], None]) -> None:
     first = submit(made)
     whole = api.objects[("jobset.x-k8s.io", "jobsets", "ml", first.partition("/")[2])]
     whole["status"] = {"conditions": [condition("Failed", reason="ReachedMaxRestarts")]}
@@ -245,9 +241,7 @@ def test_a_damaged_job_reference_is_reported_with_its_file(made: MadeRun, api: F
         job(made)
 
 
-def test_a_preflight_whose_submission_was_not_answered_keeps_its_run_directory(
-    made: MadeRun, api: FakeApi, tmp_path: Path
-) -> None:
+def test_a_preflight_without_an_answer_keeps_its_run_directory(made: MadeRun, api: FakeApi, tmp_path: Path) -> None:
     with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError):
         run_preflight(made.record.spec, made.record.plan, KubernetesBackend(), 1.0, lambda status: None)
     (folder,) = (tmp_path / "runs").glob("preflight-*")
@@ -300,9 +294,7 @@ def test_a_refused_cancel_changes_nothing(made: MadeRun, api: FakeApi, verb: str
     assert not made.events("cancelled")
 
 
-def test_a_refusal_after_the_dry_run_removes_the_stop_file_and_the_annotation(
-    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_after_the_dry_run_is_undone(made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     submit(made)
     scheduler = KubernetesBackend()
     cluster = scheduler._cluster(made.record.spec)

@@ -38,9 +38,7 @@ FREE_RESTART = "RestartJobSetAndIgnoreMaxRestarts"
 
 
 @pytest.mark.parametrize(("name", "backend"), [(SPOT, "jobset"), *((SMALL, backend) for backend in BACKENDS)])
-def test_the_manifest_of_a_recipe_is_the_accepted_one(
-    name: str, backend: str, golden: Callable[[str, str], None]
-) -> None:
+def test_the_manifest_of_a_recipe_is_as_accepted(name: str, backend: str, golden: Callable[[str, str], None]) -> None:
     made = rendered_recipe(name, f"cluster.kubernetes.backend={backend}", plan=plan_of(name), run_id=name)
     golden(f"kubernetes/{backend}/{name}.yaml", to_yaml(made.objects))
 
@@ -138,9 +136,7 @@ def test_a_volcano_job_has_the_pods_of_the_jobset_backend_under_its_own_gang() -
         ("Job was active longer than specified deadline", "DeadlineExceeded", "FailJobSet"),
     ],
 )
-def test_the_failure_message_of_a_job_decides_whether_a_restart_is_charged(
-    message: str, reason: str, action: str
-) -> None:
+def test_the_message_of_a_failed_job_decides_if_a_restart_is_charged(message: str, reason: str, action: str) -> None:
     policy = rendered_recipe(SPOT).workload_object["spec"]["failurePolicy"]
 
     def matches(rule: dict[str, list[str]]) -> bool:

@@ -58,9 +58,7 @@ def test_later_verbs_use_the_namespace_of_the_submission(api: FakeApi, tmp_path:
     assert namespaces_asked(api) == {"team"}
 
 
-def test_a_resume_without_a_namespace_takes_that_of_the_context(
-    api: FakeApi, tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_a_resume_without_a_namespace_has_that_of_the_context(api: FakeApi, tmp_path: Path, make_run: MakeRun) -> None:
     made = make_run(*SETTINGS)
     put_context(tmp_path, "team")
     assert replan(made.run, ["cluster.kubernetes.namespace=null"]).spec.cluster.kubernetes.namespace == "team"
@@ -69,9 +67,7 @@ def test_a_resume_without_a_namespace_takes_that_of_the_context(
 @pytest.mark.parametrize(
     ("context", "namespace"), [(None, "team"), ("other", "vision"), ("bare", "default"), ("unknown", "default")]
 )
-def test_the_namespace_is_of_the_context_of_the_spec(
-    api: FakeApi, tmp_path: Path, context: str | None, namespace: str
-) -> None:
+def test_the_namespace_is_of_the_context(api: FakeApi, tmp_path: Path, context: str | None, namespace: str) -> None:
     put_context(tmp_path, "team")
     put_context(tmp_path, "vision", "other")
     put_context(tmp_path, None, "bare")

@@ -86,9 +86,7 @@ def test_a_gang_of_an_ended_run_exits_with_the_decision(make_run: MakeRun, start
     assert len(gang.attempts) == 1
 
 
-def test_a_pod_that_is_terminated_before_all_have_joined_exits_with_75_and_begins_no_attempt(
-    make_run: MakeRun, start_gang: StartGang
-) -> None:
+def test_a_pod_terminated_before_all_joined_exits_with_75_alone(make_run: MakeRun, start_gang: StartGang) -> None:
     for number in (0, 1):
         gang = start_gang(make_run(*TWO_NODES), pods=(number,))
         gang.wait_until_heeding()
@@ -97,9 +95,7 @@ def test_a_pod_that_is_terminated_before_all_have_joined_exits_with_75_and_begin
         assert gang.run.attempts() == []
 
 
-def test_an_attempt_whose_pods_were_all_lost_is_closed_by_the_next_gang(
-    make_run: MakeRun, start_gang: StartGang
-) -> None:
+def test_an_attempt_whose_pods_were_lost_is_closed_by_the_next_gang(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES, stay={"1:*": 1})
     gang = start_gang(made)
     gang.wait_until_up()
@@ -109,9 +105,7 @@ def test_an_attempt_whose_pods_were_all_lost_is_closed_by_the_next_gang(
     assert [attempt.reason for attempt in gang.attempts] == ["node", "done"]
 
 
-def test_another_run_with_the_same_id_on_the_volume_is_not_changed(
-    make_run: MakeRun, start_gang: StartGang, tmp_path: Path
-) -> None:
+def test_another_run_of_the_same_id_stays_unchanged(make_run: MakeRun, start_gang: StartGang, tmp_path: Path) -> None:
     made = make_run(*TWO_NODES, run_id="same")
     gang = start_gang(made)
     gang.wait()

@@ -73,9 +73,7 @@ def test_lines_are_written_once_however_often_they_are_fetched(made: MadeRun, ap
     assert any("sinceTime=" in asked for asked in api.asked)
 
 
-def test_logs_of_a_restarted_gang_do_not_replace_those_of_the_previous_one(
-    made: MadeRun, api: FakeApi, name: str
-) -> None:
+def test_logs_of_a_restarted_gang_do_not_replace_those_before(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, ended(name, 0, 75), OWN, "rank 0: first gang")
     bring(made)
     api.objects = {key: body for key, body in api.objects.items() if key[1] != "pods"}
@@ -125,9 +123,7 @@ def test_logs_of_pods_that_have_not_started_are_not_requested(made: MadeRun, api
     assert not any("/log" in asked for asked in api.asked)
 
 
-def test_following_includes_pods_that_start_later(
-    made: MadeRun, api: FakeApi, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_includes_later_pods(made: MadeRun, api: FakeApi, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod_logs, "_LOOK_EVERY_SECONDS", 0.05)
     first = pod(name, 0)
     api.living.add(first["metadata"]["name"])

@@ -272,9 +272,7 @@ UNSTATED = (
 )
 
 
-def test_a_quota_of_cpu_limits_without_one_in_the_pods_is_one_problem_with_its_cure(
-    preflight: Notes, api: FakeApi
-) -> None:
+def test_a_quota_of_cpu_limits_without_one_in_the_pods_is_one_problem(preflight: Notes, api: FakeApi) -> None:
     put_quota(api, "limits.cpu")
     said = 'pods "a" is forbidden: failed quota: team: must specify limits.cpu for: node'
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
@@ -301,16 +299,12 @@ def test_a_quota_that_may_not_be_read_is_known_from_the_dry_run(preflight: Notes
         ["cluster.cpus_per_gpu=12"],
     ],
 )
-def test_pods_with_cpu_limits_are_admitted_by_a_quota_of_them(
-    preflight: Notes, api: FakeApi, settings: list[str]
-) -> None:
+def test_pods_with_cpu_limits_are_admitted_by_a_quota(preflight: Notes, api: FakeApi, settings: list[str]) -> None:
     put_quota(api, "limits.cpu", "requests.cpu", "limits.memory", "requests.memory")
     assert not [note for note in preflight(*GPU, *settings) if "quota" in note.lower()]
 
 
-def test_a_default_of_a_limit_range_states_the_limit_unless_it_is_below_the_request(
-    preflight: Notes, api: FakeApi
-) -> None:
+def test_a_default_of_a_limit_range_is_the_limit_unless_it_is_below_the_request(preflight: Notes, api: FakeApi) -> None:
     put_quota(api, "limits.cpu")
     put_limits(api, default={"cpu": "64"})
     preflight(*GPU)
@@ -346,9 +340,7 @@ def test_a_side_car_counts_for_quotas_and_must_state_its_amounts(preflight: Note
     assert "ResourceQuota team of the namespace allows 10k limits.cpu, and the job needs 16064" in much
 
 
-def test_a_refused_pod_of_the_preparation_is_a_problem_before_anything_is_queued(
-    preflight: Notes, api: FakeApi
-) -> None:
+def test_a_refused_pod_of_the_preparation_is_a_problem_before_the_queue(preflight: Notes, api: FakeApi) -> None:
     preflight(*GPU)
     (asked,) = [line for line in api.asked if "-data-0-" in line]
     assert "dryRun=All" in asked
@@ -362,9 +354,7 @@ def test_without_a_user_in_the_pods_nothing_is_said_about_who_may_write(prefligh
     assert not [note for note in preflight(*GPU, f"cluster.kubernetes.pod_overrides={nobody}") if "writable" in note]
 
 
-def test_without_the_right_to_create_jobs_a_note_says_that_the_child_was_not_checked(
-    preflight: Notes, api: FakeApi
-) -> None:
+def test_without_the_right_to_create_jobs_a_note_says_what_was_not_checked(preflight: Notes, api: FakeApi) -> None:
     api.forbid("create", "jobs", "batch")
     assert any("not checked whether the Job" in note for note in preflight(*GPU))
     api.forbid("create", "jobsets", "jobset.x-k8s.io")
@@ -399,9 +389,7 @@ def test_every_backend_is_validated(preflight: Notes, api: FakeApi, backend: str
     ],
     ids=["Trainer", "Kueue"],
 )
-def test_a_trainjob_is_not_refused_because_a_dry_run_creates_no_runtime(
-    preflight: Notes, api: FakeApi, said: str
-) -> None:
+def test_a_trainjob_is_not_refused_for_a_runtime_of_a_dry_run(preflight: Notes, api: FakeApi, said: str) -> None:
     """Both webhooks read existing runtimes; a dry run creates none."""
     api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", said))
     preflight(*GPU, "cluster.kubernetes.backend=trainjob")
@@ -451,9 +439,7 @@ def test_a_topology_that_no_flavor_has_is_reported(preflight: Notes, api: FakeAp
     preflight(*rack)  # Kueue checks what the user may not read
 
 
-def test_a_job_without_a_topology_cannot_use_a_flavor_with_one_unless_all_have_one(
-    preflight: Notes, api: FakeApi
-) -> None:
+def test_a_job_without_a_topology_uses_no_flavor_with_one_unless_all_have_one(preflight: Notes, api: FakeApi) -> None:
     whole = put_queue(api, gpus=8)
     (group,) = whole["spec"]["resourceGroups"]
     large = [resource | {"nominalQuota": "16"} for resource in group["flavors"][0]["resources"]]
@@ -480,9 +466,7 @@ def test_a_volcano_queue_must_be_open(preflight: Notes, api: FakeApi) -> None:
     assert "is Closed, and admits no jobs" in problems(preflight, *volcano)
 
 
-def test_a_volcano_queue_that_can_never_hold_the_gang_is_distinguished_from_one_that_is_busy(
-    preflight: Notes, api: FakeApi
-) -> None:
+def test_a_volcano_queue_that_is_too_small_is_distinguished_from_a_busy_one(preflight: Notes, api: FakeApi) -> None:
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
     queue: dict[str, Any] = {"metadata": {"name": "q"}, "spec": {"capability": {"nvidia.com/gpu": "8"}}}
     api.put("queues", queue, "scheduling.volcano.sh", "")
@@ -606,9 +590,7 @@ def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
     assert any(text in note for note in preflight(*QUEUE, *settings))
 
 
-def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_has_quota(
-    outlook: Outlook, api: FakeApi
-) -> None:
+def test_a_job_whose_nodes_are_cordoned_does_not_start_although_there_is_quota(outlook: Outlook, api: FakeApi) -> None:
     put_queue(api)
     for number in range(3):
         api.put("nodes", gpu_node(f"n{number}", unschedulable=True), namespace="")

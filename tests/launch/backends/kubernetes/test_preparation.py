@@ -149,9 +149,7 @@ def test_a_failed_preparation_creates_no_gang_and_is_explained(controller: Contr
     assert status()["state"] == "queued"
 
 
-def test_an_interrupted_submit_is_resumed_with_the_same_job(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_submit_resumes_the_same_job(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = interrupt_submit(controller, monkeypatch)
     assert sent.code == 130
     assert "job/r1-s1-data goes on in the cluster; scaletrain resume r1" in sent.err
@@ -185,9 +183,7 @@ def test_a_submitter_that_was_killed_is_resumed_with_the_same_job(controller: Co
     assert len(controller.jobs) == len(controller.api.all("jobsets")) == 1
 
 
-def test_a_submitter_whose_job_is_cancelled_or_waits_says_so(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_submitter_whose_job_waits_or_ends_says_so(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Back-off pulling image"
     seen: list[str] = []
 
@@ -213,9 +209,7 @@ def test_a_submitter_whose_job_is_cancelled_or_waits_says_so(
     assert not controller.api.all("jobsets")
 
 
-def test_cancel_ends_the_preparation_and_a_resume_prepares_again(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_ends_it_and_a_resume_prepares_again(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_submit(controller, monkeypatch)
     assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
     assert [name for name, _ in controller.api.deletions] == ["jobs/r1-s1-data"]

@@ -142,9 +142,7 @@ def expanded(text: str, environment: dict[str, str]) -> str:
 
 @settings(max_examples=25)
 @given(specs(), run_ids, st.integers(1, 50))
-def test_the_manifest_of_every_valid_spec_is_valid_and_has_its_values(
-    spec: RunSpec, run_id: str, submission: int
-) -> None:
+def test_the_manifest_of_every_spec_is_valid_and_has_its_values(spec: RunSpec, run_id: str, submission: int) -> None:
     made = rendered(spec, run_id=run_id, submission=submission, avoid=("node-1",))
     assert problems(made.objects) == []
     core = [one for one in (*made.objects, *children(made.objects)) if one["apiVersion"] in ("v1", "batch/v1")]

@@ -32,9 +32,7 @@ def test_an_object_of_another_run_is_kept(made: MadeRun, api: FakeApi) -> None:
     assert workload(api, name)["metadata"].get("deletionTimestamp") is None
 
 
-def test_a_run_is_kept_if_the_cluster_does_not_answer(
-    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_kept_without_an_answer(made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     name = submit(made)
     finish(api, name, "Completed")
     found = plan_removal(made.run, with_checkpoints=False)

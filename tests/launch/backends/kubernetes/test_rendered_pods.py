@@ -119,9 +119,7 @@ COMMAND = 'code.command=[sh, -c, "exec python3 train.py"]'
 
 
 @pytest.mark.parametrize("program", ["code.engine=train", pytest.param(COMMAND, marks=pytest.mark.long)])
-def test_pods_without_the_submitters_files_run_the_submitted_code(
-    tree: WorkingTree, make_run: MakeRun, tmp_path: Path, program: str
-) -> None:
+def test_pods_need_no_file_of_the_submitter(tree: WorkingTree, make_run: MakeRun, tmp_path: Path, program: str) -> None:
     tree.write("train.py", "import os\nprint('submitted, as', os.environ['RANK'])\n")
     made_run = make_run(*OPTIONS, f"code.path={tree.folder}", program)
     made = manifest(made_run.record, documents_for(made_run.run, made_run.record))

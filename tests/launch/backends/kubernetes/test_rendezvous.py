@@ -118,9 +118,7 @@ def test_a_process_without_the_key_of_the_gang_can_neither_join_nor_answer(host:
         assert SEAL.message(odd) is None
 
 
-def test_a_connection_that_sends_a_byte_at_a_time_delays_no_other(
-    host: RendezvousServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_of_single_bytes_delays_no_other(host: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINE_SECONDS", LONG)  # one after the other, they would take that long each
     words: dict[int, Any] = {}
     slow = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(20)]

@@ -177,9 +177,7 @@ def failed(made: MadeRun, api: FakeApi) -> str:
     return name
 
 
-def test_status_names_the_cause_and_the_step_of_a_run_whose_volume_is_not_seen(
-    made: MadeRun, api: FakeApi, failed: str
-) -> None:
+def test_status_names_the_cause_and_the_step_without_the_volume(made: MadeRun, api: FakeApi, failed: str) -> None:
     api.put("pods", reported(failed, 0, CRASH))
     seen = run_status(made.run)
     assert (seen.state, seen.step, seen.job.exit_code) == ("failed", 120, 93)

@@ -208,9 +208,7 @@ def test_fetched_logs_are_shown_if_the_cluster_does_not_answer(ready: FakeApi) -
     assert "the right to list pods" in shown.err
 
 
-def test_doctor_checks_the_cluster_of_a_configured_context(
-    ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_checks_the_configured_cluster(ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kubernetes() -> dict[str, str]:
         return next(check for check in scaletrain("doctor", "--json").data["checks"] if check["name"] == "kubernetes")
 

@@ -164,9 +164,7 @@ def test_the_output_errors_and_exit_code_of_the_verb_are_passed_on(run: RunDir, 
     assert "no checkpoints in" in subprocess_of("checkpoint", "list", "r1")["err"]  # that was read
 
 
-def test_once_the_run_is_over_a_small_pod_reads_the_files_for_this_view_and_the_next_ones(
-    run: RunDir, api: FakeApi, tmp_path: Path
-) -> None:
+def test_after_the_end_a_small_pod_reads_the_files_for_all_views(run: RunDir, api: FakeApi, tmp_path: Path) -> None:
     over(api)
     seen = subprocess_of("checkpoint", "list", "r1")
     assert (seen["code"], "no checkpoints in" in seen["err"]) == (ExitCode.DONE, True), seen
@@ -217,9 +215,7 @@ def test_a_view_that_fails_deletes_the_pod_that_it_has_made(run: RunDir, api: Fa
     assert not api.all("jobs")
 
 
-def test_a_pod_for_views_waits_while_one_is_open_and_ends_a_time_after_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_for_views_ends_a_time_after_the_last_one_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     holding = threading.Thread(target=hold, args=(0.5, 0.05))
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this thread
@@ -318,9 +314,7 @@ def test_followed_events_go_on_over_the_end_of_a_pod_each_shown_once(
 
 
 @pytest.mark.long
-def test_a_watch_that_begins_in_the_queue_goes_on_where_the_files_are(
-    run: RunDir, api: FakeApi, tmp_path: Path
-) -> None:
+def test_a_watch_that_begins_in_the_queue_continues_on_the_files(run: RunDir, api: FakeApi, tmp_path: Path) -> None:
     watch = started("watch", "r1", output=tmp_path / "watch")
 
     def shown() -> str:

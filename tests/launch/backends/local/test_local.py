@@ -285,9 +285,7 @@ def test_the_rendered_command_is_the_one_that_is_run(make_run: MakeRun) -> None:
     assert Path(shown.splitlines()[0]) == Path(sys.executable)
 
 
-def test_a_node_that_cannot_start_its_ranks_reports_the_reason(
-    submit: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_cannot_start_ranks_reports_the_reason(submit: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing secrets file is an error of the run, not a lost node: no retry, and the attempt records the reason."""
     monkeypatch.setenv("TOKEN", "hidden")
     made = submit("secret_env=[TOKEN]", stay={"1:0": 1})

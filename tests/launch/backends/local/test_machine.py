@@ -87,9 +87,7 @@ def test_a_run_lives_on_the_machine_and_the_boot_that_started_it(
             LOCAL.cancel(made.run, made.record)
 
 
-def test_in_another_container_the_lock_of_the_supervisor_tells_whether_it_lives(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_another_container_the_lock_says_if_it_lives(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     supervised(made, GONE, monkeypatch)
     with supervisor_lock(made.run):
@@ -98,9 +96,7 @@ def test_in_another_container_the_lock_of_the_supervisor_tells_whether_it_lives(
     assert LOCAL.job(made.run, made.record).state == "ended"
 
 
-def test_an_end_that_was_recorded_before_the_supervisor_began_does_not_count(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_from_before_the_supervisor_does_not_count(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     supervised(made, GONE, monkeypatch)
     ended(made)

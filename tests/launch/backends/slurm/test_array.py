@@ -155,9 +155,7 @@ def test_an_array_whose_answer_was_lost_is_found(controller: Controller) -> None
     assert [one.submission.job_id for one in submit()] == ["70_1", "70_2", "70_3"]
 
 
-def test_an_array_that_appears_late_is_found_by_the_same_command(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_array_is_found_by_the_same_command(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     controller.refusal = SchedulerSilentError("no answer.")
     with monkeypatch.context() as patch:
         patch.setattr(array, "_find_array", lambda sweep, comment: None)

@@ -126,9 +126,7 @@ def test_an_attempt_takes_the_plan_of_the_nodes_that_the_job_got(
     assert (read_record(made.run).revision, read_record(made.run).spec) == (2, made.record.spec)
 
 
-def test_an_attempt_that_was_killed_is_judged_by_its_own_number_of_nodes(
-    made: MadeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_attempt_is_judged_by_its_own_number_of_nodes(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(made, monkeypatch, "n[1-4]")
     for rank in range(3):  # the agent of n4 never started
         name = f"n{rank + 1}"
@@ -283,9 +281,7 @@ def test_a_run_does_not_grow_without_free_nodes_or_before_waiting_jobs(
     assert [call.split()[0] for call in slurm.calls] == asked
 
 
-def test_the_nodes_are_asked_for_with_the_cores_that_the_job_requests(
-    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nodes_are_asked_for_with_the_cores_of_the_job(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     with_cores = dataclasses.replace(site(), cores_per_gpu=6)
     monkeypatch.setattr(growth, "query_site", lambda cluster, without: with_cores)
     checked: list[RunSpec] = []
@@ -307,9 +303,7 @@ def test_a_restart_that_does_not_pay_is_not_asked_for(watch: GrowthWatch, monkey
     assert [call.split()[0] for call in slurm.calls] == ["sinfo"]
 
 
-def test_a_request_is_withdrawn_if_the_ranks_cannot_be_signaled(
-    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_withdrawn_if_ranks_cannot_be_told(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "call_slurm", Slurm(answers(scancel="fails")))
     with pytest.raises(SchedulerError, match="Slurm refuses"):
         watch._request()
@@ -348,9 +342,7 @@ def test_a_run_does_not_grow_beyond_the_limits_on_its_whole_job(
     assert len(queries) == 1, "the limits are queried once per attempt"
 
 
-def test_each_restart_that_brought_no_more_nodes_doubles_the_time_until_the_next(
-    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_restart_without_more_nodes_doubles_the_wait(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     run, spec = watch.run, watch.record.spec
     params = {"nodes": 4, "before": 2, "cost": 30.0, "gain": 900.0}
     for attempt in (1, 2):

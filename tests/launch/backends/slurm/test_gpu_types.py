@@ -175,9 +175,7 @@ def test_an_accelerator_that_is_not_in_the_catalogue_is_named_as_in_the_spec() -
     ],
     ids=["only h100 nodes have 8", "one type in the partition", "no types", "constraint", "nodelist", "exclude"],
 )
-def test_a_job_without_a_type_is_accepted_where_it_can_get_only_one(
-    overrides: list[str], sizes: dict[str, object]
-) -> None:
+def test_a_job_without_a_type_is_accepted_where_it_gets_one(overrides: list[str], sizes: dict[str, object]) -> None:
     assert problems(*overrides, **sizes) == []  # type: ignore[arg-type]
 
 
@@ -207,7 +205,7 @@ def test_the_type_of_an_accelerator_is_found_by_its_family() -> None:
     assert type_of_accelerator("h100-sxm-80gb", ["gh100", ""]) is None
 
 
-def test_only_nodes_with_the_requested_gpus_are_left_when_bad_ones_are_excluded(
+def test_only_nodes_with_the_requested_gpus_are_left_without_bad_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = ("h1|idle|mixed|gpu:h100:8", "h2|idle|mixed|gpu:h100:8", "a1|idle|mixed|gpu:a100:4", "c1|idle|mixed|(null)")

@@ -102,9 +102,7 @@ def test_a_sigterm_to_the_script_alone_does_not_forbid_a_requeue(
     assert capfd.readouterr().out == f"{decision}\n"
 
 
-def test_a_requeue_that_slurm_refuses_is_recorded_as_the_end_of_the_run(
-    made: MadeRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_requeue_that_slurm_refuses_ends_the_run(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
     say(made, "begin")
     assert say(made, "end", "--attempt=1", "--srun-exit-code=1") == 1
     assert capfd.readouterr().out.endswith("requeue\n")
@@ -117,9 +115,7 @@ def test_a_requeue_that_slurm_refuses_is_recorded_as_the_end_of_the_run(
     assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]
 
 
-def test_an_attempt_whose_script_was_killed_is_ended_and_counts_against_the_budget(
-    made: MadeRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_attempt_with_a_killed_script_ends_and_is_charged(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
     say(made, "begin")
     assert say(made, "begin") == 0  # Slurm has requeued the job from a lost node
     assert [(event["attempt"], event["reason"]) for event in made.events("attempt-ended")] == [(1, "node")]

@@ -126,9 +126,7 @@ def test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has(
         ({"state": "DRAIN"}, [], "main: the partition is DRAIN and accepts no jobs"),
     ],
 )
-def test_a_job_that_its_partition_does_not_accept_is_refused(
-    changes: dict[str, Any], overrides: list[str], said: str
-) -> None:
+def test_a_job_that_the_partition_rejects_is_refused(changes: dict[str, Any], overrides: list[str], said: str) -> None:
     (problem,) = verdict(*overrides, site=dataclasses.replace(SITE, partitions=partition(**changes))).problems
     assert said in str(problem)
 
@@ -147,9 +145,7 @@ def with_qos(*flags: str, **changes: Any) -> Site:
         ("PartitionMinNodes", {"min_nodes": 3}, []),
     ],
 )
-def test_a_qos_flag_lifts_only_its_own_limit_of_partitions(
-    flag: str, changes: dict[str, Any], overrides: list[str]
-) -> None:
+def test_a_qos_flag_lifts_only_its_own_limit(flag: str, changes: dict[str, Any], overrides: list[str]) -> None:
     assert verdict(*overrides, site=with_qos(flag, **changes)).problems == ()
     others = {"PartitionTimeLimit", "PartitionMaxNodes", "PartitionMinNodes"} - {flag}
     assert len(verdict(*overrides, site=with_qos(*others, **changes)).problems) == 1

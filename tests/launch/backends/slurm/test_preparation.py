@@ -93,9 +93,7 @@ def run_job(slurm: Path, script: str, monkeypatch: pytest.MonkeyPatch, fails: bo
     return seen
 
 
-def test_every_job_of_data_prepare_submit_gets_the_secrets_and_the_last_one_removes_them(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_job_gets_the_secrets_and_the_last_one_removes_them(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queued = queue_preparation(make_spec("cluster.scheduler=slurm", "secret_env=[STORE_KEY, NOT_SET]"), workers=2)
     assert queued is not None
     secrets = queued[1] / "secrets.json"

@@ -153,9 +153,7 @@ def test_a_job_whose_sbatch_got_no_answer_is_found_by_its_comment(controller: Co
     assert open_request(made.run) is None
 
 
-def test_a_lost_answer_is_no_refusal_and_a_second_submit_creates_no_second_job(
-    controller: Controller, made: MadeRun
-) -> None:
+def test_a_lost_answer_is_no_refusal_and_a_second_submit_adds_no_job(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     (controller.folder / "then-squeue-fails").touch()
     with pytest.raises(SchedulerSilentError, match=r"Slurm may have accepted the job of life.*--run-id life"):
@@ -169,9 +167,7 @@ def test_a_lost_answer_is_no_refusal_and_a_second_submit_creates_no_second_job(
     assert len(controller.jobs) == len(controller.called("sbatch")) == 1
 
 
-def test_a_job_that_ran_although_sbatch_got_no_answer_is_not_submitted_again(
-    controller: Controller, made: MadeRun
-) -> None:
+def test_a_job_that_ran_without_an_answer_is_not_submitted_again(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     (controller.folder / "then-squeue-fails").touch()
     with pytest.raises(SchedulerSilentError):
@@ -198,9 +194,7 @@ def asked(made: MadeRun, when: float) -> dict[str, object]:
     return {"state": "asked", "scheduler": "slurm", "asked": when, "first_attempt": 1, "revision": 0, "before": None}
 
 
-def test_a_job_of_an_unanswered_sbatch_may_appear_for_five_minutes_and_no_longer(
-    controller: Controller, made: MadeRun
-) -> None:
+def test_a_job_of_an_unanswered_sbatch_may_appear_for_five_minutes(controller: Controller, made: MadeRun) -> None:
     write_document(made.run.path / "submission.json", asked(made, time.time()))
     job = SLURM.job(made.run, made.record)
     assert (job.state, job.may_be_active) == ("unknown", True)
@@ -335,7 +329,7 @@ def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Cont
     assert with_key(spec, missing) is missing
 
 
-def test_a_job_that_slurm_no_longer_lists_has_the_state_of_the_accounting(
+def test_a_job_that_slurm_does_not_list_has_the_state_of_the_accounting(
     controller: Controller, made: MadeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit_run(made.run, made.record, SLURM)
@@ -363,9 +357,7 @@ def test_a_job_that_slurm_no_longer_lists_is_not_reported_as_pending(controller:
     assert "no longer lists job 100" in finding.headline
 
 
-def test_a_completing_job_is_ending_and_its_log_is_named_only_if_it_exists(
-    controller: Controller, made: MadeRun
-) -> None:
+def test_a_completing_job_is_ending_and_its_log_is_named_if_it_exists(controller: Controller, made: MadeRun) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("COMPLETING")
     assert (run_status(made.run).state, run_status(made.run).why) == ("ending", "COMPLETING")

@@ -175,9 +175,7 @@ def test_a_job_that_does_not_grow_or_has_one_usable_size_looks_for_no_nodes() ->
 
 
 @pytest.mark.parametrize("launcher", [False, True], ids=["program", "launcher"])
-def test_the_script_of_a_program_of_the_user_is_as_accepted(
-    golden: Callable[[str, str], None], *, launcher: bool
-) -> None:
+def test_the_script_of_a_users_program_is_as_accepted(golden: Callable[[str, str], None], *, launcher: bool) -> None:
     """The program is in the record of the run, so that its words never pass a shell of the job."""
     words = "[torchrun, train.py]" if launcher else "[bash, -c, 'echo \"$RANK\"; exit 0']"
     code = f"code={{command: {words}, processes_per_node: {1 if launcher else 'auto'}}}"
@@ -192,9 +190,7 @@ def test_the_script_of_a_program_of_the_user_is_as_accepted(
 @example(
     {"A": "", "B": "'\"\\\n$(touch canary)`touch canary`", "C": "-n"}, "- '\n$(touch canary)\\", '-"`touch canary`'
 )
-def test_bash_passes_every_value_on_unchanged_and_runs_nothing_else(
-    env: dict[str, str], run_folder: str, python_folder: str
-) -> None:
+def test_bash_passes_every_value_on_unchanged(env: dict[str, str], run_folder: str, python_folder: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recorded, run, python = Recorded(folder), folder / run_folder, folder / python_folder / "python"
@@ -295,9 +291,7 @@ def test_the_agent_runs_in_the_container_image(tmp_path: Path, runtime: str, gpu
     texts.filter(lambda text: "\n" not in text),
 )
 @example("apptainer", "it's $(touch canary)", "a 'b' `touch canary`", "$HOME \\")
-def test_image_mounts_and_activation_script_of_any_name_reach_srun_unchanged(
-    runtime: str, image: str, mount: str, activate: str
-) -> None:
+def test_any_image_mount_and_activation_reaches_srun(runtime: str, image: str, mount: str, activate: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recorded, ran = Recorded(folder), folder / "ran"

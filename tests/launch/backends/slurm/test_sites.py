@@ -35,9 +35,7 @@ def test_there_are_examples_of_three_kinds_of_sites() -> None:
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
-def test_each_cluster_of_an_example_plans_a_recipe_and_renders_its_job(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_cluster_of_an_example_renders_a_job_of_a_recipe(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(site))
     assert cluster_names()
     for name in cluster_names():
