@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import os
@@ -50,15 +49,9 @@ def rows_of_page() -> list[Row]:
     return [Row(row[0].strip("`"), *row[5].strip("`").split("` `")) for row in cells]
 
 
-KUBERNETES = "tests/launch/backends/kubernetes"
 # Text of a spec that names nothing outside it.
 NAMES_NOTHING = {
     **dict.fromkeys(("model.adapter.targets", "model.adapter.targets.*"), "names of modules of the model"),
-    **{
-        f"model.text_config.{key}": "must be left out, see LlavaSpec"
-        for key in ("weights", "adapter.weights", "adapter.targets", "adapter.targets.*")
-    },
-    "model.text_config.hf_config": "read with the spec, see model.hf_config",
     **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
     "cluster.slurm.activate_arguments.*": "words for that script",
@@ -100,224 +93,150 @@ NAMES_NOTHING = {
     "notify.*.events.*": "names of events, which loading the spec checks",
     "tracking.*": "the name of a tracker, which loading the spec checks",
 }
-# The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
+# The files whose tests hold the checks of schedulers and nodes; what check_external looks at is in CASES.
 HELD_BY = {
-    **dict.fromkeys(
-        ("data.validation_source", "data.sources.*.validation_path"),
-        "tests/launch/test_row_checks.py::test_rows_for_validation_are_checked_as_those_for_training",
-    ),
-    **dict.fromkeys(
-        ("evaluation.zero_shot.source", "evaluation.zero_shot.classes"),
-        "tests/data/images/test_zero_shot_source.py::test_problems_are_found_before_a_run_is_queued",
-    ),
-    "tracking.wandb.entity": "tests/tracking/test_spec.py",
-    "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_rejected",
-    "tracking.mlflow.experiment": "tests/tracking/test_spec.py",
-    "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
-    **dict.fromkeys(
-        ("tracking.prometheus.textfile", "tracking.prometheus.address"),
-        "tests/tracking/test_prometheus.py::test_a_run_in_a_collectors_folder_and_at_a_port",
-    ),
-    "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
-    "model.hf_config": "tests/spec/test_model_sources.py",
-    **{
-        f"model.{part}_weights": "tests/engine/vision/test_weights_of_parts.py::"
-        "test_files_of_another_part_are_refused_by_the_checks_and_by_the_engine"
-        for part in ("vision", "text")
-    },
-    "data.sources.*.path": "tests/launch/test_source_checks.py",
-    "data.cache.path": "tests/data/remote/test_remote_checks.py::"
-    "test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted",
-    "data.prepare.*.files.*": "tests/launch/test_source_checks.py",
-    "data.prepare.*.bad_words": "tests/launch/test_source_checks.py",
-    "data.images.folder": "tests/launch/test_row_checks.py::test_the_folder_of_images_must_exist",
-    "data.chat_template": "tests/launch/test_row_checks.py::test_a_chat_template_that_cannot_be_read_is_a_problem",
-    "code.path": "tests/launch/code/test_snapshot.py",
-    "cluster.kubernetes.code_store": "tests/launch/backends/kubernetes/test_code_store.py::"
-    "test_a_submission_without_access_to_the_store_creates_nothing",
-    "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run",
-    "cluster.gpu": "tests/spec/test_errors.py",
-    "cluster.gpu.name": "tests/spec/test_errors.py",
-    "cluster.gpus_per_node": "tests/launch/node/test_inspection.py",
-    "cluster.network": "tests/plan",
-    "cluster.slurm.constraint": "tests/slurm_cluster",
-    "cluster.slurm.licenses": "tests/slurm_cluster",
-    "cluster.slurm.preparation.partition": "tests/slurm_cluster",
-    "cluster.slurm.extra.*": "tests/slurm_cluster",
-    "cluster.slurm.modules.*": "tests/launch/backends/slurm/test_script.py",
-    "cluster.slurm.container.python": "tests/launch/backends/slurm/test_script.py",
-    **{
-        f"cluster.slurm.{key}": "tests/launch/backends/slurm/test_preflight.py::"
-        "test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has"
+    "tests/cli/test_before_a_run.py": "model.preset cluster.kubernetes.image",
+    "tests/data/images/test_zero_shot_source.py": "evaluation.zero_shot.source evaluation.zero_shot.classes",
+    "tests/data/remote/test_remote_checks.py": "data.cache.path",
+    "tests/engine/vision/test_weights_of_parts.py": "model.vision_weights model.text_weights",
+    "tests/launch/backends/kubernetes/test_api.py": "cluster.kubernetes.context",
+    "tests/launch/backends/kubernetes/test_code_store.py": "cluster.kubernetes.code_store",
+    "tests/launch/backends/kubernetes/test_preflight.py": " ".join(
+        f"cluster.kubernetes.{key}"
         for key in (
-            "partition",
-            "account",
-            "qos",
-            "reservation",
-            "exclude",
-            "nodelist",
-            "gres_type",
-            "gres.*",
-            "memory_per_node",
+            *("queue", "priority", "pod_priority", "service_account", "runs.claim", "backend", "namespace"),
+            *("gpu_resource", "rdma_resource", "gpu_product", "node_selector.*", "topology.key", "volumes.*.claim"),
+            *("secrets.*.secret", "secrets.*.key", "pull_secrets.*"),
         )
-    },
-    **{
-        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::test_all_problems_are_reported_at_once"
-        for key in ("queue", "priority", "pod_priority", "service_account", "runs.claim", "backend")
-    },
-    **{
-        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
-        "test_without_a_queue_the_suitable_nodes_are_counted"
-        for key in ("gpu_resource", "rdma_resource", "gpu_product", "node_selector.*")
-    },
-    **{
-        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
-        "test_secrets_and_their_keys_are_checked_if_they_are_readable"
-        for key in ("secrets.*.secret", "secrets.*.key", "pull_secrets.*")
-    },
-    "cluster.kubernetes.namespace": f"{KUBERNETES}/test_preflight.py::"
-    "test_a_missing_namespace_is_the_only_problem_reported",
-    "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_missing_context_is_reported_with_the_kubeconfig",
-    "cluster.kubernetes.image": "tests/cli/test_before_a_run.py::"
-    "test_a_kubernetes_spec_of_init_lacks_only_queue_and_image",
-    "cluster.kubernetes.volumes.*.claim": f"{KUBERNETES}/test_preflight.py::"
-    "test_a_claim_that_waits_for_its_first_consumer_has_a_note",
-    "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::"
-    "test_a_topology_that_no_flavor_has_is_reported",
-    "cluster.kubernetes.runs.path": "tests/spec/test_kubernetes_section.py",
-    "cluster.kubernetes.runs.sub_path": f"{KUBERNETES}/test_pod_agent.py",
-    "cluster.kubernetes.volumes.*.path": "tests/spec/test_kubernetes_section.py",
-    "cluster.kubernetes.volumes.*.sub_path": "tests/spec/test_kubernetes_section.py",
-    "cluster.kubernetes.tolerations.*.key": "tests/spec/test_kubernetes_section.py",
-    "cluster.kubernetes.tolerations.*.value": "tests/spec/test_kubernetes_section.py",
-    **{
-        f"cluster.kubernetes.preparation.{key}": f"{KUBERNETES}/test_preparation.py::"
-        "test_the_job_is_valid_and_takes_no_gpu"
+    ),
+    "tests/launch/backends/kubernetes/test_preparation.py": " ".join(
+        f"cluster.kubernetes.preparation.{key}"
         for key in ("queue", "node_selector.*", "tolerations.*.key", "tolerations.*.value")
-    },
+    ),
+    "tests/launch/backends/slurm/test_preflight.py": " ".join(
+        f"cluster.slurm.{key}"
+        for key in (
+            *("partition", "account", "qos", "reservation", "exclude", "nodelist"),
+            *("gres_type", "gres.*", "memory_per_node"),
+        )
+    ),
+    "tests/launch/backends/slurm/test_script.py": "cluster.slurm.modules.* cluster.slurm.container.python",
+    "tests/launch/code/test_snapshot.py": "code.path",
+    "tests/launch/node/test_code.py": "code.on_nodes",
+    "tests/launch/node/test_inspection.py": "cluster.gpus_per_node",
+    "tests/launch/test_row_checks.py": "data.validation_source data.sources.*.validation_path data.images.folder "
+    "data.chat_template",
+    "tests/launch/test_source_checks.py": "data.sources.*.path data.prepare.*.files.* data.prepare.*.bad_words",
+    "tests/plan": "cluster.network",
+    "tests/slurm_cluster": "cluster.slurm.constraint cluster.slurm.licenses cluster.slurm.preparation.partition "
+    "cluster.slurm.extra.*",
+    "tests/spec/test_errors.py": "cluster.gpu cluster.gpu.name",
+    "tests/spec/test_kubernetes_section.py": " ".join(
+        f"cluster.kubernetes.{key}"
+        for key in (
+            *("runs.path", "runs.sub_path", "volumes.*.path", "volumes.*.sub_path"),
+            *("tolerations.*.key", "tolerations.*.value"),
+        )
+    ),
+    "tests/spec/test_model_sources.py": "model.hf_config",
+    "tests/tracking/test_prometheus.py": "tracking.prometheus.textfile tracking.prometheus.address",
+    "tests/tracking/test_spec.py": "tracking.wandb.entity tracking.mlflow.uri tracking.mlflow.experiment "
+    "tracking.tensorboard.dir",
 }
 ON_SLURM = "cluster.scheduler=slurm"
-# Row, what is set, the key that the refusal names, what it says.
 _IMAGES = (
     "model={family: resnet, embedding_size: 8, hidden_sizes: [16], depths: [1], num_channels: 1, image_size: 8}",
     "data.source=sklearn-digits",
 )
-CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
-    (
-        "data.images.classes",
-        (*_IMAGES, "data.images.classes=nowhere.txt"),
-        "data.images.classes",
-        "cannot be read: No such file or directory",
-    ),
-    ("data.source", ("data.source=nowhere",), "data.source", "no such file or folder"),
-    ("data.source", ("data.source=nowhere/*.jsonl",), "data.source", "no file matches"),
-    ("data.source", ("data.source=~nobody-of-this-name/a.txt",), "data.source", "no such file or folder"),
-    ("data.source", ("data.source=empty.txt",), "data.source", "holds no text"),
-    ("data.source", ("data.source=short.jsonl",), "data.source", "holds 13 bytes, too few for one sequence of 128"),
-    ("data.source", ("data.source=link.txt",), "data.source", "is a link to a file that does not exist"),
-    ("data.source", ("data.source=cut.parquet",), "data.source", "this is not a parquet file"),
-    ("data.source", ("data.source=other.parquet",), "data.source", "cannot be read as a table"),
-    ("data.source", ("data.source=other.jsonl",), "data.source", "other.jsonl:1: has no field text; it has content"),
-    ("data.source", ("data.source=latin.txt",), "data.source", "is not UTF-8 text"),
-    ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is not a complete gzip file"),
-    ("data.source", ("data.source=prepared",), "data.source", "train.bin holds 4 tokens, and dataset.json says 5"),
-    ("data.source", ("data.source=nowhere", ON_SLURM), "data.source", "no such file or folder"),
-    (
-        "data.source",
-        ("data.source=tree", "data.tokenizer.vocab_size=5000"),
-        "data.tokenizer.vocab_size = 5000",
-        "must not exceed model.vocab_size = 4096, since a tokenizer is trained",
-    ),
-    (
-        "data.tokenizer.path",
-        ("data.tokenizer={kind: file, path: nowhere.json}",),
-        "data.tokenizer.path",
-        "cannot be read: No such file",
-    ),
-    (
-        "data.tokenizer.path",
-        ("data.tokenizer={kind: file, path: other.jsonl}",),
-        "data.tokenizer.path",
-        "is not a tokenizer.json",
-    ),
-    (
-        "model.adapter.weights",
-        ("model.adapter={name: lora, weights: nowhere}",),
-        "model.adapter.weights = nowhere",
-        "nowhere does not exist",
-    ),
-    ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
-    ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),
-    ("model.weights", ("model.weights=weights",), "model.weights", "holds 36 bytes, and its header says 40"),
-    ("model.weights", ("model.weights=other",), "model.weights", "has rope_theta = 500000.0, and the spec has 10000.0"),
-    ("code.engine", ("code.engine=t.py",), "code.engine", "Set code.engine to t."),
-    ("code.engine", ("code.engine=no_such.module",), "code.engine", "it is not installed"),
-    ("code.engine", ("code={path: tree, engine: trian}",), "code.engine", "the snapshot of tree holds no such module"),
-    ("code.engine", ("code={path: tree, engine: trian}", ON_SLURM), "code.engine", "holds no such module"),
-    ("code.command.*", ("code.command=[no-such-program, a]",), "code.command", "there is no such program on PATH"),
-    (
-        "code.command",
-        ("code={path: tree, command: [./go.sh]}",),
-        "code.command",
-        "the snapshot of tree has no such file",
-    ),
-    (
-        "code.command.*",
-        ("code={path: tree, command: [python3, local.py]}",),
-        "code.command",
-        "the file is in the working tree, and not in the snapshot",
-    ),
-    ("code.import_root", ("code={path: tree, engine: train, import_root: lib}",), "code.import_root", "no such folder"),
+_ONLINE = "tracking.wandb.mode=online"
+_EVALUATION = "evaluation.tasks=[{kind: lm_eval, name: a, tasks: [b], %s}]"
+
+
+class Case(NamedTuple):
+    """A refused spec: its row, what is set, what is said, and the key that is named if it is not that of the row."""
+
+    row: str
+    sets: tuple[str, ...]
+    said: str
+    key: str = ""
+
+
+CASES = (
+    Case("data.images.classes", (*_IMAGES, "data.images.classes=no.txt"), "cannot be read: No such file or directory"),
     *(
-        (f"evaluation.tasks.*.{key}", (f"evaluation.tasks=[{task}]",), f"evaluation.tasks.0.{key.rstrip('.*')}", said)
-        for key, task, said in (
-            ("source", "{kind: loss, name: a, source: nowhere}", "no such file or folder"),
-            ("source", "{kind: loss, name: a, source: cut.parquet}", "cannot be read as a table"),
-            ("include_path", "{kind: lm_eval, name: a, tasks: [b], include_path: nowhere}", "there is no such folder"),
-            ("command.*", "{kind: lm_eval, name: a, tasks: [b], command: [no-such-program]}", "is not on PATH"),
+        Case("data.source", tuple(sets), said)
+        for said, *sets in (
+            ("no such file or folder", "data.source=nowhere"),
+            ("no file matches", "data.source=nowhere/*.jsonl"),
+            ("no such file or folder", "data.source=~nobody-of-this-name/a.txt"),
+            ("holds no text", "data.source=empty.txt"),
+            ("holds 13 bytes, too few for one sequence of 128", "data.source=short.jsonl"),
+            ("is a link to a file that does not exist", "data.source=link.txt"),
+            ("this is not a parquet file", "data.source=cut.parquet"),
+            ("cannot be read as a table", "data.source=other.parquet"),
+            ("other.jsonl:1: has no field text; it has content", "data.source=other.jsonl"),
+            ("is not UTF-8 text", "data.source=latin.txt"),
+            ("is not a complete gzip file", "data.source=cut.jsonl.gz"),
+            ("train.bin holds 4 tokens, and dataset.json says 5", "data.source=prepared"),
+            ("no such file or folder", "data.source=nowhere", ON_SLURM),
         )
     ),
-    ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
-    ("checkpoint.mirror.to", ("checkpoint.mirror.to=/etc/hostname/a",), "checkpoint.mirror.to", "is not a folder"),
-    ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
-    (
-        "notify.*.webhook",
-        ("notify=[{webhook: NOT_SET_ANYWHERE}]",),
-        "notify.0.webhook",
-        "NOT_SET_ANYWHERE is not set for the run. Export NOT_SET_ANYWHERE.",
+    Case(
+        "data.source",
+        ("data.source=tree", "data.tokenizer.vocab_size=5000"),
+        "must not exceed model.vocab_size = 4096, since a tokenizer is trained",
+        "data.tokenizer.vocab_size = 5000",
     ),
-    ("notify.*.webhook", ("notify=[{webhook: PATH}]",), "notify.0.webhook", "PATH is not a URL that begins with https"),
-    ("notify.*.webhook", (ON_SLURM, "notify=[{webhook: PATH}]"), "notify.0.webhook", "PATH is not set for the run"),
-    ("notify.*.command.*", ("notify=[{command: [no-such-program]}]",), "notify.0.command", "is not found"),
-    (
-        "tracking.wandb.project",
-        ("tracking.wandb.mode=online",),
-        "tracking.wandb.mode",
-        "no API key for Weights & Biases",
+    Case("data.tokenizer.path", ("data.tokenizer={kind: file, path: no.json}",), "cannot be read: No such file"),
+    Case("data.tokenizer.path", ("data.tokenizer={kind: file, path: other.jsonl}",), "is not a tokenizer.json"),
+    Case("model.adapter.weights", ("model.adapter={name: lora, weights: nowhere}",), "nowhere does not exist"),
+    Case("model.weights", ("model.weights=nowhere",), "does not exist"),
+    Case("model.weights", ("model.weights=.",), "holds neither model.safetensors nor"),
+    Case("model.weights", ("model.weights=weights",), "holds 36 bytes, and its header says 40"),
+    Case("model.weights", ("model.weights=other",), "has rope_theta = 500000.0, and the spec has 10000.0"),
+    Case("code.engine", ("code.engine=t.py",), "Set code.engine to t."),
+    Case("code.engine", ("code.engine=no_such.module",), "it is not installed"),
+    Case("code.engine", ("code={path: tree, engine: trian}",), "the snapshot of tree holds no such module"),
+    Case("code.engine", ("code={path: tree, engine: trian}", ON_SLURM), "holds no such module"),
+    Case("code.command.*", ("code.command=[no-such-program, a]",), "there is no such program on PATH"),
+    Case("code.command", ("code={path: tree, command: [./go.sh]}",), "the snapshot of tree has no such file"),
+    Case(
+        "code.command.*",
+        ("code={path: tree, command: [python3, local.py]}",),
+        "the file is in the working tree, and not in the snapshot",
     ),
-    (
+    Case("code.import_root", ("code={path: tree, engine: train, import_root: lib}",), "no such folder"),
+    *(
+        Case("evaluation.tasks.*.source", (f"evaluation.tasks=[{{kind: loss, name: a, source: {source}}}]",), said)
+        for source, said in (("nowhere", "no such file or folder"), ("cut.parquet", "cannot be read as a table"))
+    ),
+    Case("evaluation.tasks.*.include_path", (_EVALUATION % "include_path: nowhere",), "there is no such folder"),
+    Case("evaluation.tasks.*.command.*", (_EVALUATION % "command: [no-such-program]",), "is not on PATH"),
+    Case("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "is not a folder"),
+    Case("checkpoint.mirror.to", ("checkpoint.mirror.to=/etc/hostname/a",), "is not a folder"),
+    Case("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "is not set here"),
+    Case("notify.*.webhook", ("notify=[{webhook: NOT_SET}]",), "NOT_SET is not set for the run. Export NOT_SET."),
+    Case("notify.*.webhook", ("notify=[{webhook: PATH}]",), "PATH is not a URL that begins with https"),
+    Case("notify.*.webhook", (ON_SLURM, "notify=[{webhook: PATH}]"), "PATH is not set for the run"),
+    Case("notify.*.command.*", ("notify=[{command: [no-such-program]}]",), "is not found"),
+    Case("tracking.wandb.project", (_ONLINE,), "no API key for Weights & Biases", "tracking.wandb.mode"),
+    Case(
         "tracking.wandb.project",
-        ("tracking.wandb.mode=online", ON_SLURM),
-        "tracking.wandb.mode",
+        (_ONLINE, ON_SLURM),
         "Export WANDB_API_KEY and name it in secret_env",
+        "tracking.wandb.mode",
     ),
-    (
-        "cluster.slurm.activate",
-        (ON_SLURM, "cluster.slurm.activate=/home/nobody/x"),
-        "cluster.slurm.activate",
-        "no such",
-    ),
-    (
+    Case("cluster.slurm.activate", (ON_SLURM, "cluster.slurm.activate=/home/nobody/x"), "no such"),
+    Case(
         "cluster.slurm.container.image",
         (ON_SLURM, "cluster.slurm.container={image: /home/no.sif, runtime: apptainer}"),
-        "cluster.slurm.container.image",
         "there is no such file",
     ),
-    (
+    Case(
         "cluster.slurm.container.mounts.*",
         (ON_SLURM, "cluster.slurm.container={image: 'docker://a', mounts: ['/home/no:/data']}"),
-        "cluster.slurm.container.mounts.0",
         "/home/no does not exist",
+        "cluster.slurm.container.mounts.0",
     ),
 )
 
@@ -405,24 +324,22 @@ def test_each_key_that_names_an_external_resource_has_a_row() -> None:
     assert rows <= found | others, f"no such keys: {rows - found - others}"
 
 
-def test_each_row_names_an_existing_function_and_an_existing_test() -> None:
-    cases = {key for key, *_ in CASES}
+def test_each_row_names_an_existing_function_and_is_held_by_a_test() -> None:
+    held = {key: path for path, keys in HELD_BY.items() for key in keys.split()}
     for row in rows_of_page():
         assert hasattr(importlib.import_module(f"scaletrain_cli.{row.module}"), row.name), row
-        assert (row.key in cases) != (row.key in HELD_BY), f"{row.key} is held by no test, or by two"
-        path, _, test = HELD_BY.get(row.key, "tests/launch").partition("::")
-        assert (PROJECT / path).exists(), row
-        if test:
-            tree = ast.parse((PROJECT / path).read_text(encoding="utf-8"))
-            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row
+        assert (row.key in {case.row for case in CASES}) != (row.key in held), (
+            f"{row.key} is held by no test, or by two"
+        )
+    assert [path for path in HELD_BY if not (PROJECT / path).exists()] == []
 
 
-@pytest.mark.parametrize(("row", "sets", "key", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_a_missing_resource_is_refused_before_any_run(row: str, sets: tuple[str, ...], key: str, said: str) -> None:
-    refused = submit(*sets)
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.row}-{number}" for number, case in enumerate(CASES)])
+def test_a_missing_resource_is_refused_before_any_run(case: Case) -> None:
+    refused = submit(*case.sets)
     assert refused.code == ExitCode.USAGE, refused
-    assert f"--set {key}" in refused.err
-    assert said in refused.err
+    assert f"--set {case.key or case.row.removesuffix('.*').replace('*', '0')}" in refused.err
+    assert case.said in refused.err
     assert refused.out == ""
     assert not runs_root().exists()
 
