@@ -2,162 +2,111 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from scaletrain_cli.launch.attempts import AttemptRecord
-from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.restart import attempts_without_progress, decide
 from scaletrain_cli.spec.run import RestartsSpec
 
-CODES: dict[ExitReason, int] = {"done": 0, "preempted": 75, "resize": 75, "wrong-nodes": 5, "usage": 2}
+CODES = {"done": 0, "preempted": 75, "resize": 75, "wrong-nodes": 5, "usage": 2}
+NODE = ("node", "wrong-nodes", "hardware", "hang", "communication")
+PLENTY = {"crash": 100, "node": 100}
+NONE = {"preemption": 0, "node": 0, "crash": 0}
+NEVER_BEGAN = "preempted " * 5 + "time-limit " * 4 + "out-of-grace"
 
 
-def attempts(*ends: tuple[ExitReason, int | None]) -> list[AttemptRecord]:
-    """Return attempts with these (exit reason, step of the latest checkpoint at the end)."""
-    found, before = [], None
-    for number, (reason, checkpoint) in enumerate(ends, start=1):
-        found.append(
-            AttemptRecord(
-                number,
-                "local",
-                "1",
-                ("here",),
-                started=0.0,
-                checkpoint_at_start=before,
-                ended=1.0,
-                exit_code=CODES.get(reason, 1),
-                reason=reason,
-                last_checkpoint_step=checkpoint,
-            )
-        )
+def attempts(history: str) -> list[AttemptRecord]:
+    """Return attempts that ended as in `crash:10 node`: for a reason, with the latest checkpoint at a step, if any."""
+    found: list[AttemptRecord] = []
+    before = None
+    for number, (reason, _, step) in enumerate((end.partition(":") for end in history.split()), start=1):
+        ended: dict[str, Any] = {"reason": reason, "exit_code": CODES.get(reason, 1), "ended": 1.0}
+        checkpoint = int(step) if step else None
+        ended |= {"checkpoint_at_start": before, "last_checkpoint_step": checkpoint}
+        found.append(AttemptRecord(number, "local", "1", ("here",), started=0.0, **ended))
         before = checkpoint
     return found
 
 
-def decide_last(history: list[AttemptRecord], restarts: RestartsSpec | None = None, cancelled: bool = False):  # type: ignore[no-untyped-def]
-    last = history[-1]
-    assert last.exit_code is not None
-    assert last.reason is not None
-    return decide(last.exit_code, last.reason, history, restarts or RestartsSpec(), cancelled)
+def decide_last(history: str, limits: dict[str, int], **more: bool):  # type: ignore[no-untyped-def]
+    ended = attempts(history)
+    code, reason = ended[-1].exit_code, ended[-1].reason
+    assert code is not None
+    assert reason is not None
+    return decide(code, reason, ended, RestartsSpec(**limits), more.pop("cancelled", False), **more)
 
 
-def test_preemptions_use_no_budget_by_default() -> None:
-    history = attempts(*[("preempted", step) for step in range(200)])
-    assert decide_last(history).requeue
+@pytest.mark.parametrize(
+    ("history", "limits", "exit_code"),
+    [
+        # Preemptions use no budget by default. With one, the state is saved when it is used up: the run can be resumed.
+        (" ".join(f"preempted:{step}" for step in range(200)), {}, None),
+        ("preempted:1 preempted:1", {"preemption": 2}, None),
+        ("preempted:1 preempted:1 preempted:1", {"preemption": 2}, 75),
+        ("preempted:1", {"preemption": 0}, 75),
+        ("out-of-grace:1", {"preemption": 0}, 1),
+        ("time-limit:1 time-limit:1", {"preemption": 0}, None),
+        # A restart on more nodes uses no budget.
+        ("resize:1 " * 20, NONE, None),
+        ("preempted:1 resize:1 preempted:1", {"preemption": 2}, None),
+        ("preempted:1 resize:1 preempted:1", {"preemption": 1}, 75),
+        # Crashes have a budget, which counts all of them and not only consecutive ones.
+        ("crash:10 killed:20 crash:30", {}, None),
+        ("crash:10 killed:20 crash:30 crash:40", {}, 1),
+        ("crash:10 preempted:20 crash:30 preempted:40 crash:50", {"crash": 2}, 1),
+        # A lack of memory is not tried again by default.
+        ("oom:10", {}, 1),
+        ("oom:10", {"oom": 1}, None),
+        ("host-oom:10", {}, 1),
+        # Lost and wrong nodes have a budget of their own.
+        *((f"{reason}:10", {"node": 1, "crash": 0}, None) for reason in NODE),
+        *((f"{reason}:10 {reason}:20", {"node": 1}, 1) for reason in NODE),
+        ("done:10", {}, 0),
+        # Three failures in a row without a newer checkpoint end the run. Preemptions between them are ignored.
+        ("crash crash", PLENTY, None),
+        ("crash crash crash", PLENTY, 93),
+        ("crash:10 crash:10 killed:10 crash:10", PLENTY, 93),
+        ("crash crash crash:5 crash:5 crash:5", PLENTY, None),
+        ("crash:5 crash:5 preempted:5 crash:5 preempted:5 crash:5", PLENTY, 93),
+        ("crash:5 crash:5 preempted:5 crash:5 preempted:5 preempted:5", PLENTY, None),
+        # So do ten preemptions in a row without a step.
+        ("preempted " * 9, {}, None),
+        (NEVER_BEGAN, {}, 93),
+        (f"{NEVER_BEGAN} preempted:1", {}, None),
+        (NEVER_BEGAN.replace("time-limit", "crash time-limit", 1), {}, 93),
+        # Attempts that never started are not stuck, and checkpoints that no node can read are tried three times.
+        ("wrong-nodes " * 5, {}, None),
+        ("crash:10 unreadable:10 unreadable:10", {}, None),
+        ("crash:10 unreadable:10 unreadable:10 unreadable:10", {}, 93),
+    ],
+)
+def test_a_history_is_followed_by_another_attempt_or_ends_with_a_code(
+    history: str, limits: dict[str, int], exit_code: int | None
+) -> None:
+    decision = decide_last(history, limits)
+    assert decision.requeue == (exit_code is None), decision
+    assert decision.requeue or decision.exit_code == exit_code
 
 
-def test_a_preemption_budget_is_respected() -> None:
-    assert decide_last(attempts(*[("preempted", 1)] * 2), RestartsSpec(preemption=2)).requeue
-    assert decide_last(attempts(*[("time-limit", 1)] * 2), RestartsSpec(preemption=0)).requeue  # nobody's fault
-    decision = decide_last(attempts(*[("preempted", 1)] * 3), RestartsSpec(preemption=2))
-    assert (decision.requeue, decision.exit_code) == (False, 75), "its state is saved and the run can be resumed"
-    assert decide_last(attempts(("preempted", 1)), RestartsSpec(preemption=0)).exit_code == 75
-    assert decide_last(attempts(("out-of-grace", 1)), RestartsSpec(preemption=0)).exit_code == 1
-
-
-def test_a_restart_on_more_nodes_uses_no_budget_and_is_no_failure_without_progress() -> None:
-    none = RestartsSpec(preemption=0, node=0, crash=0)
-    assert decide_last(attempts(*[("resize", 1)] * 20), none).requeue
-    assert attempts_without_progress(attempts(("resize", 1), ("resize", 1), ("crash", 1))) == 1
-    history = attempts(("preempted", 1), ("resize", 1), ("preempted", 1))
-    assert decide_last(history, RestartsSpec(preemption=2)).requeue
-    assert not decide_last(history, RestartsSpec(preemption=1)).requeue
-    assert not decide_last(attempts(("resize", 1)), none, cancelled=True).requeue
-
-
-def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:
-    ends: list[tuple[ExitReason, int | None]] = [("crash", 10), ("killed", 20), ("crash", 30)]
-    assert decide_last(attempts(*ends)).requeue
-    decision = decide_last(attempts(*ends, ("crash", 40)))
-    assert (decision.requeue, decision.exit_code) == (False, 1)
-    assert "restarts.crash = 3 is used up" in decision.why
-
-
-def test_a_budget_counts_all_failures_and_not_only_consecutive_ones() -> None:
-    ends: list[tuple[ExitReason, int | None]] = [("crash", 10), ("preempted", 20), ("crash", 30), ("preempted", 40)]
-    assert not decide_last(attempts(*ends, ("crash", 50)), RestartsSpec(crash=2)).requeue
-
-
-def test_out_of_memory_is_not_retried_by_default() -> None:
-    assert not decide_last(attempts(("oom", 10))).requeue
-    assert decide_last(attempts(("oom", 10)), RestartsSpec(oom=1)).requeue
-
-
-def test_out_of_host_memory_is_not_retried_by_default() -> None:
-    assert not decide_last(attempts(("host-oom", 10))).requeue
-
-
-@pytest.mark.parametrize("reason", ["node", "wrong-nodes", "hardware", "hang", "communication"])
-def test_lost_and_wrong_nodes_have_their_own_budget(reason: ExitReason) -> None:
-    assert decide_last(attempts((reason, 10)), RestartsSpec(node=1, crash=0)).requeue
-    assert not decide_last(attempts((reason, 10), (reason, 20)), RestartsSpec(node=1)).requeue
-
-
-@pytest.mark.parametrize("code", [2, 3, 4, 93])
-def test_failures_that_a_restart_cannot_fix_stop_with_their_own_exit_code(code: int) -> None:
-    decision = decide(code, "crash", attempts(("crash", 10)), RestartsSpec(), cancelled=False)
-    assert (decision.requeue, decision.exit_code) == (False, code)
-
-
-def test_a_finished_attempt_stops() -> None:
-    decision = decide_last(attempts(("done", 10)))
-    assert (decision.requeue, decision.exit_code) == (False, 0)
-
-
-def test_a_cancelled_run_stops_even_when_preempted() -> None:
-    decision = decide_last(attempts(("preempted", 10)), cancelled=True)
+@pytest.mark.parametrize("reason", ["preempted", "resize"])
+def test_a_cancelled_run_stops(reason: str) -> None:
+    decision = decide_last(f"{reason}:10", {}, cancelled=True)
     assert (decision.requeue, decision.exit_code) == (False, 75)
 
 
-def test_three_failures_in_a_row_without_a_newer_checkpoint_stop_with_93() -> None:
-    plenty = RestartsSpec(crash=100, node=100)
-    assert decide_last(attempts(("crash", None), ("crash", None)), plenty).requeue
-    for ends in ([("crash", None)] * 3, [("crash", 10), ("crash", 10), ("killed", 10), ("crash", 10)]):
-        decision = decide_last(attempts(*ends), plenty)  # type: ignore[arg-type]
-        assert (decision.requeue, decision.exit_code) == (False, 93), ends
+def test_a_decision_names_the_budget_or_the_setting_that_is_too_short() -> None:
+    assert "restarts.crash = 3 is used up" in decide_last("crash:10 killed:20 crash:30 crash:40", {}).why
+    assert "too short to start up" in decide_last(NEVER_BEGAN, {}).why
 
 
-def test_a_newer_checkpoint_between_failures_counts_as_progress() -> None:
-    history = attempts(("crash", None), ("crash", None), ("crash", 5), ("crash", 5), ("crash", 5))
-    assert attempts_without_progress(history) == 2
-    assert decide_last(history, RestartsSpec(crash=100)).requeue
+def test_attempts_without_progress_are_those_since_the_newest_checkpoint() -> None:
+    assert attempts_without_progress(attempts("crash crash crash:5 crash:5 crash:5")) == 2
+    assert attempts_without_progress(attempts("resize:1 resize:1 crash:1")) == 1
 
 
-def test_preemptions_between_failures_are_ignored() -> None:
-    history = attempts(("crash", 5), ("crash", 5), ("preempted", 5), ("crash", 5), ("preempted", 5), ("crash", 5))
-    assert decide_last(history, RestartsSpec(crash=100)).exit_code == 93
-    assert decide_last([*history[:-1], attempts(("preempted", 5))[0]], RestartsSpec(crash=100)).requeue
-
-
-def test_without_checkpoints_only_the_budgets_limit_the_restarts_of_a_program_that_saves_in_its_own_way() -> None:
-    history = attempts(*[("preempted", None)] * 12)
-    limits = RestartsSpec()
-    assert not decide(75, "preempted", history, limits, False).requeue
-    assert decide(75, "preempted", history, limits, False, progress_known=False).requeue
-    failed = attempts(*[("node", None)] * 4)
-    assert not decide(1, "node", failed, limits, False).requeue
-    assert decide(1, "node", failed, limits, False, progress_known=False).requeue
-    assert not decide(1, "crash", attempts(*[("crash", None)] * 4), limits, False, progress_known=False).requeue
-
-
-def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_name_the_setting_that_is_too_short() -> None:
-    assert decide_last(attempts(*[("preempted", None)] * 9)).requeue
-    idle: list[tuple[ExitReason, int | None]] = [("preempted", None)] * 5 + [("time-limit", None)] * 4
-    idle += [("out-of-grace", None)]
-    decision = decide_last(attempts(*idle))
-    assert (decision.requeue, decision.exit_code) == (False, 93)
-    assert "too short to start up" in decision.why
-    assert decide_last(attempts(*idle, ("preempted", 1))).requeue
-    with_a_crash = attempts(*idle[:5], ("crash", None), *idle[5:])
-    assert decide_last(with_a_crash).exit_code == 93
-
-
-def test_attempts_that_never_started_do_not_count_as_stuck() -> None:
-    assert decide_last(attempts(*[("wrong-nodes", None)] * 5)).requeue
-
-
-def test_checkpoints_that_no_node_can_read_are_tried_three_times() -> None:
-    ends: list[tuple[ExitReason, int | None]] = [("unreadable", 10)] * 3
-    assert decide_last(attempts(("crash", 10), *ends[:2])).requeue
-    decision = decide_last(attempts(("crash", 10), *ends))
-    assert (decision.requeue, decision.exit_code) == (False, 93)
+@pytest.mark.parametrize(("history", "again"), [("preempted " * 12, True), ("node " * 4, True), ("crash " * 4, False)])
+def test_without_checkpoints_only_budgets_limit_a_program_that_saves_in_its_own_way(history: str, again: bool) -> None:
+    assert not decide_last(history, {}).requeue
+    assert decide_last(history, {}, progress_known=False).requeue == again
