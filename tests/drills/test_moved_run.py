@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.local.backend import LocalBackend, live_agents, read_supervisor
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.mirror.checkpoints import in_line, list_folders
 from scaletrain_cli.mirror.claims import read_claims
 from scaletrain_cli.mirror.object_store import open_store
-from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
 from tests.cli.command_line import scaletrain
 from tests.data.remote.conftest import BUCKET, s3, s3_server
 from tests.data.remote.faults import FaultyProxy
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import STEPS, Drill, assert_same_run, slowed, submit_drill
-from tests.waiting import wait_until
+from tests.drills.training_runs import STEPS, Drill, submit_drill
 
 __all__ = ["s3", "s3_server"]
 PLACE = f"s3://{BUCKET}/mirror"
@@ -31,60 +25,6 @@ pytestmark = pytest.mark.long
 def mirrored_steps(run_id: str) -> list[int]:
     store = open_store(PLACE, run_id)
     return [folder.step for folder in in_line(list_folders(store), read_claims(store))]
-
-
-def lose(drill: Drill) -> None:
-    """Kill every process of a run and delete its whole runs root."""
-    supervisor = read_supervisor(drill.run)
-    assert supervisor is not None
-    pids = [*drill.rank_pids(), *(agent.pid for agent in live_agents(drill.run)), supervisor.process.pid]
-    for pid in reversed(pids):
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not drill.active(), "its processes have ended")
-    shutil.rmtree(drill.run.path.parent)
-
-
-def test_a_run_that_is_preempted_and_loses_its_cluster_continues_elsewhere_with_the_same_losses(
-    s3: FaultyProxy,
-    dataset: Path,
-    undisturbed: Undisturbed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "first"))
-    monkeypatch.setenv("SCALETRAIN_FAULT", slowed({1: 12, 2: 12}))
-    first = submit_drill(dataset, checkpoint__mirror=PLACE)
-    run_id, wandb_run_id = first.run.run_id, read_record(first.run).wandb_run_id
-    first.wait_for_step(12)
-    first.preempt()
-    (left,) = first.wait_for(lambda: first.events("preempted"))
-    first.wait_for(lambda: first.events("attempt-ended"))
-    step = left["step"]
-    assert mirrored_steps(run_id)[-1] == step, "the last checkpoint is copied within the grace period"
-    first.wait_for(lambda: len(first.beginnings()) == 2)
-    lose(first)
-
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "second"))
-    monkeypatch.delenv("SCALETRAIN_FAULT")
-    refused = scaletrain("resume", run_id, "--from-mirror", PLACE, "--yes")
-    assert refused.code == 2
-    assert "may still train in" in refused.err
-    assert not (tmp_path / "second" / run_id).exists()
-    resumed = scaletrain("resume", run_id, "--from-mirror", PLACE, "--take-over", "--yes")
-    assert resumed.code == 0, resumed.err
-    second = Drill(RunDir(tmp_path / "second" / run_id), LocalBackend())
-    second.wait_for_end()
-    assert second.beginnings()[-1]["step"] == step
-    assert read_record(second.run).wandb_run_id == wandb_run_id
-    assert_same_run(second, undisturbed())
-    assert mirrored_steps(run_id)[-1] == STEPS, "the last checkpoint is copied before the job ends"
-    state = read_mirror_state(second.run)
-    assert state is not None
-    assert (state.state, state.generation, state.step) == ("current", 2, STEPS)
-    listed = scaletrain("checkpoint", "list", run_id, "--json").data
-    assert {entry["step"]: entry["mirrored"] for entry in listed["checkpoints"]}[STEPS]
-    assert f"step {STEPS} in {PLACE}" in scaletrain("status", run_id).out
-    assert scaletrain("status", run_id, "--json").data["mirror"]["state"] == "current"
 
 
 def test_a_run_that_was_taken_over_stops_in_its_first_place(

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,17 @@ import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
-from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import (
     STEPS,
     Drill,
     assert_same_run,
     differences,
-    drill_spec,
     slowed,
     submit_drill,
 )
@@ -47,37 +43,6 @@ every_kind = pytest.mark.parametrize(
     ],
     ids=["stage 0", "stage 1", "stage 2 in bf16", "stage 3"],
 )
-
-
-@pytest.mark.long
-def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing_without_a_node_agent(
-    dataset: Path, undisturbed: Undisturbed, chance: random.Random
-) -> None:
-    run = ForkedRun.create(drill_spec(dataset))
-
-    def reaches(attempt: Attempt, first: int) -> bool:
-        step = chance.randrange(first, max(first + 1, LAST_MOMENT))
-        lines = partial(read_metrics, run.run)
-        return attempt.wait_for(
-            lambda: any(each["attempt"] == attempt.number and each["step"] >= step for each in lines())
-        )
-
-    def kill(attempt: Attempt) -> None:
-        assert reaches(attempt, 11)
-        assert attempt.wait_for(lambda: run.newest_step() >= 10)
-        attempt.send(signal.SIGKILL, chance.randrange(2))
-
-    def preempt(attempt: Attempt) -> None:
-        assert reaches(attempt, run.newest_step() + 1)
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
-            attempt.send(number, chance.randrange(2))
-
-    fault = slowed({1: LAST_MOMENT, 2: LAST_MOMENT})
-    ends = [run.attempt(kill, fault), run.attempt(preempt, fault), run.attempt()]
-    assert [attempt.exit_codes for attempt in ends] == [None, [75, 75], [0, 0]]
-    drill = Drill(run.run, LocalBackend())
-    assert drill.beginnings()[2]["lost_steps"] == 0
-    assert_same_run(drill, undisturbed())
 
 
 def test_a_rank_killed_and_a_preemption_under_the_node_agent_change_nothing(
@@ -187,26 +152,6 @@ def test_a_killed_agent_leaves_no_rank_and_the_run_continues(
     os.kill(drill.agent_pid(), signal.SIGKILL)
     drill.wait_for_end()
     assert not [pid for pid in ranks + readers if Path(f"/proc/{pid}").exists()]
-    assert_same_run(drill, undisturbed())
-
-
-@pytest.mark.long
-def test_a_damaged_checkpoint_is_skipped(
-    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, slowed({1: 21}))
-    drill = submit_drill(dataset, checkpoint__keep=4)
-    drill.wait_for(lambda: len(list_checkpoints(drill.run.checkpoints)) >= 2)
-    newest = list_checkpoints(drill.run.checkpoints)[-1]
-    shard = newest.path / "rank-00001.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    os.kill(drill.rank_pids()[0], signal.SIGKILL)
-    drill.wait_for_end()
-    resumed = drill.events("resumed")[0]
-    assert resumed["step"] < newest.step
-    assert shard.name in resumed["passed_over"][0]
     assert_same_run(drill, undisturbed())
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ import pytest
 
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.worker.failures import read_failures
-from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
+from tests.drills.campaign.forked_attempts import ForkedRun
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import STEPS, drill_spec, slowed, submit_drill
+from tests.drills.training_runs import STEPS, drill_spec, submit_drill
 
 pytestmark = pytest.mark.drill
 
@@ -64,22 +61,3 @@ def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path
     (ended,) = drill.events("attempt-ended")
     assert (ended["exit_code"], ended["requeue"]) == (2, False)
     assert "nothing.jsonl" in ended["message"]
-
-
-@pytest.mark.long
-def test_prepared_data_that_were_edited_between_attempts_are_rejected(dataset: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(dataset, tmp_path / "dataset"))
-    run = ForkedRun.create(drill_spec(copy))
-
-    def preempt(attempt: Attempt) -> None:
-        assert attempt.wait_for(lambda: len(read_metrics(run.run)) >= 3)
-        attempt.send(signal.SIGTERM, 0)
-
-    assert run.attempt(preempt, slowed({1: 4})).exit_codes == [75, 75]
-    described: dict[str, Any] = json.loads((copy / "dataset.json").read_text())
-    (copy / "dataset.json").write_text(json.dumps({**described, "fingerprint": "0" * 64}))
-    second = run.attempt()
-    assert second.exit_codes is None
-    failures = read_failures(run.run, second.number)
-    assert {(failure.reason, failure.exit_code) for failure in failures} == {("data", 93)}
-    assert all("dataset.json" in failure.message for failure in failures)

@@ -211,15 +211,6 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login, tmp_path: Pat
     assert not list(Path(cancelled["run_dir"]).rglob("canary*")) + list(Path().glob("canary*"))
 
 
-@pytest.mark.long  # test_life.py shows it with a fake engine
-def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Login) -> None:
-    fault = "env.SCALETRAIN_FAULT=sigkill rank=1 step=8 attempt=1"
-    run_id = login.submit(*ON_SLURM, *TINY, "training.steps=14", "checkpoint.every=5", fault)
-    done = login.wait(run_id, lambda now: now["state"] == "finished", "finished")
-    assert ends(done["run_dir"]) == [(1, "killed"), (0, "done")]
-    assert done["steps_lost_total"] == 2
-
-
 @pytest.mark.long
 def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> None:
     run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s")
@@ -262,11 +253,3 @@ def test_a_probe_finds_a_node_that_does_not_share_the_runs_root(login: Login, tm
     assert "n1: " not in refused.stderr
     assert list(root.iterdir()) == []
     assert login.cluster.run("squeue", "--noheader", "--states=PD,R", "--partition=spot").stdout == ""
-
-
-def test_a_request_that_the_cluster_cannot_satisfy_is_not_queued(login: Login, tmp_path: Path) -> None:
-    sets = (*ON_SLURM, "cluster.slurm.partition=nowhere")
-    refused = login.scaletrain("submit", str(RECIPE), "--yes", sets=sets, check=False)
-    assert refused.returncode == 4
-    assert "nowhere" in refused.stderr
-    assert not list((tmp_path / HOSTILE).glob("*/run.json"))

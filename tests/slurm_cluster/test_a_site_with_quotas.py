@@ -179,14 +179,6 @@ def test_maintenance_before_the_end_of_a_job_is_reported_with_its_times(cluster:
     assert "cluster.slurm.time is at most 1" in done.stderr
 
 
-def test_the_script_records_the_preemption_rule_of_the_site(cluster: DevCluster) -> None:
-    shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_GPUS, "cluster.slurm.partition=spot"))
-    assert (
-        "# Preemption: by PriorityTier of partitions. Jobs of spot are preempted by main, high: PreemptMode=REQUEUE"
-        in shown.stdout
-    )
-
-
 def test_jobs_of_a_sweep_depend_on_each_other_or_none_is_left(cluster: DevCluster, runs: Path) -> None:
     """The jobs are held, so that no engine starts: only their dependencies are checked."""
     held = ("cluster.slurm.extra={hold: true}", *ON_CPUS)

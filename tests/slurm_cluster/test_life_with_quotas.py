@@ -20,15 +20,6 @@ def site(accounting: DevCluster, tmp_path: Path) -> Site:
     return Site(accounting, tmp_path / "runs")
 
 
-def test_a_job_beyond_its_quota_is_refused_and_leaves_nothing(site: Site) -> None:
-    refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=3", "training.global_batch_size=15", run_id="refused")
-    assert refused.returncode == 4, refused.stderr
-    assert "3 CPUs over all nodes: QOS two may use 2 CPUs at the same time" in refused.stderr
-    assert not site.runs.exists()
-    assert site.cluster.run("squeue", "-h", "--me").stdout == ""
-    assert not site.processes("refused")
-
-
 def test_a_quota_in_use_is_a_note_and_the_run_starts_once_it_is_free(site: Site) -> None:
     holder = site.cluster.submit("sleep 300", "-A", "lab", "-q", "two", "-N", "1", "-o/dev/null")
     site.cluster.wait_for_state(holder, "RUNNING")

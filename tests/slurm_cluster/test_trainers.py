@@ -1,4 +1,4 @@
-"""Other trainers on a real Slurm of two nodes: TRL that is preempted, and torchrun as the program of a node."""
+"""Other programs on a real Slurm of two nodes that are preempted: torchrun and a shell script."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.rundir.checkpoints import latest_valid
-from tests.drills.test_trainers import copied_recipe
 from tests.slurm_cluster.cluster import DevCluster
-from tests.slurm_cluster.test_a_run_on_slurm import Login, ends, events
+from tests.slurm_cluster.test_a_run_on_slurm import Login, ends
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 ON_SLURM = ("cluster={scheduler: slurm, nodes: 2, gpus_per_node: 1, gpu: cpu, slurm: {partition: spot, time: 30m}}",)
@@ -64,25 +62,6 @@ def preempted_by_a_higher_partition(login: Login, run_id: str) -> str:
 def losses(run_dir: str) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     return sorted({line["step"]: line["loss"] for line in lines}.items())
-
-
-def test_trl_is_preempted_and_resumed_with_the_losses_of_an_undisturbed_run(login: Login, tmp_path: Path) -> None:
-    copied_recipe(tmp_path / "mine")
-    spec, short = tmp_path / "mine/run.yaml", ("training.steps=30", f"code.path={tmp_path / 'mine'}")
-    run_id = submitted(login, spec, *ON_SLURM, *short, "env={SLOW: '0.5', OMP_NUM_THREADS: '1'}")
-    login.wait(run_id, lambda now: now["step"] >= 4)
-    run_dir = preempted_by_a_higher_partition(login, run_id)
-    local = submitted(login, spec, *short, "env={OMP_NUM_THREADS: '1'}")
-    done = login.wait(run_id, lambda now: now["state"] == "finished", "finished")
-    undisturbed = login.wait(local, lambda now: now["state"] == "finished", "finished")
-    assert (done["restarts"], done["steps_lost_total"]) == (1, 0)
-    left = events(run_dir, "preempted")[0]["step"]
-    assert [event["step"] for event in events(run_dir, "resumed")] == [left]
-    assert losses(run_dir) == losses(undisturbed["run_dir"])
-    assert [step for step, _ in losses(run_dir)] == list(range(1, 31))
-    latest, damaged = latest_valid(Path(run_dir) / "checkpoints")
-    assert latest is not None
-    assert (latest.step, latest.world_size, damaged) == (30, 2, [])
 
 
 def test_torchrun_is_the_program_of_each_node_and_its_ranks_have_the_grace_period(login: Login, tmp_path: Path) -> None:
