@@ -118,20 +118,7 @@ def test_ctrl_c_at_any_line_ends_with_130_and_leaves_no_partial_files(
 
 
 FAULTS = [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.EDQUOT]
-CALLS = (
-    "open",
-    "write",
-    "mkdir",
-    "rename",
-    "replace",
-    "fsync",
-    "stat",
-    "lstat",
-    "scandir",
-    "listdir",
-    "unlink",
-    "access",
-)
+CALLS = "open write mkdir rename replace fsync stat lstat scandir listdir unlink access".split()
 
 
 class Refusing:

@@ -530,16 +530,7 @@ def test_every_finding_has_a_case_here_and_every_text_is_used() -> None:
     shown |= {"checkpoint-interval", "loss-above-uninformed", "saves-block"}
     shown |= {"mirror-behind", "mirror-failing"}  # tests/launch/node/test_mirroring.py
     found = {code for code in TEXTS if not code.startswith("cause-") and f'Reason("diagnosis.{code}"' in source}
-    unseen = {
-        "few-steps",
-        "sampled",
-        "not-from-scratch",
-        "not-text",
-        "no-validation",
-        "on-cpu",
-        "check-failed",
-        "elsewhere",
-    }
+    unseen = set("few-steps sampled not-from-scratch not-text no-validation on-cpu check-failed elsewhere".split())
     unseen |= {code for code in TEXTS if code.startswith("no-")}
     assert found - shown - unseen - {"rate-needs-trial"} == set()
     assert len(CHECKS) > 40

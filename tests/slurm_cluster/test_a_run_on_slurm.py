@@ -27,15 +27,9 @@ ON_SLURM = (
 SAVED_EVERY = 100
 # Steps of milliseconds, and too many to finish during a test.
 TINY = (
-    "model.hidden_size=32",
-    "model.num_hidden_layers=1",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=2",
-    "model.intermediate_size=32",
-    "model.seq_len=32",
-    "training.steps=1000000",
-    "evaluation.every=0",
-    f"checkpoint.every={SAVED_EVERY}",
+    *("model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
+    *("model.num_key_value_heads=2", "model.intermediate_size=32", "model.seq_len=32", "training.steps=1000000"),
+    *("evaluation.every=0", f"checkpoint.every={SAVED_EVERY}"),
 )
 HOSTILE = "the 'runs' of \"us\" $(touch canary-1) `touch canary-2` ; & * é\n"
 

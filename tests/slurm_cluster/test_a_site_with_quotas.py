@@ -58,9 +58,7 @@ def test_all_reasons_why_a_job_can_never_run_are_reported_at_once(cluster: DevCl
         cluster,
         SMALL,
         *ON_GPUS,
-        "cluster.nodes=4",
-        "cluster.slurm.gres_type=a100",
-        "cluster.slurm.qos=capped",
+        *("cluster.nodes=4", "cluster.slurm.gres_type=a100", "cluster.slurm.qos=capped"),
         "cluster.slurm.account=guests",
     )
     assert refused.returncode == 4
@@ -128,12 +126,9 @@ def test_a_resume_beyond_a_shrunk_quota_is_refused_and_changes_nothing(cluster: 
 def test_flags_of_a_qos_have_the_same_effect_as_in_slurm(cluster: DevCluster) -> None:
     """A job that Slurm would never start is refused; one that a flag permits is accepted, and Slurm runs it."""
     for words in (
-        "add qos partcap MaxTRESPerJob=gres/gpu=8",
-        "add qos over Flags=OverPartQOS MaxTRESPerJob=gres/gpu=16",
-        "add qos long Flags=PartitionTimeLimit,PartitionMaxNodes",
-        "add qos big MinTRESPerJob=gres/gpu=16",
-        "add qos booked Flags=RequiresReservation",
-        "modify account lab set QOS+=partcap,over,long,big,booked",
+        *("add qos partcap MaxTRESPerJob=gres/gpu=8", "add qos over Flags=OverPartQOS MaxTRESPerJob=gres/gpu=16"),
+        *("add qos long Flags=PartitionTimeLimit,PartitionMaxNodes", "add qos big MinTRESPerJob=gres/gpu=16"),
+        *("add qos booked Flags=RequiresReservation", "modify account lab set QOS+=partcap,over,long,big,booked"),
     ):
         cluster.run("sacctmgr", "-i", *words.split())
     cluster.run("scontrol", "update", "partitionname=main", "qos=partcap", "maxtime=60", "maxnodes=2")

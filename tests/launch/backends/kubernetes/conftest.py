@@ -17,11 +17,8 @@ from tests.launch.conftest import MadeRun, MakeRun
 
 IMAGE = "registry.example/scaletrain@sha256:" + "a" * 64
 SETTINGS = (
-    "cluster.scheduler=kubernetes",
-    "cluster.nodes=2",
-    "cluster.kubernetes.namespace=ml",
-    f"cluster.kubernetes.image={IMAGE}",
-    "cluster.kubernetes.runs.claim=runs",
+    *("cluster.scheduler=kubernetes", "cluster.nodes=2", "cluster.kubernetes.namespace=ml"),
+    *(f"cluster.kubernetes.image={IMAGE}", "cluster.kubernetes.runs.claim=runs"),
 )
 
 

@@ -26,22 +26,7 @@ from tests.launch.conftest import make_spec
 
 characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
 pieces = [
-    "$(HOME)",
-    "$$",
-    "$",
-    "$(",
-    "\n",
-    "'",
-    '"',
-    "\\",
-    ": ",
-    "# ",
-    "- ",
-    "on",
-    "0x1f",
-    "1e3",
-    "12:30",
-    "\x85",
+    *("$(HOME)", "$$", "$", "$(", "\n", "'", '"', "\\", ": ", "# ", "- ", "on", "0x1f", "1e3", "12:30", "\x85"),
     "\ufeff",
 ]
 texts = st.text(characters, max_size=30) | st.lists(st.sampled_from(pieces), max_size=6).map("".join)

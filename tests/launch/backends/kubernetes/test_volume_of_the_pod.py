@@ -26,11 +26,8 @@ from tests.ports import reserved_port
 from tests.waiting import wait_until
 
 ALONE = (
-    "cluster.scheduler=kubernetes",
-    "cluster.nodes=1",
-    "cluster.kubernetes.namespace=ml",
-    f"cluster.kubernetes.image={IMAGE}",
-    "cluster.kubernetes.runs={per_pod: true, path: /volume}",
+    *("cluster.scheduler=kubernetes", "cluster.nodes=1", "cluster.kubernetes.namespace=ml"),
+    *(f"cluster.kubernetes.image={IMAGE}", "cluster.kubernetes.runs={per_pod: true, path: /volume}"),
 )
 DISK = "cluster.kubernetes.volumes=[{claim: disk, path: /disk}]"
 KEPT = (*ALONE, DISK, "checkpoint.dir=/disk/checkpoints")

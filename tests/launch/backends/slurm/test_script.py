@@ -67,18 +67,7 @@ WANTED = {"NCCL_SOCKET_IFNAME": "ib0", "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_NOD
 # Any text that an environment value or a path may contain: no NUL, and nothing that UTF-8 cannot encode.
 characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
 pieces = [
-    " ",
-    "'",
-    '"',
-    "\n",
-    "$(touch canary)",
-    "`touch canary`",
-    "\\",
-    "$HOME",
-    "-n",
-    ";touch canary;",
-    "é",
-    "*",
+    *(" ", "'", '"', "\n", "$(touch canary)", "`touch canary`", "\\", "$HOME", "-n", ";touch canary;", "é", "*"),
     "~",
 ]
 texts = st.text(characters, max_size=30) | st.lists(st.sampled_from(pieces), max_size=6).map("".join)
