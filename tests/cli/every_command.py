@@ -14,15 +14,8 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import SMALL
 
 # What stands for an argument or an option that a command needs, by the name that its help gives it.
-VALUES = {
-    "SPEC": str(SMALL),
-    "SPEC|RUN": str(SMALL),
-    "SPEC|DATASET|RUN": str(SMALL),
-    "RUN": "r1",
-    "DIR": "out",
-    "URL": "s3://bucket/data",
-    "PROMPT": "Hi",
-}
+VALUES = dict.fromkeys(("SPEC", "SPEC|RUN", "SPEC|DATASET|RUN"), str(SMALL))
+VALUES |= {"RUN": "r1", "DIR": "out", "URL": "s3://bucket/data", "PROMPT": "Hi"}
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
 ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"], "rehearse": ["--yes"]}

@@ -234,9 +234,8 @@ def test_a_run_resumes_with_fewer_processes_after_it_is_planned_again() -> None:
     assert tried.code == 0, tried.err
     assert tried.out.endswith(f"{runs_root() / 'r1'} --engine {ENGINE}\n")
     assert not revisions.exists()
-    assert {"GPUs 1 x 2 = 2 1 x 1 = 1", "data parallel 2 1", "accumulation 1 2", "global batch 16 16"} <= set(
-        rows_of(tried)
-    )
+    resized = {"GPUs 1 x 2 = 2 1 x 1 = 1", "data parallel 2 1", "accumulation 1 2", "global batch 16 16"}
+    assert resized <= set(rows_of(tried))
     refused = scaletrain("resume", "r1", "--gpus-per-node", "1", "--set", "training.seed=7")
     assert (refused.code, revisions.exists()) == (ExitCode.USAGE, False)
     assert "--set training.seed = 7: was 42, and what is trained cannot change." in " ".join(refused.err.split())
@@ -244,11 +243,8 @@ def test_a_run_resumes_with_fewer_processes_after_it_is_planned_again() -> None:
     resumed = scaletrain("resume", "r1", "--gpus-per-node", "1", "--json")
     assert resumed.code == 0, resumed.err
     after = resumed.data["resize"]["after"]
-    assert (after["revision"], after["layout"]["world_size"], after["layout"]["gradient_accumulation_steps"]) == (
-        1,
-        1,
-        2,
-    )
+    layout = after["layout"]
+    assert (after["revision"], layout["world_size"], layout["gradient_accumulation_steps"]) == (1, 1, 2)
     assert ended().data["state"] == "finished"
 
     assert len(list((runs_root() / "r1" / "attempts" / "0002" / "logs").iterdir())) == 1

@@ -61,20 +61,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDir:
     """A finished run of 300 steps in two attempts with a rollback, two ranks and a GPU."""
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     run = RunDir(prepare("finished", "r1", None, "training.steps=300", "cluster.price_per_gpu_hour=2"))
-    rows = [
-        {
-            "step": step,
-            "loss": 2 + 4 / step**0.5 + (9 if step == 120 else 0),
-            "grad_norm": 0.5,
-            "learning_rate": 3e-4,
-            "step_seconds": 0.5,
-            "attempt": 1 if step < 200 else 2,
-            "time": 1e9 + step,
-            "mfu": 0.4,
-            "tokens_per_second": 1e4,
-        }
-        for step in range(4, 301)
-    ]
+    same = {"grad_norm": 0.5, "learning_rate": 3e-4, "step_seconds": 0.5, "mfu": 0.4, "tokens_per_second": 1e4}
+    losses = {step: 2 + 4 / step**0.5 + (9 if step == 120 else 0) for step in range(4, 301)}
+    rows = [{"step": step, "loss": loss, "time": 1e9 + step, **same} for step, loss in losses.items()]
+    rows = [row | {"attempt": 1 if row["step"] < 200 else 2} for row in rows]
     append_lines(run.metrics, rows[:196])
     record_event(run, "resumed", step=199, attempt=2)
     append_lines(run.metrics, rows[196:])
@@ -245,9 +235,8 @@ def test_the_parts_of_a_step_stand_beside_the_mean_time_of_the_same_steps(traine
         parts = {"step_seconds": whole, "forward_seconds": whole - 0.5, "backward_seconds": 0.5}
         writer.add("rank 0", 1e9 + number, 299 + number, parts)
     writer.close()
-    assert "measured 800 ms: forward 300 ms, backward 500 ms" in " ".join(
-        page(shown_of(trained), "overview", 100, 45).split()
-    )
+    screen = page(shown_of(trained), "overview", 100, 45)
+    assert "measured 800 ms: forward 300 ms, backward 500 ms" in " ".join(screen.split())
 
 
 def test_once_prints_the_overview_or_one_answer(trained: RunDir) -> None:
@@ -339,15 +328,10 @@ class Terminal:
         self.before = termios.tcgetattr(slave)
         self.slave = slave
         known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "scaletrain_cli", "watch", str(run.path)],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            cwd=PROJECT,
-            env=known | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment,
-            start_new_session=True,
-        )
+        known |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
+        command = [sys.executable, "-m", "scaletrain_cli", "watch", str(run.path)]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        self.process = subprocess.Popen(command, **streams, cwd=PROJECT, env=known, start_new_session=True)
         self.output = ""
 
     def wait_for(self, text: str) -> str:

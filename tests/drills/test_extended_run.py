@@ -45,15 +45,8 @@ def final_state(run: RunDir) -> dict[str, Any]:
 def test_a_run_with_more_steps_and_a_branch_equal_the_run_that_had_them_from_the_start(dataset: Path) -> None:
     one_rank: dict[str, Any] = {"cluster__gpus_per_node": 1, "layout__zero_stage": 0, "checkpoint__every": 4}
     one_rank |= {"checkpoint__keep": 4, "evaluation__every": 0, "training__schedule__warmup_steps": 2}
-    whole = ForkedRun.create(
-        drill_spec(
-            dataset,
-            **one_rank,
-            training__steps=9,
-            training__schedule__name="wsd",
-            training__schedule__cooldown_steps=3,
-        )
-    )
+    cooled = {f"training__{key}": value for key, value in (("schedule__name", "wsd"), ("schedule__cooldown_steps", 3))}
+    whole = ForkedRun.create(drill_spec(dataset, **one_rank, **cooled, training__steps=9))
     whole.attempts_to_end()
     longer = ForkedRun.create(drill_spec(dataset, **one_rank, training__steps=6, training__schedule__name="constant"))
     longer.attempts_to_end()

@@ -29,17 +29,9 @@ def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over
         return [event for event in drill.events("finding") if event["severity"] != "note"]
 
     try:
-        drill = submit_drill(
-            dataset,
-            cluster__gpus_per_node=1,
-            training__steps=400,
-            training__optimizer__lr=1.5,
-            training__schedule__warmup_steps=16,
-            guard__spike__action="warn",
-            evaluation__every=0,
-            checkpoint__every=80,
-            notify=json.dumps(receivers),
-        )
+        rate = {"training__steps": 400, "training__optimizer__lr": 1.5, "training__schedule__warmup_steps": 16}
+        quiet = {"guard__spike__action": "warn", "evaluation__every": 0, "checkpoint__every": 80}
+        drill = submit_drill(dataset, cluster__gpus_per_node=1, **rate, **quiet, notify=json.dumps(receivers))
         drill.wait_for(warned)
         drill.wait_for(lambda: "finding" in {message["kind"] for message in open_receiver.received})
         drill.preempt()

@@ -130,16 +130,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def begin(files: Path, *, prepared: bool = True) -> Drill:
     weights = {"web": 7, "code": 2, "books": 1}
     sources = ", ".join(f"{{name: {name}, path: {files / name}.jsonl, weight: {weights[name]}}}" for name in weights)
-    settings = {
-        "data__source": "null",
-        "data__sources": f"[{sources}]",
-        "data__stages": "[{start: 25, weights: {web: 2, code: 3, books: 5}}]",
-        "data__tokenizer__vocab_size": 512,
-        "training__seed": SEED,
-        "training__global_batch_size": BATCH,
-        "training__micro_batch_size": 1,
-        "cluster__gpus_per_node": 4,
-    }
+    settings = {"data__source": "null", "data__sources": f"[{sources}]", "data__tokenizer__vocab_size": 512}
+    settings |= {"data__stages": "[{start: 25, weights: {web: 2, code: 3, books: 5}}]", "cluster__gpus_per_node": 4}
+    settings |= {"training__seed": SEED, "training__global_batch_size": BATCH, "training__micro_batch_size": 1}
     if prepared:
         prepare_data(drill_spec(files, **settings))
     return submit_drill(files, **settings)

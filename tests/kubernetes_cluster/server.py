@@ -54,15 +54,9 @@ class Upstream:
                 sent[setting["key"]] = setting["value"]
         for group in groups:
             sent.add("Impersonate-Group", group)
-        return self._client.rest_client.pool_manager.request(
-            method,
-            self._client.configuration.host + path,
-            body=body,
-            headers=sent,
-            preload_content=False,
-            retries=False,
-            timeout=_REQUEST_SECONDS,
-        )
+        url, how = self._client.configuration.host + path, {"preload_content": False, "retries": False}
+        pool = self._client.rest_client.pool_manager
+        return pool.request(method, url, body=body, headers=sent, timeout=_REQUEST_SECONDS, **how)
 
 
 @dataclass(frozen=True)

@@ -136,14 +136,10 @@ class Sessions:
         """Start a verb in a terminal, really; yield its process, and the other end of the terminal."""
         own, of_process = pty.openpty()
         resize(own, 31, 97)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "scaletrain_cli", verb, self.run, *words],
-            env=self.environment | {"TERM": "xterm", "SHELL": "/bin/sh", "ENV": "", "PS1": "$ "},
-            stdin=of_process,
-            stdout=of_process,
-            stderr=of_process,
-            start_new_session=True,
-        )
+        environment = self.environment | {"TERM": "xterm", "SHELL": "/bin/sh", "ENV": "", "PS1": "$ "}
+        command = [sys.executable, "-m", "scaletrain_cli", verb, self.run, *words]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), of_process)
+        process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
         try:
             yield process, own
         finally:

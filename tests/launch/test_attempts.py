@@ -27,18 +27,8 @@ from tests.rundir.test_checkpoints import save
 def node(code: int | None, *ranks: RankRecord, number: int = 0, ended: float = 9.0) -> NodeRecord:
     """Return the record of a node that ended with ``code``; None: it recorded no end."""
     failed = next((rank.rank for rank in ranks if rank.exit_code not in (0, 75)), None)
-    return NodeRecord(
-        node=f"node-{number:04d}-n{number}",
-        hostname=f"n{number}",
-        node_rank=number,
-        agent_pid=1,
-        agent_start_ticks=1,
-        started=0.0,
-        ranks=ranks,
-        ended=None if code is None else ended,
-        exit_code=code,
-        first_failure=failed,
-    )
+    end = {"ended": None if code is None else ended, "exit_code": code, "first_failure": failed}
+    return NodeRecord(f"node-{number:04d}-n{number}", f"n{number}", number, 1, 1, 0.0, ranks, **end)  # type: ignore[arg-type]
 
 
 def rank(number: int, code: int, killed_by_agent: bool = False) -> RankRecord:

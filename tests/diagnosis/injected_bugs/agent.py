@@ -59,15 +59,8 @@ class Collector:
                 continue
             *lines, self._rest[rank] = data.split(b"\n")
             for row in filter(None, map(read_telemetry_line, lines)):
-                writer.add(
-                    f"rank {rank}",
-                    row.time,
-                    row.step,
-                    row.mean,
-                    count=row.count,
-                    lowest=row.lowest,
-                    highest=row.highest,
-                )
+                spread = {"count": row.count, "lowest": row.lowest, "highest": row.highest}
+                writer.add(f"rank {rank}", row.time, row.step, row.mean, **spread)
 
 
 def _pipe(run: RunDir, attempt: int, rank: int) -> Path:

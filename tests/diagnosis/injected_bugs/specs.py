@@ -67,14 +67,8 @@ def write_data(folder: Path) -> None:
     chance = random.Random(0)
     words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 7))) for _ in range(9000)]
     noise = "\n\n".join(" ".join(words[at : at + 60]) for at in range(0, len(words), 60))
-    texts = {
-        "text.txt": text,
-        "more.txt": more,
-        "little.txt": text[:9000],
-        "noise.txt": noise,
-        "one.txt": text[:600],
-        "copies.txt": 20 * text[:6000],
-    }
+    texts = {"text.txt": text, "more.txt": more, "little.txt": text[:9000], "noise.txt": noise}
+    texts |= {"one.txt": text[:600], "copies.txt": 20 * text[:6000]}
     for name, content in texts.items():
         (folder / name).write_text(content, encoding="utf-8")
     draw_pairs(folder / "shapes")
@@ -103,12 +97,8 @@ def _write_weights(folder: Path) -> None:
     draw, width, keys, inner, vocabulary = np.random.default_rng(0), 48, 24, 96, 384
     shapes = {"model.embed_tokens": (vocabulary, width), "lm_head": (vocabulary, width), "model.norm": (width,)}
     for layer in range(2):
-        attention = {
-            "q_proj": (width, width),
-            "k_proj": (keys, width),
-            "v_proj": (keys, width),
-            "o_proj": (width, width),
-        }
+        attention = {"q_proj": (width, width), "o_proj": (width, width)}
+        attention |= {"k_proj": (keys, width), "v_proj": (keys, width)}
         mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
         norms = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
         parts = {f"self_attn.{name}": shape for name, shape in attention.items()}

@@ -28,6 +28,14 @@ def put_documents(documents: Mapping[str, str | bytes], folder: Path) -> Path:
     return folder
 
 
+def variables_of_a_pod(number: int, gang: int, workload: str = WORKLOAD, port: int = 29500) -> dict[str, str]:
+    """Return what the manifest sets in the environment of a pod."""
+    found = {"WORKLOAD": workload, "GANG": str(gang), "NODE_RANK": str(number)}
+    found |= {"NODE_NAME": f"gpu-{number}.ec2.internal", "POD": f"fake-s1-node-0-{number}"}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {f"SCALETRAIN_{name}": value for name, value in found.items()} | master
+
+
 @dataclass
 class Gang:
     """One gang of a workload's pods; ``volume`` is shared by them and not visible to the submitter."""
@@ -45,15 +53,7 @@ class Gang:
         words = ["--engine", ENGINE, "--documents", str(documents), "--runs-root", str(self.volume)]
         for number in numbers or range(self.made.record.spec.cluster.nodes):
             self.termination_log(number).touch()
-            environment = {
-                "SCALETRAIN_WORKLOAD": self.workload,
-                "SCALETRAIN_GANG": str(self.incarnation),
-                "SCALETRAIN_NODE_RANK": str(number),
-                "SCALETRAIN_NODE_NAME": f"gpu-{number}.ec2.internal",
-                "SCALETRAIN_POD": f"fake-s1-node-0-{number}",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.port),
-            }
+            environment = variables_of_a_pod(number, self.incarnation, self.workload, self.port)
             self.pods[number] = Forked(
                 "scaletrain_cli.launch.backends.kubernetes.pod_agent",
                 [*words, "--termination-log", str(self.termination_log(number))],

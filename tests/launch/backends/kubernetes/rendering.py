@@ -79,16 +79,7 @@ def plan_of(name: str) -> RunPlan:
 
 def rendered(spec: RunSpec, *, run_id: str = "demo-1", plan: RunPlan | None = None, **more: Any) -> Manifest:
     """Return the manifest of a spec; without ``plan``, with a plan of arbitrary numbers."""
-    record = RunRecord(
-        run_id=run_id,
-        created=0.0,
-        spec=spec,
-        plan=plan or make_plan(spec),
-        versions={},
-        code_hash="",
-        wandb_run_id="",
-        revision=more.pop("revision", 0),
-    )
+    record = RunRecord(run_id, 0.0, spec, plan or make_plan(spec), {}, "", "", revision=more.pop("revision", 0))
     return manifest(record, more.pop("documents", DOCUMENTS), **more)
 
 

@@ -329,14 +329,7 @@ def test_events_of_deleted_pods_are_read_after_an_eviction(made: MadeRun, api: F
     evicted = condition("Evicted", reason="PodsReadyTimeout", message="Exceeded the PodsReady timeout")
     api.put("workloads", {"metadata": metadata, "spec": {}, "status": {"conditions": [evicted]}}, "kueue.x-k8s.io")
     for number, (kind, about) in enumerate((("Pod", f"{name}-node-0-1-abcde"), ("Pod", "another-node-0-0-x"))):
-        api.put(
-            "events",
-            {
-                "metadata": {"name": f"e{number}"},
-                "type": "Warning",
-                "reason": "Failed",
-                "message": f"Failed to pull image of {about}",
-                "involvedObject": {"kind": kind, "name": about},
-            },
-        )
+        event = {"metadata": {"name": f"e{number}"}, "involvedObject": {"kind": kind, "name": about}}
+        event |= {"type": "Warning", "reason": "Failed", "message": f"Failed to pull image of {about}"}
+        api.put("events", event)
     assert f"Failed to pull image of {name}-node-0-1-abcde" in run_status(made.run).why

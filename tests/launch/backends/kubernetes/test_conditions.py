@@ -121,25 +121,19 @@ def test_a_job_has_not_ended_before_its_last_pod() -> None:
 
 
 def test_a_job_that_waits_for_quota_shows_kueues_message() -> None:
-    said = (
-        "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100, 8 more"
-    )
+    said = "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100"
     waiting = workload(condition("QuotaReserved", "False", "Pending", said))
     job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
     assert (job.state, job.detail) == ("queued", f"waits in queue team-a: {said}")
 
 
 def test_a_preempted_job_has_the_preemptor_and_the_reason_of_its_wait() -> None:
-    waiting = workload(
-        condition("Evicted", "True", "Preempted", "Preempted to accommodate a workload"),
-        condition(
-            "Preempted", "True", "InClusterQueue", "Preempted to accommodate a workload (UID: 7) of priority 100"
-        ),
-        condition("QuotaReserved", "False", "Pending", "insufficient unused quota"),
-    )
+    by, said = "Preempted to accommodate a workload", "Preempted to accommodate a workload (UID: 7) of priority 100"
+    why = [condition("Evicted", "True", "Preempted", by), condition("Preempted", "True", "InClusterQueue", said)]
+    waiting = workload(*why, condition("QuotaReserved", "False", "Pending", "insufficient unused quota"))
     job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
     assert job.state == "queued"
-    assert job.detail.startswith("preempted by Kueue (Preempted to accommodate a workload (UID: 7) of priority 100)")
+    assert job.detail.startswith(f"preempted by Kueue ({said})")
     assert job.detail.endswith("waits in queue team-a: insufficient unused quota")
 
 
@@ -219,9 +213,8 @@ def test_a_volume_that_cannot_be_mounted_and_a_pod_that_is_refused_are_reported(
     mount = event("FailedMount", "MountVolume.SetUp failed for volume runs: stale handle", "Pod", "llama-s1-node-0-0")
     job = judged(jobset(), pod(NAME, 0, phase="Pending"), events=(mount,))
     assert "pod llama-s1-node-0-0: FailedMount: MountVolume.SetUp failed" in job.detail
-    refused = event(
-        "FailedCreate", 'pods "x" is forbidden: violates PodSecurity "restricted"', "Job", "llama-s1-node-0"
-    )
+    said = 'pods "x" is forbidden: violates PodSecurity "restricted"'
+    refused = event("FailedCreate", said, "Job", "llama-s1-node-0")
     assert 'violates PodSecurity "restricted"' in judged(jobset(), events=(refused,)).detail
 
 
@@ -273,16 +266,15 @@ def test_a_volcano_gang_that_waits_shows_its_schedulers_message() -> None:
     assert judged(volcano("Running"), pod(NAME, 0), pod(NAME, 1)).state == "running"
 
 
+def trainjob(*conditions: dict[str, str]) -> dict[str, Any]:
+    whole = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": NAME, "uid": "u"}}
+    return {**whole, "spec": {"trainer": {"numNodes": 2}}, "status": {"conditions": list(conditions)}}
+
+
 def test_a_trainjob_has_ended_by_its_conditions() -> None:
-    whole = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": NAME, "uid": "u"},
-        "spec": {"trainer": {"numNodes": 2}},
-    }
-    assert judged({**whole, "status": {"conditions": [condition("Complete")]}}).exit_code == 0
-    assert judged({**whole, "status": {"conditions": [condition("Failed", reason="JobSetFailed")]}}).state == "ended"
-    assert judged(whole, pod(NAME, 0), pod(NAME, 1)).state == "running"
+    assert judged(trainjob(condition("Complete"))).exit_code == 0
+    assert judged(trainjob(condition("Failed", reason="JobSetFailed"))).state == "ended"
+    assert judged(trainjob(), pod(NAME, 0), pod(NAME, 1)).state == "running"
 
 
 def test_a_job_whose_child_object_is_refused_never_starts() -> None:
@@ -294,9 +286,7 @@ def test_a_job_whose_child_object_is_refused_never_starts() -> None:
     assert said in job.detail
     (finding,) = stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
     assert finding.kind == "child-refused"
-    assert (
-        judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running"
-    )  # the cause was fixed since
+    assert judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running", "its cause was removed"
 
 
 @pytest.mark.parametrize(
@@ -369,16 +359,10 @@ def test_the_end_has_the_messages_of_the_jobset_and_the_job_and_the_last_line_of
 
 
 def test_a_trainjob_has_the_reason_and_the_restarts_of_its_jobset() -> None:
-    whole = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": NAME, "uid": "u"},
-        "spec": {"trainer": {"numNodes": 2}},
-        "status": {"conditions": [condition("Failed", reason="JobSetFailed")]},
-    }
+    whole = trainjob(condition("Failed", reason="JobSetFailed"))
     below = jobset(condition("Failed", reason="ReachedMaxRestarts", message="restarted 13 times"), restarts=13)
     assert "ReachedMaxRestarts: restarted 13 times" in judged(whole, jobset=below).detail
-    running = judged({**whole, "status": {}}, pod(NAME, 0), pod(NAME, 1), jobset=jobset(restarts=4))
+    running = judged(trainjob(), pod(NAME, 0), pod(NAME, 1), jobset=jobset(restarts=4))
     assert running.detail == "all 2 pods running; restart 4"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
-from scaletrain_cli.launch import restart
+from scaletrain_cli.launch import restart, resume_elsewhere
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt, read_attempts
 from scaletrain_cli.launch.backends.kubernetes import pod_agent, pod_output, rendezvous
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import PodOptions, volume_error
@@ -24,23 +24,17 @@ from scaletrain_cli.launch.node import attempt
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.rundir.record import documents_of
 from scaletrain_cli.worker.failures import Failure, write_failure
-from tests.launch.backends.kubernetes.pods import put_documents
+from tests.launch.backends.kubernetes.pods import put_documents, variables_of_a_pod
 from tests.launch.conftest import MadeRun, MakeRun
 
 TWO_NODES = ("cluster.scheduler=kubernetes", "cluster.nodes=2", "restarts.node=1")
 # Imported before the process becomes a user who may not read the libraries.
-NEEDED = (rendezvous, pod_output, restart, attempt)
+NEEDED = (rendezvous, pod_output, restart, attempt, resume_elsewhere)
 
 
 def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobset/fake-s1") -> PodOptions:
     return PodOptions(
-        documents=volume / ".documents",
-        runs_root=volume,
-        workload=workload,
-        gang=f"{workload}/{gang}",
-        node_rank=rank,
-        node_name=f"gpu-{rank}",
-        pod_name=f"fake-s1-node-0-{rank}",
+        *(volume / ".documents", volume, workload, f"{workload}/{gang}", rank, f"gpu-{rank}", f"fake-s1-node-0-{rank}"),
         master_addr="127.0.0.1",
         master_port=29500,
         rendezvous_port=29501,
@@ -71,16 +65,7 @@ def ended_as(uid: int, volume: Path, gang: int) -> tuple[int, str]:
             os.setuid(uid)
             os.dup2(writer, 2)
             sys.stderr = os.fdopen(2, "w", encoding="utf-8")
-            environment = {
-                "SCALETRAIN_WORKLOAD": "jobset/fake-s1",
-                "SCALETRAIN_GANG": str(gang),
-                "SCALETRAIN_NODE_RANK": "0",
-                "SCALETRAIN_NODE_NAME": "gpu-0",
-                "SCALETRAIN_POD": "fake-s1-node-0-0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "29500",
-            }
-            os.environ |= environment
+            os.environ |= variables_of_a_pod(0, gang)
             arguments = ["--documents", str(volume / ".documents"), "--runs-root", str(volume)]
             try:
                 code = pod_agent.main(arguments)

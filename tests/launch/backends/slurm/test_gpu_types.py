@@ -12,7 +12,7 @@ from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, cores_per_gpu, type_of_accelerator, usable_nodes
 from scaletrain_cli.launch.backends.slurm.tables import Limit, nodes, partitions
-from tests.launch.backends.slurm.test_preflight import ask
+from tests.launch.backends.slurm.test_preflight import SILENT, ask
 from tests.launch.conftest import make_spec
 
 # Node, partition and GPUs. mixed has both kinds, also on one node, and MIG instances.
@@ -32,19 +32,8 @@ d1|idle|gpu:v100:4(S:0-1),nvme:3600|gpu:v100:0(IDX:N/A),nvme:0|disks|40|380000|
 d2|idle|gpu:v100:4(S:0-1),nvme:local:2T(S:0,1)|gpu:v100:0(IDX:N/A),nvme:local:0|disks|40|380000|
 """
 NAMES = ("mixed", "small", "plain", "shards", "whole", "disks")
-SITE = Site(
-    user="ada",
-    now=0.0,
-    config={},
-    partitions=partitions("".join(f"PartitionName={name} State=UP PriorityTier=1\n" for name in NAMES)),
-    nodes=nodes(ROWS),
-    reservations=(),
-    associations=(),
-    qos_rules=(),
-    account="",
-    qos="",
-    limits=(),
-)
+PARTITIONS = partitions("".join(f"PartitionName={name} State=UP PriorityTier=1\n" for name in NAMES))
+SITE = dataclasses.replace(SILENT, partitions=PARTITIONS, nodes=nodes(ROWS))
 
 
 def problems(*overrides: str, gpus: int, nodes: int = 1, partition: str = "mixed", site: Site = SITE) -> list[str]:

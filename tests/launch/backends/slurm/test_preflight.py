@@ -36,19 +36,11 @@ from tests.launch.conftest import make_spec
 
 NOW = 1_000_000.0
 HOUR = 3600.0
-SITE = Site(
-    user="root",
-    now=NOW,
-    config=settings(answer("config")),
-    partitions=partitions(answer("partitions")),
-    nodes=nodes(answer("nodes")),
-    reservations=(),
-    associations=read_associations(answer("associations")),
-    qos_rules=read_qos_rules(answer("qos")),
-    account="lab",
-    qos="normal",
-    limits=(),
-)
+# A site that shows nothing to this user.
+SILENT = Site("root", NOW, {}, (), (), (), (), (), "", "", ())
+KNOWN = (read_associations(answer("associations")), read_qos_rules(answer("qos")), "lab", "normal", ())
+PARTS = (settings(answer("config")), partitions(answer("partitions")), nodes(answer("nodes")), ())
+SITE = Site("root", NOW, *PARTS, *KNOWN)
 
 
 def ask(*overrides: str, gpus: int = 8, nodes: int = 2) -> RunSpec:
@@ -298,9 +290,8 @@ def test_a_job_requests_the_cores_of_its_gpus_where_slurm_gives_none_by_default(
 
 
 def test_a_site_that_hides_everything_causes_no_problem() -> None:
-    silent = Site("ada", NOW, {}, (), (), (), (), (), "", "", ())
-    assert verdict(site=silent) == PreflightVerdict((), ())
-    assert preemption_rule(silent, ask().cluster) == ""
+    assert verdict(site=SILENT) == PreflightVerdict((), ())
+    assert preemption_rule(SILENT, ask().cluster) == ""
 
 
 def test_with_a_job_submit_plugin_unknown_names_are_only_notes() -> None:

@@ -53,12 +53,9 @@ PYXIS += ["--container-env=MASTER_ADDR,MASTER_PORT", "/opt/my python"]
 BINDS = ["--bind", "{root}:{root}", "--bind", "/data:/d:ro", "{image}", "/opt/my python"]
 # Variables that a site's plugins, or sbatch by hand, may have added to the environment of a job.
 STRAY = {
-    "HF_TOKEN": SECRET,
-    "SCALETRAIN_TOKEN": SECRET,
-    "name": SECRET,
-    "AWS_SECRET_ACCESS_KEY": SECRET,
-    "two\nlines": SECRET,
-    "dotted.name": SECRET,
+    **dict.fromkeys(
+        ("HF_TOKEN", "SCALETRAIN_TOKEN", "name", "AWS_SECRET_ACCESS_KEY", "two\nlines", "dotted.name"), SECRET
+    ),
     "BASH_FUNC_ls%%": "() { echo hidden; }",
     "OMP_NUM_THREADS": "64",
 }
