@@ -92,9 +92,7 @@ def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: 
     environment = {**os.environ, **(env or {}), "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
     for name in ("NO_COLOR", "FORCE_COLOR", "CI"):
         environment.pop(name, None)
-    process = subprocess.Popen(
-        command, cwd=PROJECT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
-    )
+    process = subprocess.Popen(command, cwd=PROJECT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     os.write(ours, answer.encode())
     shown = b""

@@ -88,9 +88,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def test_every_command_takes_json() -> None:
-    assert {
-        " ".join(words) for words, command in ALL.items() if not any("--json" in p.opts for p in command.params)
-    } == set()
+    assert {words for words, command in ALL.items() if not any("--json" in p.opts for p in command.params)} == set()
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)

@@ -32,9 +32,7 @@ def test_explain_adds_the_reasons_to_the_plan() -> None:
     assert "Why this layout" in ended.out[len(plain.out) :]
     data = scaletrain("plan", SMALL, "--explain", "--json").data
     assert {"question", "rows", "answer", "verdict", "follows"} <= data["explanation"][0].keys()
-    assert {key: value for key, value in data.items() if key != "explanation"} == scaletrain(
-        "plan", SMALL, "--json"
-    ).data
+    assert {key: data[key] for key in data if key != "explanation"} == scaletrain("plan", SMALL, "--json").data
 
 
 def test_explain_lists_the_layouts_considered_if_nothing_fits() -> None:
@@ -173,7 +171,7 @@ def test_a_figure_is_complete_and_reproducible(kind: str, tmp_path: Path) -> Non
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
 def test_an_html_figure_has_the_numbers_and_escapes_markup() -> None:
     ended = scaletrain(
-        "plan", SMALL, "--set", "name=<script>alert(1)</script> $\\frac 漢", "--plot", "a.html", "--explain"
+        "plan", SMALL, "--set=name=<script>alert(1)</script> $\\frac 漢", "--plot", "a.html", "--explain"
     )
     assert ended.code == 0
     text = Path("a.html").read_text(encoding="utf-8")

@@ -47,9 +47,7 @@ def wait_for_step(run_id: str, step: int) -> None:
 def test_a_dry_run_prints_the_rendered_job_and_creates_nothing(tmp_path: Path) -> None:
     ended = submit("submit", "r1", "--dry-run")
     assert ended.code == 0
-    assert ended.out.endswith(
-        f" scaletrain_cli.launch.backends.local.supervisor {runs_root() / 'r1'} --engine {ENGINE}\n"
-    )
+    assert ended.out.endswith(f"launch.backends.local.supervisor {runs_root() / 'r1'} --engine {ENGINE}\n")
     assert list(tmp_path.iterdir()) == []
 
 

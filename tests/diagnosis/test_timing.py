@@ -37,9 +37,7 @@ def attempt(run: RunDir, number: int, started: float, ended: float | None) -> No
 
 
 def log(run: RunDir, steps: range, seconds: float, number: int = 1) -> None:
-    lines = [
-        {"step": step, "loss": 3.0, "step_seconds": seconds, "data_wait": 0.0, "attempt": number} for step in steps
-    ]
+    lines = [{"step": step, "loss": 3.0, "step_seconds": seconds, "data_wait": 0, "attempt": number} for step in steps]
     append_lines(run.metrics, lines)
 
 

@@ -42,9 +42,7 @@ def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over
     assert [event["reason"] for event in drill.events("attempt-ended")] == ["preempted", "done"]
     assert drill.step() == 400
     raised = sorted(f"{event['code']} {event['change']}" for event in warned())
-    sent = [
-        message for message in open_receiver.received if message["kind"] == "finding" and message["change"] != "cleared"
-    ]
+    sent = [one for one in open_receiver.received if one["kind"] == "finding" and one["change"] != "cleared"]
     assert sorted(f"{message['event']['code']} {message['change']}" for message in sent) == raised
     assert len(set(raised)) == len(raised)
     assert [message["kind"] for message in open_receiver.received].count("finished") == 1

@@ -123,9 +123,7 @@ def test_a_run_moves_from_slurm_to_pods_to_this_machine_with_the_same_losses(
     place = here / "mirror"
     (here / "drill.yaml").write_text(spec_text(dataset))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(here / "site"))
-    sent = scaletrain(
-        "submit", here / "drill.yaml", "--cluster", "site", "--yes", "--set", f"checkpoint.mirror={place}"
-    )
+    sent = scaletrain("submit", here / "drill.yaml", "--cluster=site", "--yes", "--set", f"checkpoint.mirror={place}")
     assert sent.code == 0, sent.err
     run_id = sent.out.strip()
     first = RunDir(here / "site" / run_id)

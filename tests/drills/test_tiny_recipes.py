@@ -43,9 +43,7 @@ def test_the_recipe_of_pairs_finds_pictures_by_captions_and_classes(tmp_path: Pa
     environment = {**os.environ, "SCALETRAIN_RUNS": str(tmp_path / "runs")}
 
     def run(*words: str) -> None:
-        done = subprocess.run(
-            [sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     run(str(RECIPES / "clip_pairs_cpu.py"))

@@ -73,9 +73,7 @@ def test_a_checkpoint_of_captions_with_another_tokenizer_is_refused(saved: str |
     if saved != "other":
         require_same_data(spec, checkpoint, [], tmp_path)
         return
-    with pytest.raises(
-        UsageError, match=r"another tokenizer than .*tokenizer\.json is now: SHA-256 000000000000"
-    ) as bad:
+    with pytest.raises(UsageError, match=r"another tokenizer than .*tokenizer\.json is now: SHA-256 0000000000") as bad:
         require_same_data(spec, checkpoint, [], tmp_path)
     assert "or start a new run" in str(bad.value)
     require_same_data(spec, checkpoint, [], tmp_path / "elsewhere")  # what the nodes alone see, the ranks check

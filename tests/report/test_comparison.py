@@ -56,9 +56,7 @@ def test_a_sweep_has_parallel_coordinates_and_its_best_and_unread_points(runs: l
     assert [each["run_id"] for each in report["damaged"]] == ["s-3"]
     shown = Page(page(report))
     drawing = next(each for each in shown.drawings if "parameters of 2 runs" in str(each.attrib))
-    points = {
-        path.attrib["class"]: path.attrib["d"] for path in drawing.iter("path") if "point" in path.attrib["class"]
-    }
+    points = {one.attrib["class"]: one.attrib["d"] for one in drawing.iter("path") if "point" in one.attrib["class"]}
     assert points == {"point q0 best": "M0 0L1200 400L2400 800", "point q2": "M0 800L1200 400L2400 0"}
     assert "s-3: " in shown.text
     assert "2 of 4 not readable or deleted" in shown.text

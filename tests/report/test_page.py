@@ -89,9 +89,7 @@ def test_the_page_has_no_outside_reference_and_only_its_own_script(tmp_path: Pat
     assert {(link or "-")[0] for link in links} == {"#"}
     targets = {attributes.get("id") for _, attributes in shown.tags}
     assert {(link or "")[1:] for link in links} <= targets
-    assert not [
-        tag for tag, attributes in shown.tags if "src" in attributes or tag in ("iframe", "object", "link", "img")
-    ]
+    assert not [tag for tag, given in shown.tags if "src" in given or tag in ("iframe", "object", "link", "img")]
     scripts = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
     policies = [attributes["content"] for _, attributes in shown.tags if attributes.get("http-equiv")]

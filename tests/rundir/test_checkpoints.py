@@ -42,12 +42,11 @@ from scaletrain_cli.worker.checkpoint_commit import (
 
 PROJECT = Path(__file__).parent.parent.parent
 ATTEMPT = 3
+Shards = dict[str, bytes]
 SHARDS = {"rank-00000.pt": b"a" * 3000, "sub/rank-00001.pt": b"b" * 2000}
 
 
-def save(
-    folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] = SHARDS, attempt: int = ATTEMPT
-) -> Path:
+def save(folder: Path, step: int, clean: bool = True, shards: Shards = SHARDS, attempt: int = ATTEMPT) -> Path:
     open_attempt(folder, attempt)
     return save_in_open_attempt(folder, step, clean, shards, attempt)
 

@@ -79,9 +79,7 @@ def test_cancel_deletes_the_preparation_job_with_the_gang(site: Site, tmp_path: 
 
 
 def test_rows_are_prepared_by_a_job_and_data_by_one_for_later_runs(site: Site, tmp_path: Path) -> None:
-    sets = [
-        word for pair in (*settings(corpus(tmp_path, 3_000)), "cluster.scheduler=slurm") for word in ("--set", pair)
-    ]
+    sets = [word for one in (*settings(corpus(tmp_path, 3_000)), "cluster.scheduler=slurm") for word in ("--set", one)]
     spec = str(PROJECT / "tests" / "cli" / "small.yaml")
     queued = site.scaletrain("data", "prepare", spec, "--submit", "--workers", "2", "--json", *sets)["job"]
     assert queued["tasks"] == 2

@@ -39,9 +39,7 @@ def prolog(tmp_path: Path) -> Iterator[tuple[DevCluster, Path]]:
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     wrapper = tmp_path / "prolog.sh"
-    wrapper.write_text(
-        f"#!/bin/sh\nPATH={tool.parent}:$PATH exec {SLURM / 'prolog_health_check.sh'}\n", encoding="utf-8"
-    )
+    wrapper.write_text(f"#!/bin/sh\nPATH={tool.parent}:$PATH exec {SLURM / 'prolog_health_check.sh'}\n")
     wrapper.chmod(0o755)
     say(tool, WELL)
     with DevCluster.running(nodes=2, conf=[f"Prolog={wrapper}", "PrologFlags=Alloc", NO_HOLD]) as cluster:

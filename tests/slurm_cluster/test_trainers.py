@@ -79,9 +79,7 @@ def test_torchrun_is_the_program_of_each_node_and_its_ranks_have_the_grace_perio
 
 
 def test_a_shell_script_that_the_preemption_ends_is_requeued(login: Login, tmp_path: Path) -> None:
-    script = (
-        'echo "up $RANK" > "$SCALETRAIN_RUN_DIR/up-$RANK-$SCALETRAIN_ATTEMPT"; [ $SCALETRAIN_ATTEMPT = 2 ] || sleep 600'
-    )
+    script = "echo up > $SCALETRAIN_RUN_DIR/up-$RANK-$SCALETRAIN_ATTEMPT; [ $SCALETRAIN_ATTEMPT = 2 ] || sleep 600"
     spec = Path(__file__).parents[2] / "recipes" / "trl-sft" / "run.yaml"
     run_id = submitted(login, spec, *ON_SLURM, f"code={{command: {json.dumps(['bash', '-c', script])}}}")
     before = login.wait(run_id, lambda now: len(list(Path(now["run_dir"]).glob("up-*-1"))) == 2)

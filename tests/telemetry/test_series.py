@@ -91,9 +91,7 @@ def assert_complete(found: Series, rows: int) -> None:
     """Check that each added row is in exactly one row of the series, the older ones in coarser rows."""
     counts = list(found.counts)
     assert sum(counts) == rows
-    assert (
-        sum(later > earlier for earlier, later in itertools.pairwise(counts)) <= len(counts) / 10
-    )  # the last of lines
+    assert sum(later > before for before, later in itertools.pairwise(counts)) <= len(counts) / 10
     first = 0
     for number, count in enumerate(counts):
         last = first + count - 1

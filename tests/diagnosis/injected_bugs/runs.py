@@ -131,9 +131,7 @@ def _found(case: Case) -> tuple[Found, ...]:
     assert not [str(reason) for reason in found.not_concluded if reason.code == "diagnosis.check-failed"]
     last = case.history.last_step
     at_end = [finding.code for finding in found.findings[:2]]
-    return tuple(
-        _of(finding, since.get(finding.code, last) if finding.code in at_end else None) for finding in found.findings
-    )
+    return tuple(_of(each, since.get(each.code, last) if each.code in at_end else None) for each in found.findings)
 
 
 def _of(finding: Finding, since: int | None) -> Found:

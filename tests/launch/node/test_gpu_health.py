@@ -93,9 +93,7 @@ def test_clocks_that_are_held_down_are_a_note() -> None:
 def test_uncorrected_errors_are_a_note() -> None:
     found = health({}, {"ecc": 3})
     assert list(gpu_problems(found, found.gpus, GB)) == []
-    assert list(map(str, gpu_notes(found.gpus))) == [
-        "GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"
-    ]
+    assert [*map(str, gpu_notes(found.gpus))] == ["GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"]
 
 
 def test_a_value_that_a_gpu_does_not_report_is_none_and_not_zero() -> None:

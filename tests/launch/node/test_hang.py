@@ -128,9 +128,7 @@ def test_child_processes_of_a_rank_do_not_inherit_its_descriptors() -> None:
     )
     with channel.inherited() as variables:
         descriptors = [int(number) for number in variables.values()]
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | variables, pass_fds=descriptors, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", program], env=os.environ | variables, pass_fds=descriptors)
     channel.listen()
     assert done.returncode == 0
     assert (channel.beat.step, channel.beat.phase, channel.beat.allowed_seconds) == (7, "step", 5.0)

@@ -137,9 +137,7 @@ def test_a_bridge_and_a_bond_do_not_count_bytes_again(tmp_path: Path, monkeypatc
 
     def counters(pernic: bool) -> dict[str, SimpleNamespace]:
         assert pernic
-        return {
-            name: SimpleNamespace(bytes_recv=total, bytes_sent=2 * total) for name in ("lo", "eth0", "eth1", "bond0")
-        }
+        return {name: SimpleNamespace(bytes_recv=total, bytes_sent=2 * total) for name in "lo eth0 eth1 bond0".split()}
 
     monkeypatch.setattr(psutil, "net_io_counters", counters)
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)

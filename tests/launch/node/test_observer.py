@@ -98,9 +98,7 @@ def test_a_failed_diagnosis_is_logged_once_and_the_next_one_may_succeed(
         log_steps(made, 1, 100, rises=True)
         live.look()
         live.look()
-    assert [record.getMessage() for record in caplog.records] == [
-        "a diagnosis failed: ZeroDivisionError('division by zero')"
-    ]
+    assert [one.getMessage() for one in caplog.records] == ["a diagnosis failed: ZeroDivisionError('division by zero')"]
     live.look(is_last=True)
     assert made.events("finding")
 

@@ -36,9 +36,7 @@ PREEMPTED = (
 WAITS = condition("QuotaReserved", "False", "Pending", "insufficient unused quota for nvidia.com/gpu in flavor h100")
 GATED = pod(NAME, 0, phase="Pending", node=None)
 GATED["status"]["conditions"] = [condition("PodScheduled", "False", "SchedulingGated", "non-empty scheduling gates")]
-REFUSED = condition(
-    "FailureTarget", reason="PodFailurePolicy", message="failed with exit code 75 matching FailJob rule"
-)
+REFUSED = condition("FailureTarget", reason="PodFailurePolicy", message="failed with exit code 75 matching FailJob")
 CHILD = {"metadata": {"name": f"{NAME}-node-0"}, "status": {"conditions": [REFUSED]}}
 HELD = {"queue": "q", "suspend": True}
 UNWELL = pod(NAME, 1, node="n1", conditions=[condition("Ready", "False", "NodeNotReady")])

@@ -220,10 +220,8 @@ def test_fractions_of_seconds_are_rounded_up_and_the_agent_has_more_time_than_th
 
 def test_objects_contain_only_references_to_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    made = rendered_recipe(
-        SPOT, "cluster.kubernetes.secrets={HF_TOKEN: {secret: hub, key: token}}", "secret_env=[HF_TOKEN]"
-    )
-    assert environment_of(made)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    made = rendered_recipe(SPOT, "cluster.kubernetes.secrets={HF_TOKEN: {secret: a, key: b}}", "secret_env=[HF_TOKEN]")
+    assert environment_of(made)["HF_TOKEN"] == {"secretKeyRef": {"name": "a", "key": "b"}}
     assert "hf_0123456789" not in json.dumps(made.objects)
 
 

@@ -101,9 +101,7 @@ def requeued_by(script: str, environment: dict[str, str]) -> str:
     (line,) = (line for line in script.splitlines() if "scontrol requeue" in line)
     word = line.strip().removeprefix("scontrol requeue ").removesuffix(" || return")
     variables = {"SLURM_JOB_ID": "70", "PATH": "/usr/bin:/bin"} | environment
-    said = subprocess.run(
-        ["/bin/bash", "-c", f"echo {word}"], env=variables, check=True, capture_output=True, text=True
-    )
+    said = subprocess.run(["bash", "-c", f"echo {word}"], env=variables, check=True, capture_output=True, text=True)
     return said.stdout.strip()
 
 
