@@ -1,7 +1,5 @@
 """Run the command line in this process; return its output and exit code. No tests here."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

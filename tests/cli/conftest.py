@@ -1,7 +1,5 @@
 """Runs in every state, and a stand-in for the engine, for the tests of the command line."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every command of the application that answers by itself, with a command line that it accepts. No tests here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run a command line and the data process that it starts as forks; return its output and exit code. No tests here."""
 
-from __future__ import annotations
-
 import os
 
 from tests import forked

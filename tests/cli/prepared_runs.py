@@ -1,7 +1,5 @@
 """Run directories in every state, created without a scheduler or ranks. No tests here."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Stored, so that a better planner does not change what is claimed about views.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

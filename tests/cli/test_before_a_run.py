@@ -1,7 +1,5 @@
 """init, validate, plan, schema, doctor: output and exit codes; they start no run and leave no files."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

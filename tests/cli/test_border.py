@@ -1,7 +1,5 @@
 """The top level of the process: closed pipes, Ctrl-C, and kinds of terminals."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

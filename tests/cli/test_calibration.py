@@ -1,7 +1,5 @@
 """`scaletrain plan --calibrate RUN`: the measured step time of a run corrects later plans on this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """checkpoint list, verify and prune, on a run of a fake engine without ranks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shell completion: verbs, options, runs, recipes, presets, devices, clusters, keys of the spec."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

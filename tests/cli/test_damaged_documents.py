@@ -1,7 +1,5 @@
 """A damaged document of a run costs the row of its run, and is named: in every verb, whatever stands in its place."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

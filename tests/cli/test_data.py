@@ -1,7 +1,5 @@
 """data prepare: a separate process tokenizes; its last line is the result and its exit code is kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

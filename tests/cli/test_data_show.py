@@ -1,7 +1,5 @@
 """data show: rows with the part in the loss marked, from the first rows and without preparing anything."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

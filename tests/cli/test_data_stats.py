@@ -1,7 +1,5 @@
 """data stats: of a spec and of a dataset; what it and data show refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """drill with a fake engine that injects the faults: the runs, the output and the files that are left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

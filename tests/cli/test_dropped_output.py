@@ -1,7 +1,5 @@
 """Output that cannot be written is dropped and ends no command: stderr on a full disk, a pipe without a reader."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """The base model that an exported adapter names: by its name and commit if it came from the hub."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any content of a spec or of --set gives a plan, or an error with exit code 2 or 3; never a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import string

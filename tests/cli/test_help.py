@@ -1,7 +1,5 @@
 """The help of every verb has a summary, its arguments and its exit codes, in the same form."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ No image is built here. The files are parsed by dockerfile-parse if that package
 of the instructions that they use.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """--json: every verb prints the envelope of docs/json.md in every state of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

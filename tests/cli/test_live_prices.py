@@ -4,8 +4,6 @@ The network is never asked: one test reads a price list of ours through gpuhunt 
 others put a stand-in in its place.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """A verb that names a run costs the same beside any number of others, and what a run shows is bounded."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

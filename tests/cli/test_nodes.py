@@ -1,7 +1,5 @@
 """`scaletrain nodes`: list and clear excluded nodes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

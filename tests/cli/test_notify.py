@@ -1,7 +1,5 @@
 """`scaletrain notify`: tests of receivers, what was sent, and what is sent late."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

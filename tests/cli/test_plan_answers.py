@@ -1,7 +1,5 @@
 """`scaletrain plan`: explanations, comparisons, figures, limits, and errors."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The text of explanations, comparisons, cluster sizes and traces, from stored data, at two widths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

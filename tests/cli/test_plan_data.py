@@ -1,7 +1,5 @@
 """`scaletrain plan` states tokens and epochs of each source, and what submit would reject about its files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`scaletrain plan` and `submit --dry-run` of a run with a range of nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.cli.command_line import SMALL, scaletrain

@@ -1,7 +1,5 @@
 """The text of a plan, from stored plans, so that changes of the planner do not affect these tests."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`scaletrain preflight` on this machine: output, remaining files, and the exit code for an unfit node."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The summary before confirmation: size, cost and start, on every scheduler."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

@@ -1,7 +1,5 @@
 """rehearse before and after its job: options, the spec of the job, the document, the verdicts and the screen."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

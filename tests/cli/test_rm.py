@@ -1,7 +1,5 @@
 """rm, events and list --state: what is deleted or rejected, and what remains after a failure."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """submit, train, status, list, logs, cancel, resume: the life of a run with a fake engine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

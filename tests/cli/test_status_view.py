@@ -1,7 +1,5 @@
 """The screen of `scaletrain status`: measured and planned values, and the report of the scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Untrusted text cannot control a terminal: no colors, titles, clipboard, links or text direction."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import unicodedata

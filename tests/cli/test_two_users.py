@@ -5,8 +5,6 @@ program that a local job would start. The interpreter of these tests may be clos
 is imported before.
 """
 
-from __future__ import annotations
-
 import encodings.ascii  # noqa: F401 (what the standard library imports late)
 import grp  # noqa: F401
 import importlib

@@ -1,7 +1,5 @@
 """`scaletrain watch`: its pages at two sizes, its keys, what it prints without a terminal, and a real terminal."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Charts in characters: points are where their values are, spikes stay visible and leave height for the rest."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Synthesized runs: a healthy one, and what changes it. No tests here."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """Robust statistics, compared with the standard library and with the formulas on known curves."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

@@ -1,7 +1,5 @@
 """Each finding on a synthesized run that has the ill, and none on runs that only look like it."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Reading metrics.jsonl into columns: which lines count, and what a long file costs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Findings of repeated diagnoses: raised, worse, cleared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

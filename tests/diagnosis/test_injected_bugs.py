@@ -1,7 +1,5 @@
 """Real runs with an injected bug, which the diagnosis names, and healthy ones, in which it finds nothing to warn of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Times and costs of a run, from its attempts, its ledger and the plan of each revision."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

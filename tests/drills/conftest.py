@@ -1,7 +1,5 @@
 """One dataset and one undisturbed run per layout, shared by all drills of a session."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

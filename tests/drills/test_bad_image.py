@@ -1,7 +1,5 @@
 """A run on two sources of images that meets an image which cannot be decoded, and continues as its message says."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A short form of the campaign of `make drills`: a few kills, requests and damages of each kind."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`scaletrain drill` on this machine with the real engine: its results are true."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A real run with training.epochs: it trains the steps that its prepared rows fill, also when it is interrupted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

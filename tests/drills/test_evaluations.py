@@ -1,7 +1,5 @@
 """Evaluations of checkpoints are runs of their own: training never waits for them, and the best checkpoint is kept."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

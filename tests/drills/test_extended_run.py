@@ -1,7 +1,5 @@
 """A run that gets more steps, and a branch from its checkpoint, equal the run that had that length from the start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tests themselves are killed while ranks train: no process, shared memory or lock is left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A living run with an ill: one finding and one notification over its attempts, whatever a receiver does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run on a mixture trains on the same samples whatever happens to it: what its ranks read, against a plain count."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

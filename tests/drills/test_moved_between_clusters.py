@@ -1,7 +1,5 @@
 """One run that trains on a real Slurm, in pods, and on this machine: it moves through its mirror each time."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A real run whose first place is lost continues in another one from its mirror, as if nothing had happened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

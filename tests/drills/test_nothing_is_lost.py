@@ -1,7 +1,5 @@
 """Kill, signal and preempt real runs at random moments; the result equals the undisturbed run to the bit."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The example of your own training program loses no steps and runs the submitted code."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A living run is profiled on its ranks without a restart, and trains bit by bit what it trains without."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rehearsals of real small runs: each planted mistake is found by the item that it is of, and good specs pass."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run with a loss spike reaches, in one attempt, the state of a run that skipped the bad data from the start."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipes for a laptop train to the end, and their loss falls."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run that is killed, preempted and resumed is one run in each tracker: all steps once, in order."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

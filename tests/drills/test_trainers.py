@@ -1,7 +1,5 @@
 """Runs of other trainers (TRL, Lightning) that are preempted and killed lose no step that was saved."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The same spec trains the same model in every layout, and the run directory has its measured values."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs on images and pairs that are resized, preempted, killed, damaged or rolled back train as undisturbed ones do."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Small real runs for the drills: submitted to the local scheduler, disturbed, and compared bit by bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Specs of small real runs on images and pairs for the drills: a ResNet, a ViT, and a CLIP on pairs drawn here."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

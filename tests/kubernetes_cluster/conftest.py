@@ -1,7 +1,5 @@
 """The cluster of the current context, a namespace of the suite's own, and users on it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a cluster has, and for a scenario that needs more, the reason why it cannot run here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The API server of the current context, as its administrator sees it: objects as plain dicts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The command line of a user, and the pods of their runs, on the cluster under test."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The life of a run: to its end, cancelled, resumed, and every exit code of a pod."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kubernetes_cluster.offers import Offers

@@ -1,7 +1,5 @@
 """An API server that is away, busy, or whose answer is lost although it did the work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kubernetes_cluster.offers import Offers

@@ -1,7 +1,5 @@
 """Pods that are evicted, and nodes that are drained, deleted or silent. Only an eviction disturbs nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kubernetes_cluster.offers import Offers

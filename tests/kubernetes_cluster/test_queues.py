@@ -1,7 +1,5 @@
 """Queues of Kueue: a gang waits for its whole quota, and a job of higher priority preempts it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Specs and states of the cluster in which a run can never start: each is refused, and nothing is left behind."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import BACKENDS

@@ -1,7 +1,5 @@
 """Users with the rights of k8s/base/rbac.yaml or less, two users with one run id, and secrets."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import json

@@ -1,7 +1,5 @@
 """Runs that train in pods, with the image of k8s/Containerfile: saved, resumed, and on a volume that is closed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

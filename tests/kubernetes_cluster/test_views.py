@@ -1,7 +1,5 @@
 """Views of runs from a machine that does not mount their volume, through pods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns of the processes that run the suite on one cluster (`-n`): a test that takes nodes away runs alone."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 from collections.abc import Iterator

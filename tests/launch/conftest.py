@@ -1,7 +1,5 @@
 """Runs to launch: a small spec, a plan with placeholder figures, and child processes that find this package."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -3,8 +3,6 @@
 ``FAKE`` in the environment holds a JSON object; see misbehave() for its keys. Imports nothing heavy at its start.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """The directory of a run of many steps and ranks: attempt, nodes, events, metrics, telemetry. No tests here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

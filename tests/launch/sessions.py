@@ -3,8 +3,6 @@
 The commands are started as a user starts them; ``runs`` is the run id or its folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Node agents that a signal has stopped: their ranks continue them, or save and exit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The exit reason of an attempt, from the records of its nodes and ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.errors import UsageError

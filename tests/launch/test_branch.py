@@ -1,7 +1,5 @@
 """A new run from a checkpoint of another one: what it inherits, and what is refused before anything is created."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

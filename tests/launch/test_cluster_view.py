@@ -1,7 +1,5 @@
 """The cluster view: the same rows from the output of a real Slurm and from runs on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

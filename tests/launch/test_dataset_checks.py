@@ -1,7 +1,5 @@
 """Prepared data that a run cannot use are refused before it is queued."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

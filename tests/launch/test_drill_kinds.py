@@ -1,7 +1,5 @@
 """Every kind of drill is a fault of the engine, and affects only the first attempt."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

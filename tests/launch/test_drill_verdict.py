@@ -1,7 +1,5 @@
 """The conditions under which a drill is survived, by kind, and under which two runs are the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A verb that is interrupted ends its engine process at once, without a traceback of a thread."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """training.epochs become steps before a run is planned: counted, estimated, or refused with one clear error."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which checkpoints are due for an evaluation, and that each gets one job."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import threading

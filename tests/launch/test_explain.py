@@ -1,7 +1,5 @@
 """Explanations of runs with every exit reason, from their run directories."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """The lines at the end of a log that are shown as the reason of a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scaletrain_cli.launch.logs import last_error

@@ -1,7 +1,5 @@
 """The ranks' logs: found, read and followed across attempts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bad nodes are excluded while enough others are left; which nodes are bad, and for how long."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

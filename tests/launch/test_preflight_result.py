@@ -1,7 +1,5 @@
 """The summary of a job before it is submitted: cost per hour, cost of the remaining steps, and warnings."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The data of a run are prepared before its gang starts: in the foreground or by a job, unless they are there."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests for profiles from the command: refused with a reason where the run cannot serve them, else written once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

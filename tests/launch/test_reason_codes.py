@@ -1,7 +1,5 @@
 """Every reason code in the source has a text."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """Lost jobs: which runs count as lost, when they are resumed without a person, and that two callers start one job."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

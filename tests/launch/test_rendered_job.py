@@ -1,7 +1,5 @@
 """The rendered job: the last submitted one, the differences of the next one, and its output formats."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

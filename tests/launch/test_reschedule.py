@@ -1,7 +1,5 @@
 """A resume with another length or schedule: what it shows and records, and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

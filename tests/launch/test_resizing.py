@@ -1,7 +1,5 @@
 """Resuming with another size: what may change, what is rejected with which reason, and no change after a rejection."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Every external resource of a spec has a row in docs/checks.md, and every row is checked as described."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The restart policy: when an ended attempt is followed by another one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Resuming a run: the report, rejected resumes, and the submitted job."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError

@@ -1,7 +1,5 @@
 """run.json never changes; a revision replaces its spec and plan, completely or not at all."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The first rows of the data for fine-tuning are checked before a run, with the file and the line of a problem."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

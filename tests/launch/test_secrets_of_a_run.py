@@ -1,7 +1,5 @@
 """The values of secret_env are in the run directory only while a rank may need them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

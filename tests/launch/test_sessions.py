@@ -1,7 +1,5 @@
 """`scaletrain exec`, `shell` and `port-forward` on a real run of this machine, and what they refuse."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Local file systems are distinguished from shared ones, and full ones from those with enough space."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

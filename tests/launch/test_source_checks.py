@@ -1,7 +1,5 @@
 """Sources of text that a run could not use are refused before it is queued, with the line of the key."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The status of a run, from its directory and the state of its job."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """Run directories are created completely or not at all, and submitted once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

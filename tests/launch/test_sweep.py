@@ -1,7 +1,5 @@
 """Sweeps: runs named after their values, limited in number, submitted completely or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

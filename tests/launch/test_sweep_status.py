@@ -1,7 +1,5 @@
 """The status and the cancellation of a sweep: one damaged run, or one that cannot be canceled, hides no other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

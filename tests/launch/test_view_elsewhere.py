@@ -1,7 +1,5 @@
 """The near end of a view: which lines it shows again, what it sends at its end, and what it leaves unread."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

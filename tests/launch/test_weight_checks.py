@@ -1,7 +1,5 @@
 """Names, shapes and types of the tensors in model.weights and in an adapter are compared with the spec before a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A small git repository of a user, from which snapshots are taken. An empty folder gets a few files first."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real OpenSSH server on the loopback interface as the login node of a cluster, with a home folder of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

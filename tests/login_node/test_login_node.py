@@ -1,7 +1,5 @@
 """Runs seen from a laptop: verbs that run on the login node of a cluster, over a real sshd."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Which events one receiver is sent: kinds, severities, findings that last, and preemptions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

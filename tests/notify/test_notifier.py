@@ -1,7 +1,5 @@
 """Notifications of a run to a real HTTP server: once, later after failures, and never in the way of training."""
 
-from __future__ import annotations
-
 import email.utils
 import json
 import logging

@@ -1,7 +1,5 @@
 """A real HTTP server on this machine that receives notifications. No tests here."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

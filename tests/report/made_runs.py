@@ -1,7 +1,5 @@
 """Run directories with curves, attempts, a rollback and telemetry, made without a scheduler or ranks. No tests here."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports of several runs and of sweeps: which run is the best, what differs, and parallel coordinates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

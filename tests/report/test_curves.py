@@ -1,7 +1,5 @@
 """Reading metrics.jsonl for a page: which rows are kept, that extremes stay, and what a long file costs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`scaletrain report`: one page without outside references, with the figures of `status --json`, whatever the run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

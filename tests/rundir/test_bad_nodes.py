@@ -1,7 +1,5 @@
 """Excluded nodes are recorded with evidence until it expires, by concurrent runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 from pathlib import Path

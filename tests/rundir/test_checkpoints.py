@@ -1,7 +1,5 @@
 """The commit protocol: a checkpoint is complete or does not exist, and damage is detected."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Which checkpoint is the best, and which ones an evaluation still needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

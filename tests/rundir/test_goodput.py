@@ -1,7 +1,5 @@
 """Goodput counts every second of a run's attempts once, however they ended."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every entry of a checkpoint folder is reported, and pruning never deletes a checkpoint that is needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, plan_pruning, take_inventory, verify_files

@@ -1,7 +1,5 @@
 """Journals: each line is one record, with concurrent writers and after interrupted writes."""
 
-from __future__ import annotations
-
 import fcntl
 import multiprocessing
 import os

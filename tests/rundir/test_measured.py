@@ -1,7 +1,5 @@
 """Measurements of an attempt are read back, those of the newest attempt that has any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Finding runs and claiming attempts, and the documents in them."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

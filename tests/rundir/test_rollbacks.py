@@ -1,7 +1,5 @@
 """A rollback stays in effect after its process ends, until the run starts from scratch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scaletrain_cli.rundir.journal import Rollback, read_events, read_rollbacks, record_event, record_rollback

@@ -1,7 +1,5 @@
 """A sweep is the set of runs whose files name it; a name that matches a run is the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

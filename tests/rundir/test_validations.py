@@ -1,7 +1,5 @@
 """Figures of validations beside the loss: their names, their text, and the files of a step."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

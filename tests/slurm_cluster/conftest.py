@@ -1,7 +1,5 @@
 """Two clusters, one of them with accounting, that all tests of a worker use one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

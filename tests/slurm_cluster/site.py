@@ -4,8 +4,6 @@ The fake engine implements the engine contract and commits real checkpoints. The
 ended, whether each attempt resumed from the latest committed checkpoint, whether a process is left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

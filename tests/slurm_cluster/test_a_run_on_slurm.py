@@ -1,7 +1,5 @@
 """Runs of the real engine on a real Slurm of four nodes: preempted, cancelled, resumed, with a lost node."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

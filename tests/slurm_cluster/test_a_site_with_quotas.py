@@ -1,7 +1,5 @@
 """Submissions and sweeps on a real Slurm with accounting, typed GPUs and quotas."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

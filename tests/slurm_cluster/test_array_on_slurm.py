@@ -1,7 +1,5 @@
 """A sweep as one job array on a real Slurm: each task is a run that is followed, canceled and resumed on its own."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

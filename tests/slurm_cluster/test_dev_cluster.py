@@ -1,7 +1,5 @@
 """The dev cluster behaves as a real one: distinct hosts, a network, preemption, lost nodes; stop leaves nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

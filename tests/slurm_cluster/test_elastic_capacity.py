@@ -1,7 +1,5 @@
 """A run of the real engine whose number of nodes follows the capacity of a real Slurm, without a person."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

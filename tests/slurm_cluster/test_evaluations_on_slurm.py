@@ -1,7 +1,5 @@
 """Evaluations of checkpoints on a real Slurm: jobs of their own that the training job submits and never waits for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

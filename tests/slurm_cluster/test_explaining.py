@@ -1,7 +1,5 @@
 """Explanations of pending and ended jobs of a real Slurm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

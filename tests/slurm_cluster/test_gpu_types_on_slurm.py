@@ -1,7 +1,5 @@
 """A real Slurm whose nodes have GPUs of several types: the checks before a submission agree with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

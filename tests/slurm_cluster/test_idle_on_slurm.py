@@ -1,7 +1,5 @@
 """Idle runs on a real Slurm: the agents of two nodes agree, the state is saved, and the nodes are released."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

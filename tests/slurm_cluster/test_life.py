@@ -4,8 +4,6 @@ Tests of lost nodes are in test_lost_nodes, tests that need an accounting databa
 with the real engine in test_a_run_on_slurm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs of a fake engine on a real Slurm with accounting: preempted by a QOS, refused by a quota, waiting for one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

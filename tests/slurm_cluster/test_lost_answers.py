@@ -1,7 +1,5 @@
 """Runs that Slurm suspends, requeues or cancels, and commands of Slurm that fail or lose their answers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -3,8 +3,6 @@
 They are switched off, or cut off and still at work. A cluster of its own, which gives up its nodes sooner.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

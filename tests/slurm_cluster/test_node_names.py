@@ -1,7 +1,5 @@
 """Names of nodes that mean something else on each node: the ranks of a real Slurm meet all the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data that a job of Slurm prepares before the gang starts. Data that cannot be prepared are in test_life."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

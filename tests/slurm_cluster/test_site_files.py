@@ -1,7 +1,5 @@
 """The example files for administrators in slurm/, on a real Slurm: quotas and the prolog."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Nodes that take longer to end than Slurm waits: what was recorded decides, and no node is blamed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

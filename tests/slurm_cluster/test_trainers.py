@@ -1,7 +1,5 @@
 """Other programs on a real Slurm of two nodes that are preempted: torchrun and a shell script."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing is started or stopped but the suite's own jobs. CONTRIBUTING.md has the variables.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

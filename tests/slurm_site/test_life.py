@@ -1,7 +1,5 @@
 """Runs on a real site: to the end, requeued, cancelled, resumed, with every exit code, and refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm_cluster.site import FOREVER

@@ -1,7 +1,5 @@
 """The telemetry of an attempt is read from the files of its nodes."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import BinaryIO

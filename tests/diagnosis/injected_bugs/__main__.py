@@ -4,8 +4,6 @@ Prints what the diagnosis finds in them; with words only those whose names hold 
 not among the first two findings within 200 steps, or a healthy run has a finding above a note.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The telemetry part of a node agent for forked ranks: read their pipes and write the file of the node."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass, field

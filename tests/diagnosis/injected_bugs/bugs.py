@@ -1,7 +1,5 @@
 """Injected training bugs: runs with one injected bug each, and the finding that has to name it. No tests here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.diagnosis.injected_bugs.runs import Trial

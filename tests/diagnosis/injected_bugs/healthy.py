@@ -1,7 +1,5 @@
 """Healthy runs of many kinds, in which nothing is found that is worth more than a note. No tests here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.diagnosis.injected_bugs.runs import Trial

@@ -1,7 +1,5 @@
 """Bugs that neither a spec nor a fault can have, injected into the forked ranks of a run, or around them. No tests."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Train a tiny run with a bug injected into it, and diagnose it after each few steps. No tests here."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Specs of tiny runs on text, rows and images, and the data that they read. No tests here."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

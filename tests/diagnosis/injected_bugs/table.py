@@ -1,7 +1,5 @@
 """The tables of injected training bugs and healthy runs, as lines and as a page. No tests here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from tests.diagnosis.injected_bugs.bugs import BUGS

@@ -1,7 +1,5 @@
 """Check that the diagnosis names the injected bug, and nothing in healthy runs. No tests here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each line is a claim with the number of trials and of violations. The exit code is 1 if there are violations.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

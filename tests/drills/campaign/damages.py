@@ -1,7 +1,5 @@
 """Checkpoints damaged at random, and disks that are full at every write: a damaged checkpoint is never restored."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A run resumed with other sizes and ZeRO stages keeps the samples of each step and every value of its state."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Ranks killed and preempted at random times, half of them inside a save: nothing is lost but time."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Mapping

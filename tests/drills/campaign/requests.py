@@ -1,7 +1,5 @@
 """Ranks get save requests and preemptions at random times, with enough time: each time the state is in a checkpoint."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

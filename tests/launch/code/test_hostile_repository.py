@@ -1,7 +1,5 @@
 """A snapshot of another user's repository starts no program that it configures, and keeps files unchanged."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Secrets beside the code are not part of its snapshot, and what is private stays so in every copy."""
 
-from __future__ import annotations
-
 import base64
 import random
 import string

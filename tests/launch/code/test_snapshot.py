@@ -1,7 +1,5 @@
 """The snapshot of a working tree: the files that git tracks or would add, and a patch of uncommitted changes."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

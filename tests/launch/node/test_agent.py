@@ -1,7 +1,5 @@
 """The node agent with real processes: signals, failures, codes and orphans."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

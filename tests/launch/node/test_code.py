@@ -1,7 +1,5 @@
 """Ranks run the submitted code, even if the tree, the run directory or the image has changed since."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

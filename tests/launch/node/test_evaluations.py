@@ -1,7 +1,5 @@
 """The agent of the first node has evaluations submitted, and does not keep its nodes for them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Not shown: that a driver reports these figures as NVIDIA documents them. One test holds the fake to the real module.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

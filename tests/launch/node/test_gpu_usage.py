@@ -3,8 +3,6 @@
 Not shown: that a driver reports these figures as NVIDIA documents them, and what the calls cost on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hung ranks: found by their heartbeats, their stacks written, the suspect named, the attempt ended."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Node columns of the telemetry: counters of psutil, control groups of both versions, ports of InfiniBand."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

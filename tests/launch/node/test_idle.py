@@ -1,7 +1,5 @@
 """Idle runs: what counts as doing nothing, the announcement at half of the time, and the end with the state saved."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

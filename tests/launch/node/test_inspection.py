@@ -1,7 +1,5 @@
 """The inspection of a node before its agent starts ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The job of one node that any back end may start, with real processes and a stand-in engine."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The agent's process that mirrors a run: it copies what is committed, gets time at the end, and disturbs nothing."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """The process that diagnoses a run while it trains, with measurements that a test writes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

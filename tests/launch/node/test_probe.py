@@ -1,7 +1,5 @@
 """The facts of a node, and which of them reject a plan before it is queued."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

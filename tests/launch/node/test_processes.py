@@ -1,7 +1,5 @@
 """Waiting for signals: every signal that was sent is returned once, and no other."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """The environment of a rank, and the GPUs that a node must have for its ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The streams between this machine and a node: frames, windows and ends, over real pipes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

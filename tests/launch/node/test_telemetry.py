@@ -1,7 +1,5 @@
 """The agent's thread of telemetry: what it writes, and that nothing it waits for delays the agent."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

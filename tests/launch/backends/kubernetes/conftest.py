@@ -1,7 +1,5 @@
 """Fixtures: a run for a fake API server, and objects as controllers write them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -9,8 +9,6 @@ the background, and before it in the foreground. A TrainJob whose TrainingRuntim
 since the webhook refuses the change that removes the finalizer; a second, background deletion removes that finalizer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Recipes rendered for Kubernetes, and functions that return parts of the objects."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

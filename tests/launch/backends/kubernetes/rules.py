@@ -4,8 +4,6 @@ Webhooks apply some of them. Others are applied by controllers that create pods,
 or by none: a volume that no container mounts is never reported. What no spec changes is held by the golden manifests.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Refusals and missing answers of an API server become errors with the place, the cause and a remedy."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

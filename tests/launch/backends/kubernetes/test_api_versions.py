@@ -4,8 +4,6 @@ The answers are written in the form of a real server by the fake one; test_schem
 the launcher reads are also looked up in Kueue's released CRDs, if given (schemas.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The methods of the back end over the life of a run, against a fake server."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

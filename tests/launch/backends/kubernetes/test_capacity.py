@@ -1,7 +1,5 @@
 """The capacity of nodes for a gang, and the quantities of the API server."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

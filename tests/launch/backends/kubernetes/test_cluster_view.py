@@ -1,7 +1,5 @@
 """The cluster view: rows from objects as a real API server, Kueue and Volcano write them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

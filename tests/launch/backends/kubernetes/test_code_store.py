@@ -1,7 +1,5 @@
 """Code that no ConfigMap can hold reaches the pods from object storage: a real S3 server (moto) on this machine."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The state and the reason of a job from objects in the form that real controllers write."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state of a run while controllers handle a disruption; each step has the objects that real controllers leave."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

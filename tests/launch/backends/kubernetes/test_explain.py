@@ -1,7 +1,5 @@
 """`scaletrain explain` on Kubernetes: a cause and remedies, with the cluster's own messages as evidence."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 The fake server applies a request and answers 504, as a gateway in front of a slow API server does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

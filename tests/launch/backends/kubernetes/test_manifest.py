@@ -3,8 +3,6 @@
 test_schemas shows that those of the other recipes are valid.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """A spec without a namespace uses that of the kubeconfig's context, and its run keeps it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

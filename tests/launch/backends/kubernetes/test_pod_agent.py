@@ -1,7 +1,5 @@
 """The agents of a gang as real processes: rendezvous, training, SIGTERM, and one decision for all pods."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The exit codes of pods that cannot use their volume, or whose gang has lost a node."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

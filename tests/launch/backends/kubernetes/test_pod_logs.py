@@ -1,7 +1,5 @@
 """The output of pods is copied into the run directory once, unless this machine sees the pods' files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """cluster.kubernetes.pod_overrides: what is merged into which pods, and what is refused, at its line and why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

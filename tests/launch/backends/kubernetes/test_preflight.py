@@ -1,7 +1,5 @@
 """Everything that would keep a job from starting is reported at once, and nothing is created."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data are prepared by a Job of CPU pods, and the gang is created only after it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Properties of every valid spec: the manifest is valid, YAML readers agree, and every value arrives unchanged."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

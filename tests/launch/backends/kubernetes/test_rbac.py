@@ -1,7 +1,5 @@
 """k8s/base/rbac.yaml grants exactly the requests of the launcher."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

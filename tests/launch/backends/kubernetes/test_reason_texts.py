@@ -1,7 +1,5 @@
 """Every error, problem and note has a code, every code a text with its parameters, and no text is unused."""
 
-from __future__ import annotations
-
 import ast
 import re
 from string import Formatter

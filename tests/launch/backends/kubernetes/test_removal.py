@@ -1,7 +1,5 @@
 """`scaletrain rm` deletes the objects of an ended run with its run directory."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError

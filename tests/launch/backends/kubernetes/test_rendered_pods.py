@@ -4,8 +4,6 @@ A minimal kubelet resolves fields and mounts, and expands nothing else. Host nam
 machine.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import subprocess

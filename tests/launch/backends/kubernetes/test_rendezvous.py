@@ -1,7 +1,5 @@
 """The rendezvous of pods: which connections count, and which are ignored."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket

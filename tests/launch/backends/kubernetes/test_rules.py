@@ -1,7 +1,5 @@
 """Each rule finds its violation."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

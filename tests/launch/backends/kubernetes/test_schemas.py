@@ -3,8 +3,6 @@
 test_rules.py has the rules that no schema states.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """The termination message of a pod: what the agent writes, and what `status` and `explain` read without the volume."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands against a fake server: the same output on Kubernetes as on other back ends."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

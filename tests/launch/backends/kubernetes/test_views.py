@@ -3,8 +3,6 @@
 The far end finds the files of the run in another folder than the submitter, as pods do on their volume.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run of one node whose run directory is on a volume of its pod: what is refused, rendered and done by the pod."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The objects that controllers create from a workload, as JobSet 0.12, Volcano 1.15 and Trainer 2.3 do."""
 
-from __future__ import annotations
-
 from scaletrain_cli.launch.backends.kubernetes.workloads import child_pod, children
 from tests.launch.backends.kubernetes.rendering import child_job, environment_of, rendered_recipe, template_of
 

@@ -3,8 +3,6 @@
 ``submit``, ``resume`` (from scratch) or ``foreground``. It stays until the supervisor has ended.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The local back end with real processes: restarts, cancellation, and the end of the terminal session."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

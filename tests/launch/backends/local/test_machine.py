@@ -1,7 +1,5 @@
 """A machine is known by its ids and not by its name, and the recorded end of a run decides on every machine."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Programs of code.command: their environment, signals and exit codes, and launchers that start their own ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

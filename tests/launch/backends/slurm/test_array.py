@@ -1,7 +1,5 @@
 """The runs of a sweep as one job array: its script, the ids of its tasks, lost answers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

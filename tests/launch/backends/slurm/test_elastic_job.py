@@ -1,7 +1,5 @@
 """Begin and end of attempts whose number of nodes Slurm chooses, and the search for more, with recorded answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

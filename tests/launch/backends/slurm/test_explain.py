@@ -1,7 +1,5 @@
 """The meanings of Slurm's pending reasons, as a real Slurm printed them."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.launch.backends.slurm import explain

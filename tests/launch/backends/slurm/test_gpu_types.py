@@ -1,7 +1,5 @@
 """Partitions whose nodes have GPUs of several types: what a job requests, and what is refused before it is queued."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

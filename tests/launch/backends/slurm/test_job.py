@@ -1,7 +1,5 @@
 """The records that the batch script makes at the begin and end of an attempt, without Slurm."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

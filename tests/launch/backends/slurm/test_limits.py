@@ -1,7 +1,5 @@
 """Limits as a real controller printed them: those that a job exceeds, and those that are in use now."""
 
-from __future__ import annotations
-
 from scaletrain_cli.launch.backends.slurm.tables import Limit, fit, limits_of
 from tests.launch.backends.slurm.test_tables import answer
 

@@ -1,7 +1,5 @@
 """A job that can never run is refused with all problems, one that waits gets notes; from the output of a real Slurm."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The jobs that prepare data, with stand-ins for Slurm's commands that keep the scripts and run their tasks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 The scripts keep a file of jobs and append a line for each call. tests/slurm_cluster uses a real Slurm.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The batch script: golden texts, options of one word, and a real bash that must pass every value on unchanged."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

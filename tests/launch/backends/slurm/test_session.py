@@ -1,7 +1,5 @@
 """The step of `scaletrain exec` beside that of the agents, and the options of Pyxis for both."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

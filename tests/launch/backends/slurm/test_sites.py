@@ -1,7 +1,5 @@
 """The example clusters files of slurm/sites: each of their clusters plans a recipe and renders its job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

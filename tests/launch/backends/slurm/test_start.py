@@ -1,7 +1,5 @@
 """Slurm's estimate of the start, as a real Slurm printed it; its other lines remain notes."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.launch.backends.slurm.preflight import read_estimate

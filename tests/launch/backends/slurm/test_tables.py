@@ -1,7 +1,5 @@
 """The parsers on the output of a real Slurm 22.05."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

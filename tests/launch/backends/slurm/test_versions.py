@@ -1,7 +1,5 @@
 """The answers of Slurm 22.05 to 26.05 are read alike. slurm_answers/versions/README.md has the origin of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

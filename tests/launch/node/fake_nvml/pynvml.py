@@ -5,8 +5,6 @@ list of objects with the figures that differ from a healthy H100. A figure that 
 The figures are made up; names, arguments and units are those of nvidia-ml-py 13.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
