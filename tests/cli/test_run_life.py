@@ -265,14 +265,6 @@ def test_a_resume_that_the_scheduler_would_reject_changes_nothing(
 
 
 @FORKED
-def test_the_json_of_a_submission_has_cost_and_start() -> None:
-    reported = submit("submit", "r1", "--json", *PRICE, steps=1).data
-    assert (reported["start"]["why"], reported["notes"]) == ("this machine has no queue", [])
-    assert (reported["cost"]["usd_per_hour"], reported["cost"]["steps"]) == (6.0, 100)
-    ended()
-
-
-@FORKED
 def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     sweep = ("--sweep", "training.seed=1,2,3", "--yes")
     submitted = submit("submit", "s", *sweep, stay={"1:*": 1})

@@ -59,18 +59,6 @@ def ended_run(*overrides: str, name: str = "mine") -> MadeRun:
     return made
 
 
-def test_another_size_is_planned_again_with_the_same_global_batch() -> None:
-    made = ended_run()
-    old = made.record.plan.layout
-    assert (old.data_parallel, old.gradient_accumulation_steps) == (2, 2)
-    resize = replan(made.run, ["cluster.gpus_per_node=1"])
-    new = resize.plan.layout
-    assert (new.world_size, new.data_parallel, new.gradient_accumulation_steps) == (1, 1, 4)
-    assert new.global_batch_size == old.global_batch_size
-    assert resize.changes == {"cluster.gpus_per_node": ("2", "1")}
-    assert revisions(made.run) == [], "planning writes nothing"
-
-
 def test_a_resized_run_is_submitted_with_its_revision() -> None:
     made, cluster = ended_run(), Cluster()
     resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=4"]), scheduler=cluster)

@@ -70,17 +70,6 @@ def test_lost_steps_are_counted_from_the_last_attempt(made: MadeRun) -> None:
     assert inspect_resume(made.run, Cluster()).steps_lost == 2
 
 
-def test_a_damaged_checkpoint_is_skipped_and_reported(made: MadeRun) -> None:
-    commit(made, 10)
-    commit(made, 20)
-    log_steps(made, 22)
-    (made.run.checkpoints / "step-00000020" / "shard").write_bytes(b"y" * 100)
-    report = inspect_resume(made.run, Cluster())
-    assert report.checkpoint is not None
-    assert (report.checkpoint.step, report.steps_lost) == (10, 12)
-    assert report.passed_over == ["step-00000020/shard: content does not match the recorded hash"]
-
-
 def test_a_resume_submits_a_new_job_with_fresh_budgets_and_clears_a_cancellation(made: MadeRun) -> None:
     cluster = Cluster()
     submit_run(made.run, made.record, cluster)
@@ -91,21 +80,6 @@ def test_a_resume_submits_a_new_job_with_fresh_budgets_and_clears_a_cancellation
     assert not made.run.stop_file.exists()
     assert (resumption.submission.job_id, resumption.submission.first_attempt) == ("job-2", 2)
     assert read_submission(made.run) == resumption.submission
-
-
-@pytest.mark.parametrize("state", ["queued", "running"])
-def test_an_active_run_is_not_resumed(made: MadeRun, state: str) -> None:
-    cluster = Cluster()
-    cluster.state = state
-    with pytest.raises(UsageError, match="still active"):
-        resume(made.run, scheduler=cluster)
-    assert cluster.submitted == 0
-
-
-def test_a_finished_run_is_not_resumed(made: MadeRun) -> None:
-    attempt(made, 0, "done")
-    with pytest.raises(UsageError, match="has finished"):
-        resume(made.run, scheduler=Cluster())
 
 
 def test_a_run_that_never_started_is_started_by_resume(made: MadeRun) -> None:

@@ -136,23 +136,6 @@ def test_any_flipped_bit_in_a_manifest_is_detected(tmp_path: Path) -> None:
         flip_bit(manifest, position)
 
 
-def test_a_missing_shard_is_detected(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (save(tmp_path, 2) / "rank-00000.pt").unlink()
-    assert latest_valid(tmp_path)[1] == ["step-00000002/rank-00000.pt: No such file or directory"]
-    assert newest_step(tmp_path) == 1
-
-
-def test_a_folder_without_a_manifest_is_reported_and_not_a_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (save(tmp_path, 2) / "manifest.json").unlink()
-    newest, passed_over = latest_valid(tmp_path)
-    assert newest is not None
-    assert newest.step == 1
-    assert passed_over == ["step-00000002/manifest.json: missing (the deletion was interrupted, or the file was lost)"]
-    assert steps(tmp_path) == [1]
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 2}', '"x"', '{"sha256": 1}', "\0" * 100])
 def test_an_invalid_manifest_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
     save(tmp_path, 1)

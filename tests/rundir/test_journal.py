@@ -40,17 +40,6 @@ either_way = pytest.mark.parametrize("read", [forwards, backwards])
 
 
 @either_way
-def test_appended_lines_are_read(tmp_path: Path, read: Read) -> None:
-    path = tmp_path / "events.jsonl"
-    assert read(path) == []
-    records: list[dict[str, object]] = [{"n": number, "text": "a\nb\u2028c\x85 ü"} for number in range(5)]
-    for record in records:
-        append_line(path, record)
-    assert read(path) == records
-    assert len(path.read_text(encoding="utf-8").split("\n")) == 6
-
-
-@either_way
 def test_an_incomplete_line_is_skipped_and_not_joined_with_the_next(tmp_path: Path, read: Read) -> None:
     path = tmp_path / "events.jsonl"
     append_line(path, {"n": 1})

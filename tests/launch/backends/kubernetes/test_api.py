@@ -9,21 +9,12 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, NotServedError, RefusedError, connect
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB_SET, NODE, POD, VOLCANO_JOB, WORKLOAD
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB_SET, NODE, POD, VOLCANO_JOB
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
 
 
 def config_map(name: str = "c", **more: Any) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "ml"}, **more}
-
-
-def test_an_applied_object_exists_and_a_dry_run_creates_none(cluster: Cluster, api: FakeApi) -> None:
-    cluster.apply(config_map("dry"), dry_run=True)
-    assert cluster.get(CONFIG_MAP, "ml", "dry") is None
-    made = cluster.apply(config_map(data={"run.json": "{}"}))
-    assert cluster.get(CONFIG_MAP, "ml", "c") == made
-    assert made["data"] == {"run.json": "{}"}
-    assert any("fieldManager=scaletrain" in asked for asked in api.asked)
 
 
 def test_an_unanswered_dry_run_is_not_said_to_be_applied(cluster: Cluster, api: FakeApi) -> None:
@@ -78,19 +69,6 @@ def test_a_missing_resource_is_reported_with_its_install_command(cluster: Cluste
         cluster.get(JOB_SET, "ml", "j")
     api.installed["batch.volcano.sh/v1alpha1"] = ()
     assert not cluster.serves(VOLCANO_JOB)
-
-
-def test_a_missing_right_is_named_with_the_file_that_grants_it(cluster: Cluster, api: FakeApi) -> None:
-    api.forbid("list", "workloads", "kueue.x-k8s.io")
-    with pytest.raises(RefusedError) as caught:
-        cluster.find(WORKLOAD, "ml")
-    error = caught.value
-    assert error.is_rights
-    assert error.exit_code == 4
-    assert "the right to list workloads.kueue.x-k8s.io: " in str(error)
-    assert "k8s/base/rbac.yaml has all" in str(error)
-    assert "context test" in str(error)
-    assert "namespace ml" in str(error)
 
 
 def test_a_refusal_by_a_quota_is_not_a_missing_right(cluster: Cluster, api: FakeApi) -> None:

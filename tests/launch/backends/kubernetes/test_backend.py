@@ -37,17 +37,6 @@ def finish(api: FakeApi, name: str, kind: str, **more: str) -> None:
     workload(api, name)["status"] = {"conditions": [condition(kind, **more)]}
 
 
-def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: MadeRun, api: FakeApi) -> None:
-    name = submit(made)
-    whole = workload(api, name)
-    (carried,) = api.all("configmaps")
-    assert json.loads(carried["data"]["run.json"])["run_id"] == made.run.run_id
-    (owner,) = carried["metadata"]["ownerReferences"]
-    assert owner["uid"] == whole["metadata"]["uid"]
-    assert (owner["kind"], owner["name"]) == ("JobSet", name)
-    assert read_submission(made.run).job_id == f"jobset/{name}"  # type: ignore[union-attr]
-
-
 def test_rendered_objects_are_those_that_are_submitted_and_rendering_asks_nothing(made: MadeRun, api: FakeApi) -> None:
     from ruamel.yaml import YAML
 

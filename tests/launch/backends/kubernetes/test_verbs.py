@@ -105,13 +105,6 @@ def test_an_unanswered_submission_is_shown_explained_and_cancelled(ready: FakeAp
     assert scaletrain("resume", "r1", "--yes", "--json").data["job_id"] == "jobset/r1-s2"
 
 
-def test_a_dry_run_prints_the_objects_and_sends_no_request(ready: FakeApi) -> None:
-    shown = submit("--dry-run")
-    assert shown.code == ExitCode.DONE, shown.err
-    assert "kind: JobSet" in shown.out
-    assert not ready.asked
-
-
 def test_a_preflight_that_fails_leaves_no_run(ready: FakeApi, tmp_path: Path) -> None:
     refused = submit("--set", "cluster.kubernetes.pod_priority=none-such", "--yes")
     assert refused.code == ExitCode.SCHEDULER

@@ -124,12 +124,6 @@ def test_a_run_that_makes_no_progress_stops_with_93(submit: MakeRun) -> None:
     assert made.events("stopped")[0]["exit_code"] == 93
 
 
-def test_exit_code_93_stops_the_run_at_once(submit: MakeRun) -> None:
-    made = submit(die={"*:*": 93}, reason="nan")
-    wait_for_end(made)
-    assert [(attempt.exit_code, attempt.reason) for attempt in attempts(made)] == [(93, "nan")]
-
-
 def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1}, detached_child=True, checkpoint_every=1)
     agent = agent_pid(made, 1)

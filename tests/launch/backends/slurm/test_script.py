@@ -133,11 +133,6 @@ def test_the_script_of_a_gpu_run_with_every_option_is_as_accepted(golden: Callab
     golden("slurm_job.sh", script)
 
 
-def test_the_script_of_a_cpu_run_is_as_accepted(golden: Callable[[str, str], None]) -> None:
-    spec = load_spec(CPU_RECIPE, ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1"))
-    golden("slurm_job_cpu.sh", job_script(spec, "a-1", Path("/home/ada/my runs/a-1"), "/opt/st/bin/python"))
-
-
 def test_the_script_of_a_run_with_a_range_of_nodes_is_as_accepted(golden: Callable[[str, str], None]) -> None:
     nodes = "cluster.nodes={min: 2, max: 8}"
     spec = load_spec(CPU_RECIPE, ("cluster.scheduler=slurm", nodes, "cluster.gpus_per_node=1"))
