@@ -245,9 +245,7 @@ ROOTS = ("a file", "below a file", "a loop", "not UTF-8", "gone")
 
 @pytest.mark.parametrize("where", ROOTS)
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)], ids=["each fifth verb", "every verb"])
-def test_an_unusable_runs_root_gives_an_error_message(
-    where: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_root_is_an_error(where: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "cwd").mkdir()

@@ -246,9 +246,7 @@ def test_a_run_resumes_with_fewer_processes_after_it_is_planned_again() -> None:
     assert len(list((runs_root() / "r1" / "attempts" / "0002" / "logs").iterdir())) == 1
 
 
-def test_a_resume_that_the_scheduler_would_reject_changes_nothing(
-    crashed: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_would_be_rejected_changes_nothing(crashed: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.stat().st_mtime_ns for path in crashed.path.rglob("*")}
 
     def refuse(

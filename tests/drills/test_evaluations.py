@@ -33,9 +33,7 @@ metadata: {{version: 1.0}}
 
 
 @pytest.mark.long
-def test_each_checkpoint_is_evaluated_once_beside_the_training_and_the_best_one_is_kept(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_checkpoint_is_evaluated_once(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     (tmp_path / "tiny.yaml").write_text(TINY_TASK.format(folder=tmp_path))
     (tmp_path / "tiny.jsonl").write_text('{"question": "import", "choices": [" os", " zzqx"], "answer": 0}\n')

@@ -68,9 +68,7 @@ def test_a_run_with_more_steps_and_a_branch_equal_the_run_that_had_them_from_the
 
 
 @pytest.mark.long
-def test_a_cool_down_branches_off_while_the_main_run_goes_on_and_is_continued_after_its_end(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cool_down_branches_off_and_its_run_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, Any] = {"checkpoint__keep": 9, "checkpoint__every": 5}
     wsd = kept | {"training__schedule__name": "wsd", "training__schedule__cooldown_steps": 6}
     whole, short = (submit_drill(dataset, **wsd, training__steps=steps) for steps in (30, 21))

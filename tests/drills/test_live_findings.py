@@ -14,9 +14,7 @@ from tests.notify.webhook import Webhook
 pytestmark = [pytest.mark.drill, pytest.mark.long]
 
 
-def test_what_a_learning_rate_that_is_too_high_does_is_raised_and_sent_once_over_two_attempts(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rate_that_is_too_high_is_raised_and_sent_once(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_receiver, hanging = Webhook(), Webhook(*["hang"] * 50)
     monkeypatch.setenv("OPEN", open_receiver.url)
     monkeypatch.setenv("HANGING", hanging.url)

@@ -148,9 +148,7 @@ def read_by_ranks(folder: Path) -> tuple[dict[int, set[tuple[int, ...]]], dict[t
     return tokens, times
 
 
-def test_ranks_read_the_same_samples_through_a_kill_new_sizes_and_a_changed_mixture(
-    files: Path, record: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_read_the_same_samples_all_along(files: Path, record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 13, 2: 16, 3: 28}))
     drill = begin(files)
     drill.wait_for_step(12)

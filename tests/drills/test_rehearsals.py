@@ -169,9 +169,7 @@ def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pyt
     assert found.measured["layout"]["world_size"] == len(list(forked.run.attempt(1).glob("rank-*.pid")))
 
 
-def test_the_verb_passes_a_good_recipe_within_three_minutes(
-    folder: Path,
-) -> None:
+def test_the_verb_passes_a_good_recipe_within_three_minutes(folder: Path) -> None:
     """With the supervisor, which starts the second attempt after the injected preemption."""
     recipe = PROJECT / "recipes/vision-digits-cpu.yaml"
     ended = scaletrain("rehearse", recipe, "--yes", "--budget", "30s", "--plot", "range.svg", "--json")

@@ -148,9 +148,7 @@ if __name__ == "__main__":
 """
 
 
-def test_lightning_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lightning_keeps_the_losses_of_an_undisturbed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(PROJECT / "recipes/trl-sft", tmp_path / "mine")
     (tmp_path / "mine/train.py").write_text(LIGHTNING)
     WorkingTree(tmp_path / "mine")

@@ -89,9 +89,7 @@ def test_a_cancelled_run_is_resumed_on_other_numbers_of_nodes(site: Site, backen
     assert site.wait("sizes", "finished")["job_id"] == f"{backend}/sizes-s3"
 
 
-def test_a_run_whose_object_was_removed_after_its_end_is_finished_if_the_end_was_seen_else_unknown(
-    site: Site, backend: str, offers: Offers
-) -> None:
+def test_a_run_whose_object_is_gone_has_the_end_that_was_seen(site: Site, backend: str, offers: Offers) -> None:
     offers.need_pods()
     if backend == "trainjob":
         pytest.skip("Trainer 2.3 keeps TrainJobs that have ended: their spec has no time to live")

@@ -20,9 +20,7 @@ def workloads(site: Site, run_id: str, backend: str) -> list[str]:
 
 
 @pytest.mark.parametrize("status", [429, 503, 504, None], ids=["429", "503", "504", "cut"])
-def test_a_refused_or_lost_creation_is_repeated_and_makes_one_job(
-    site: Site, backend: str, status: int | None, offers: Offers
-) -> None:
+def test_a_refused_or_lost_creation_makes_one_job(site: Site, backend: str, status: int | None, offers: Offers) -> None:
     offers.need_pods()
     applied = status in (504, None)
     with site.proxy.failing(Fault("PATCH", CREATION, status, applied=applied, times=1)):

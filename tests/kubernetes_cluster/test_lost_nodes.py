@@ -30,9 +30,7 @@ def test_an_evicted_pod_restarts_the_gang_without_charge(site: Site, backend: st
     site.cancel("evicted")
 
 
-def test_a_drained_node_restarts_the_gang_elsewhere_without_charge(
-    site: Site, backend: str, offers: Offers, nodes_of_its_own: None
-) -> None:
+def test_a_drained_node_costs_no_restart(site: Site, backend: str, offers: Offers, nodes_of_its_own: None) -> None:
     offers.need_pods()
     site.submit("drained", f"cluster.kubernetes.backend={backend}")
     first = site.running("drained")
@@ -51,9 +49,7 @@ def test_a_drained_node_restarts_the_gang_elsewhere_without_charge(
     site.cancel("drained")
 
 
-def test_a_deleted_node_restarts_the_gang_elsewhere_without_charge(
-    site: Site, backend: str, offers: Offers, nodes_of_its_own: None
-) -> None:
+def test_a_deleted_node_costs_no_restart(site: Site, backend: str, offers: Offers, nodes_of_its_own: None) -> None:
     offers.need_pods()
     site.submit("reclaimed", f"cluster.kubernetes.backend={backend}")
     first = site.running("reclaimed")
@@ -71,9 +67,7 @@ def test_a_deleted_node_restarts_the_gang_elsewhere_without_charge(
     site.cancel("reclaimed")
 
 
-def test_a_silent_node_is_named_and_cancel_with_force_ends_the_run(
-    site: Site, backend: str, offers: Offers, nodes_of_its_own: None
-) -> None:
+def test_a_silent_node_is_named_and_ended(site: Site, backend: str, offers: Offers, nodes_of_its_own: None) -> None:
     offers.need_pods()
     offers.need_silence()
     site.submit("silent", f"cluster.kubernetes.backend={backend}", SOON, "cluster.grace_seconds=1")

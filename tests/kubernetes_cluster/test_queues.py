@@ -83,9 +83,7 @@ def managed(site: Site, run_id: str) -> None:
         pytest.skip(_UNMANAGED)
 
 
-def test_a_gang_waits_without_any_pod_until_its_whole_quota_is_free(
-    site: Site, queue: Queue, backend: str, offers: Offers
-) -> None:
+def test_a_gang_waits_until_its_quota_is_free(site: Site, queue: Queue, backend: str, offers: Offers) -> None:
     need(backend, offers)
     submit(site, "holds", queue.settings(backend, "low"))
     managed(site, "holds")
@@ -101,9 +99,7 @@ def test_a_gang_waits_without_any_pod_until_its_whole_quota_is_free(
     site.cancel("waits")
 
 
-def test_a_preempted_gang_has_its_grace_period_waits_and_runs_again(
-    site: Site, queue: Queue, backend: str, offers: Offers
-) -> None:
+def test_a_preempted_gang_has_its_grace_and_runs_again(site: Site, queue: Queue, backend: str, offers: Offers) -> None:
     need(backend, offers)
     submit(site, "low", queue.settings(backend, "low"))
     managed(site, "low")
@@ -121,9 +117,7 @@ def test_a_preempted_gang_has_its_grace_period_waits_and_runs_again(
     site.wait("low", "finished")
 
 
-def test_a_held_queue_accepts_runs_and_status_says_that_they_wait(
-    site: Site, queue: Queue, backend: str, offers: Offers
-) -> None:
+def test_a_held_queue_accepts_runs_that_wait(site: Site, queue: Queue, backend: str, offers: Offers) -> None:
     need(backend, offers)
     queue.hold("Hold")
     try:

@@ -65,9 +65,7 @@ def refused(site: Site, settings: tuple[str, ...], code: int, said: str) -> None
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_run_that_can_never_start_is_refused_and_nothing_is_left(
-    site: Site, prepared: Place, offers: Offers, name: str
-) -> None:
+def test_a_run_that_can_never_start_leaves_nothing(site: Site, prepared: Place, offers: Offers, name: str) -> None:
     settings, code, said = REFUSED[name]
     if code == CLUSTER:
         offers.need_backend("jobset")

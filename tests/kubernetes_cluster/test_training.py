@@ -52,9 +52,7 @@ def test_a_cancelled_run_continues_on_one_node(site: Site, trains: Callable[...,
     site.cancel("saved")
 
 
-def test_pods_that_may_not_write_to_the_volume_name_the_cause_and_end(
-    site: Site, trains: Callable[..., None], place: Place, backend: str
-) -> None:
+def test_pods_that_may_not_write_say_so(site: Site, trains: Callable[..., None], place: Place, backend: str) -> None:
     claim = f"closed-{backend}"
     place.claim(claim)  # of root, and without a group the kubelet changes nothing
     trains(

@@ -41,9 +41,7 @@ def test_what_the_pods_cannot_show_is_not_seen_and_nothing_is_left(site: Site, o
     wait_for(lambda: not of_views(site), "the pods of the views are deleted")
 
 
-def test_a_run_that_trains_is_shown_from_its_pods_and_after_its_end_from_a_pod_for_the_view(
-    site: Site, trains: Callable[..., None]
-) -> None:
+def test_a_run_is_shown_from_its_pods_and_then_from_one_for_the_view(site: Site, trains: Callable[..., None]) -> None:
     trains("shown", *LONG)
     step = steps(site, "shown", 5)
     now = site.status("shown")

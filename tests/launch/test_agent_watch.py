@@ -19,9 +19,7 @@ from tests.launch.conftest import MakeRun, StartAgent
 from tests.waiting import wait_until
 
 
-def test_a_stopped_agent_is_continued_by_its_rank_and_forwards_the_signal_that_came_meanwhile(
-    make_run: MakeRun, start_agent: StartAgent
-) -> None:
+def test_a_stopped_agent_is_continued_and_forwards_its_signal(make_run: MakeRun, start_agent: StartAgent) -> None:
     limits = {"limit_seconds": 0.5, "look_seconds": 0.1}
     agent = start_agent(make_run("cluster.gpus_per_node=1", steps=100_000, agent_watch=limits), real=True)
     agent.wait_until_up()
@@ -63,9 +61,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     assert in_state(process, "T")
 
 
-def test_if_a_continued_agent_stops_again_its_rank_asks_and_then_kills_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_if_a_continued_agent_stops_again_its_rank_asks_and_then_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[tuple[float, bool]] = []
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
@@ -83,9 +79,7 @@ def test_if_a_continued_agent_stops_again_its_rank_asks_and_then_kills_it(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_the_other_ranks_of_a_node_continue_the_agent_if_the_first_one_does_not(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_continue_an_agent_if_one_does_not(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     with running("input()") as process:
         monkeypatch.setenv("SCALETRAIN_AGENT_PID", str(process.pid))

@@ -164,9 +164,7 @@ def test_a_run_that_recorded_its_last_step_has_finished_whatever_ends_its_nodes(
 
 
 @pytest.mark.parametrize(("signaled", "reason"), [((), "node"), (("n0",), "node"), (("n0", "n1"), "out-of-grace")])
-def test_nodes_that_were_told_to_save_and_reported_no_end_are_not_lost(
-    make_run: MakeRun, signaled: tuple[str, ...], reason: str
-) -> None:
+def test_nodes_that_were_told_to_save_are_not_lost(make_run: MakeRun, signaled: tuple[str, ...], reason: str) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
     for index in range(2):
@@ -177,9 +175,7 @@ def test_nodes_that_were_told_to_save_and_reported_no_end_are_not_lost(
     assert outcome.reason == reason
 
 
-def test_an_attempt_without_a_recorded_end_ended_with_its_last_record(
-    make_run: MakeRun,
-) -> None:
+def test_an_attempt_without_a_recorded_end_ended_with_its_last_record(make_run: MakeRun) -> None:
     made = make_run()
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0",))
     (began,) = read_attempts(made.run)

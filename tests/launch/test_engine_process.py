@@ -25,9 +25,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_verb_alone_ends_the_engine_in_order(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_to_the_verb_ends_it(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "end")]
     monkeypatch.setattr(engine_process, "python_command", lambda *_: command)
     monkeypatch.setattr(engine_process, "_CTRL_C_SECONDS", 0.01)

@@ -58,9 +58,7 @@ def test_each_selected_checkpoint_gets_one_job(run: RunDir, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("is_drill", [False, True], ids=["preflight", "drill"])
-def test_a_short_run_of_a_spec_with_tasks_has_no_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_drill: bool
-) -> None:
+def test_a_short_run_has_no_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_drill: bool) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     task = "{kind: loss, name: a, source: python-stdlib}"
     spec = load_spec(SMALL, [f"evaluation={{every: 0, tasks: [{task}]}}", "checkpoint.keep_best=a/loss"])

@@ -159,9 +159,7 @@ def test_a_failure_of_the_program_is_no_evidence_against_a_node(make_run: MakeRu
     assert read_bad_nodes(made.run.path.parent, time.time()) == []
 
 
-def test_a_silent_node_of_an_ended_job_is_lost_only_if_the_scheduler_reports_it(
-    make_run: MakeRun,
-) -> None:
+def test_a_silent_node_of_an_ended_job_is_lost_only_if_the_scheduler_reports_it(make_run: MakeRun) -> None:
     for down, names in ((frozenset({"n1"}), ["n1"]), (frozenset(), []), (None, ["n1"])):
         made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
         root = made.run.path.parent
@@ -174,9 +172,7 @@ def test_a_silent_node_of_an_ended_job_is_lost_only_if_the_scheduler_reports_it(
 
 
 @pytest.mark.parametrize(("down", "reason"), [(frozenset({"n1"}), "node"), (frozenset(), "out-of-grace")])
-def test_a_node_that_falls_silent_as_its_job_ends_is_not_lost_unless_the_scheduler_reports_it_down(
-    make_run: MakeRun, down: frozenset[str], reason: str
-) -> None:
+def test_a_silent_node_at_the_end_is_lost_if_it_is_down(make_run: MakeRun, down: frozenset[str], reason: str) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
     write_node_record(made.run, number, node(75, rank(0, 75)))

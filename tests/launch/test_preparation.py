@@ -99,9 +99,7 @@ def test_data_whose_library_is_not_installed_here_are_prepared_by_a_job(
     assert f"{missing} not installed here" in str(plan.why)
 
 
-def test_a_submission_prepares_its_data_first_and_one_that_cannot_leaves_no_run(
-    tmp_path: Path, forked_jobs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_submission_prepares_its_data(tmp_path: Path, forked_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     corpus = tmp_path / "web.jsonl"

@@ -106,9 +106,7 @@ def test_a_job_without_an_attempt_is_lost_only_if_so_reported(make_run: MakeRun,
     assert why_lost(made.run, made.record, replace(GONE, exit_code=2), SLURM) is None
 
 
-def test_a_job_that_another_user_deleted_is_lost_and_one_that_its_owner_deleted_is_not(
-    make_run: MakeRun, no_accounting: dict[str, str]
-) -> None:
+def test_a_job_is_lost_if_another_user_deleted_it(make_run: MakeRun, no_accounting: dict[str, str]) -> None:
     made = ended(make_run(), None, None)
     deleted = replace(GONE, cause="cancelled")
     assert why_lost(made.run, made.record, deleted, SLURM) is None, "who did it is not known"
@@ -143,9 +141,7 @@ def test_a_job_that_was_signaled_and_that_slurm_has_forgotten_is_not_lost(make_r
 
 
 @pytest.mark.parametrize("case", ["no end was reported", "scontrol requeue was refused", "no fitting nodes (code 5)"])
-def test_how_the_job_before_ended_does_not_make_the_resumed_one_lost(
-    make_run: MakeRun, no_accounting: dict[str, str], case: str
-) -> None:
+def test_the_job_before_makes_no_later_one_lost(make_run: MakeRun, no_accounting: dict[str, str], case: str) -> None:
     reason, decision, _ = LOST[case]
     made = ended(make_run(), reason, decision)
     submission = {"scheduler": "slurm", "job_id": "8", "submitted": 3.0, "first_attempt": 2}
@@ -165,9 +161,7 @@ def test_a_run_that_is_ended_as_idle_is_not_lost_although_its_end_was_not_report
     assert why_lost(made.run, made.record, GONE, SLURM) is None
 
 
-def test_a_local_run_that_a_shutdown_stopped_is_lost_and_one_that_ctrl_c_stopped_is_not(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_lost_by_a_shutdown_and_not_by_ctrl_c(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ended(make_run(), "preempted", decided("local.supervisor-stopped"))
     here = os.uname().nodename
     write_document(made.run.path / "supervisor.json", {"hostname": here, "pid": 1 << 22, "start_ticks": 1})

@@ -80,9 +80,7 @@ def decide_last(history: str, limits: dict[str, int], **more: bool):  # type: ig
         ("crash:10 unreadable:10 unreadable:10 unreadable:10", {}, 93),
     ],
 )
-def test_a_history_is_followed_by_another_attempt_or_ends_with_a_code(
-    history: str, limits: dict[str, int], exit_code: int | None
-) -> None:
+def test_a_history_goes_on_or_ends_with_a_code(history: str, limits: dict[str, int], exit_code: int | None) -> None:
     decision = decide_last(history, limits)
     assert decision.requeue == (exit_code is None), decision
     assert decision.requeue or decision.exit_code == exit_code

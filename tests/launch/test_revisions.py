@@ -47,9 +47,7 @@ def test_the_latest_revision_replaces_the_submitted_spec_and_run_json_is_unchang
     assert revisions(made.run) == [1, 2]
 
 
-def test_the_record_of_an_attempt_is_the_revision_that_it_names_also_if_the_folder_does_not_list_it(
-    made: MadeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_of_an_attempt_is_its_revision(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     revise(made, "cluster.gpus_per_node=1")
     revise(made, "cluster.gpus_per_node=4")
     named = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n1",), revision=2)

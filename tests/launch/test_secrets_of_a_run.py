@@ -22,9 +22,7 @@ def ended(made: MadeRun) -> str:
     return wait_for_end(made.run, LOCAL, math.inf, lambda status: None).state
 
 
-def test_a_run_that_has_ended_keeps_no_secret_and_a_resumed_one_takes_it_from_the_environment(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_run_keeps_no_secret_and_a_resume_takes_it(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "first")
     made = make_run("secret_env=[MY_TOKEN]", "restarts.crash=1", die={"1:0": 1, "2:0": 93}, echo=["MY_TOKEN"])
     assert made.run.secrets.stat().st_mode & 0o777 == 0o600

@@ -157,9 +157,7 @@ def test_a_silent_scheduler_refuses_with_its_own_exit_code(make_run: MakeRun, mo
         node_of_run(made.run)
 
 
-def test_the_nodes_of_a_job_with_more_of_them_than_the_run_uses_are_those_of_its_attempt(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nodes_are_those_of_the_attempt(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     install(monkeypatch, Larger())
     record, unknown = node_of_run(made.run)

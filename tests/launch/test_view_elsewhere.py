@@ -52,9 +52,7 @@ def test_an_event_of_a_slow_clock_that_comes_before_shown_ones_is_new() -> None:
     assert _not_in([submitted, submitted], [submitted]) == [submitted]
 
 
-def test_a_state_that_is_read_while_a_view_ends_is_not_written_to_the_next_file_of_its_descriptor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_state_is_never_written_to_a_later_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked, answer = threading.Event(), threading.Event()
 
     def slow_status(run: RunDir) -> None:

@@ -278,9 +278,7 @@ def test_a_damaged_state_of_a_receiver_counts_as_none(hook: MakeHook, change: di
     assert len(server.received) == 1
 
 
-def test_a_process_without_threads_left_concludes_a_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_without_threads_concludes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

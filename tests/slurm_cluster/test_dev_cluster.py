@@ -87,9 +87,7 @@ def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path)
     [("spot", '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'), ("spot0", 'exit "$code"')],
     ids=["grace", "no-grace"],
 )
-def test_high_preempts_spot_and_the_job_is_requeued(
-    cluster: DevCluster, tmp_path: Path, partition: str, last_line: str
-) -> None:
+def test_high_preempts_and_spot_requeues(cluster: DevCluster, tmp_path: Path, partition: str, last_line: str) -> None:
     (tmp_path / "task.py").write_text(TASK)
     output = tmp_path / "out"
     script = JOB.format(task=f"{sys.executable} {tmp_path}/task.py") + last_line

@@ -79,9 +79,7 @@ def steps(site: Site) -> list[str]:
     return site.cluster.run("squeue", "--steps", "--noheader", "--format=%i").stdout.split()
 
 
-def test_a_rank_killed_without_a_controller_ends_the_other_node_and_is_requeued(
-    site: Site,
-) -> None:
+def test_a_rank_killed_without_a_controller_ends_the_other_node_and_is_requeued(site: Site) -> None:
     fake = {"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}, "die": {"1:1": -9}, "die_at": 40}
     run_id = site.submit(fake, "cluster.slurm.partition=main")
     site.trains(run_id)

@@ -56,9 +56,7 @@ def test_a_node_that_is_powered_off_is_excluded_and_the_run_continues(site: Site
     site.cancel(run_id)
 
 
-def test_recover_resumes_a_job_lost_with_its_node_and_none_that_its_user_deletes(
-    site: Site,
-) -> None:
+def test_recover_resumes_a_job_lost_with_its_node_and_none_that_its_user_deletes(site: Site) -> None:
     run_id = site.submit(FOREVER, "restarts.lost=2")
     before = site.trains(run_id)
     site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "requeue=0")

@@ -50,9 +50,7 @@ def say(tool: Path, words: str) -> None:
 
 
 @pytest.mark.long
-def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(
-    prolog: tuple[DevCluster, Path],
-) -> None:
+def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(prolog: tuple[DevCluster, Path]) -> None:
     cluster, tool = prolog
     well = cluster.submit("true", "-w", "n2")
     cluster.wait_for_state(well, "COMPLETED")

@@ -183,9 +183,7 @@ def test_files_of_git_lfs_are_kept_by_content(tree: WorkingTree, program: Callab
     assert ran(tmp_path) == []
 
 
-def test_a_repository_of_another_user_is_rejected_with_a_remedy(
-    tree: WorkingTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_repository_of_others_is_refused(tree: WorkingTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder to somebody else")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "none"))

@@ -228,9 +228,7 @@ def test_runs_of_another_runs_root_within_the_tree_are_excluded_with_their_secre
     assert b"hush" not in taken.patch
 
 
-def test_a_link_to_the_runs_root_does_not_prevent_a_snapshot(
-    tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_to_the_runs_root_is_no_code(tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     (tree.folder / "runs").symlink_to(tmp_path / "scratch")
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tree.folder / "runs"))
@@ -285,9 +283,7 @@ def test_a_repository_whose_path_has_a_colon_has_a_patch_too(tmp_path: Path) -> 
     assert b"print('two')" in snapshot(odd).patch
 
 
-def test_git_variables_of_a_hook_do_not_select_another_repository(
-    tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_a_hook_change_nothing(tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     other = WorkingTree(tmp_path / "other")
     other.write("more.py", "")

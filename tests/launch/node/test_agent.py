@@ -52,9 +52,7 @@ def test_the_agent_trains_the_revision_that_its_attempt_names_and_not_the_last_o
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_reaches_every_rank_once_as_itself_and_the_agent_exits_75(
-    make_run: MakeRun, start_agent: StartAgent, signum: signal.Signals
-) -> None:
+def test_a_signal_reaches_every_rank_once(make_run: MakeRun, start_agent: StartAgent, signum: signal.Signals) -> None:
     made = make_run(steps=10_000)
     agent = start_agent(made)
     agent.wait_until_up()
@@ -121,9 +119,7 @@ def test_when_one_rank_dies_the_others_are_killed_3_seconds_later(make_run: Make
 
 
 @pytest.mark.parametrize(("code", "expected"), [(93, 93), (7, 1)])
-def test_the_agent_exits_with_a_final_exit_code_of_a_rank_and_with_1_for_others(
-    make_run: MakeRun, start_agent: StartAgent, code: int, expected: int
-) -> None:
+def test_a_final_exit_code_is_the_agents(make_run: MakeRun, start_agent: StartAgent, code: int, expected: int) -> None:
     agent = start_agent(make_run("cluster.gpus_per_node=1", die={"1:0": code}))
     assert agent.wait() == expected
     assert agent.ranks[0].exit_code == code
@@ -143,9 +139,7 @@ def test_the_agent_exits_with_a_final_exit_code_of_a_rank_and_with_1_for_others(
         ([93, 1], 0, 93),
     ],
 )
-def test_the_exit_code_of_a_node_is_that_of_the_rank_that_failed_first(
-    codes: list[int], first_failure: int | None, expected: int
-) -> None:
+def test_the_exit_code_is_of_the_first_failed_rank(codes: list[int], first_failure: int | None, expected: int) -> None:
     ranks = [RankRecord(rank, pid=1, started=0.0, ended=1.0, exit_code=code) for rank, code in enumerate(codes)]
     assert node_exit_code(ranks, first_failure) == expected
 
@@ -169,9 +163,7 @@ def test_ranks_die_when_their_agent_is_killed(make_run: MakeRun, start_agent: St
     assert agent.node.ended is None
 
 
-def test_offloaded_states_of_a_killed_rank_are_removed_from_the_node(
-    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_files_of_a_killed_rank_are_removed(make_run: MakeRun, start_agent: StartAgent, tmp_path: Path) -> None:
     agent = start_agent(make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, die={"1:0": -9}))
     assert agent.wait() == 1
     assert list((tmp_path / "disk").iterdir()) == []
@@ -189,9 +181,7 @@ def test_files_of_a_killed_agent_are_removed_later(make_run: MakeRun, start_agen
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_the_agent_preempts_its_ranks_when_its_parent_process_dies(
-    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
-) -> None:
+def test_the_agent_preempts_if_its_parent_dies(make_run: MakeRun, start_agent: StartAgent, tmp_path: Path) -> None:
     made = make_run(steps=10_000)
     attempt = begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
     command = [sys.executable, "-m", "scaletrain_cli.launch.node.agent", str(made.run.path), "--engine", ENGINE]

@@ -97,9 +97,7 @@ def test_the_folder_of_a_killed_agent_is_removed_by_the_next(program: WorkingTre
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "sha256"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "another tree's"])
-def test_no_rank_starts_with_code_that_differs_from_the_submitted_one(
-    program: WorkingTree, start_agent: StartAgent, suffix: str, damage: str
-) -> None:
+def test_no_rank_starts_other_code(program: WorkingTree, start_agent: StartAgent, suffix: str, damage: str) -> None:
     made = submit(program)
     assert made.record.code is not None
     path = code_file(made.run, made.record.code, suffix)

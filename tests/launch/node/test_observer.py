@@ -25,9 +25,7 @@ def log_steps(made: MadeRun, first: int, last: int, *, rises: bool) -> None:
             file.write(json.dumps(line | {"time": float(step)}) + "\n")
 
 
-def test_a_process_raises_what_a_program_of_the_user_logs_and_ends_when_asked(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_raises_what_is_logged(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run("code.command=[python, train.py]", run_id=f"observed-{tmp_path.name}")
     made.run.attempt(1).mkdir(parents=True)
     observer = Observer(made.run, 1, start_seconds=0.0)

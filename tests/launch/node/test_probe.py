@@ -73,9 +73,7 @@ def test_a_probe_without_slurm_or_without_sending_anything_is_a_usage_error(opti
     assert "--probe requires cluster.scheduler = slurm" in ended.err
 
 
-def test_a_probe_without_submitit_names_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_probe_without_submitit_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.probe.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=re.escape("'.[slurm]'")):
         probe_nodes(GPU_SPEC, make_plan(GPU_SPEC))

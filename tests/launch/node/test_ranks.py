@@ -35,9 +35,7 @@ def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
     assert {name: reported[name] for name in expected} == expected
 
 
-def test_gloo_uses_the_route_to_the_first_node_unless_the_user_sets_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gloo_uses_the_route_to_the_first_node_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "GLOO_SOCKET_IFNAME"
     monkeypatch.setattr(ranks, "_route_interface", {"n1": "ib0"}.get)
     assert environment()[name] == "ib0"

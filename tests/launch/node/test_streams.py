@@ -96,9 +96,7 @@ def test_a_sender_stops_at_the_window_and_goes_on_when_data_are_taken(pipe: tupl
     assert next(frames).kind == Kind.END
 
 
-def test_received_data_are_acknowledged_once_written_and_a_failure_is_told(
-    pipe: tuple[Link, int, int],
-) -> None:
+def test_received_data_are_acknowledged_once_written_and_a_failure_is_told(pipe: tuple[Link, int, int]) -> None:
     link = pipe[0]
     written: list[bytes] = []
     failures: list[OSError] = []

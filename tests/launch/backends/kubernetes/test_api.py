@@ -93,9 +93,7 @@ def test_every_invalid_field_is_reported(cluster: Cluster, api: FakeApi) -> None
     ("code", "reason", "words"),
     [(401, "Unauthorized", "not authenticated"), (409, "Conflict", r"is refused \(409\)"), (500, "Internal", "500")],
 )
-def test_other_refusals_keep_the_servers_message(
-    cluster: Cluster, api: FakeApi, code: int, reason: str, words: str
-) -> None:
+def test_other_refusals_have_their_message(cluster: Cluster, api: FakeApi, code: int, reason: str, words: str) -> None:
     api.refusals[("create", "configmaps")] = (code, status(code, reason, "the server's words"))
     with pytest.raises(RefusedError, match=words) as caught:
         cluster.apply(config_map())

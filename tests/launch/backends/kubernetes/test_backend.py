@@ -82,9 +82,7 @@ def test_after_a_refused_workload_no_object_remains(made: MadeRun, api: FakeApi)
     assert read_submission(made.run) is None
 
 
-def test_a_trainjob_is_created_again_until_the_webhooks_have_its_runtime(
-    make_run: MakeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainjob_waits_for_its_runtime(make_run: MakeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read runtimes from a cache, which does not yet contain a new one."""
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RETRY_SECONDS", 0.0)
     trained = make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
@@ -107,9 +105,7 @@ def test_a_trainjob_that_kueue_would_not_hold_back_is_not_created_at_all(make_ru
     assert api.all("trainjobs")
 
 
-def test_after_a_trainjob_whose_runtime_is_never_found_no_object_remains(
-    make_run: MakeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_trainjob_leaves_no_object(make_run: MakeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RUNTIME_SECONDS", 0.0)
     api.stale = 1000
     with pytest.raises(SchedulerError, match="must be created before the TrainJob"):

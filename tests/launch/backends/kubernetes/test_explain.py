@@ -65,9 +65,7 @@ def test_a_refused_child_and_a_dead_node_are_reported_first(made: MadeRun, api: 
     assert "kubectl delete node n" in found.actions[0]
 
 
-def test_a_running_run_has_its_progress_and_an_ended_one_the_clusters_message(
-    made: MadeRun, api: FakeApi, whole: dict[str, Any]
-) -> None:
+def test_a_running_run_has_progress_and_an_ended_one_why(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
     name = whole["metadata"]["name"]
     put_pods(api, pod(name, 0), pod(name, 1))
     api.logs[f"{name}-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(11, 20, 2.5)}"]
@@ -117,9 +115,7 @@ def test_an_unanswered_submission_is_not_ended_while_the_server_is_down(made: Ma
     assert (found.cause, "is not known" in found.headline) == ("unknown", True)
 
 
-def test_a_forbidden_request_is_the_evidence_and_its_remedy_an_action(
-    made: MadeRun, api: FakeApi, whole: dict[str, Any]
-) -> None:
+def test_a_forbidden_request_is_evidence_with_a_remedy(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
     api.forbid("list", "jobsets", GROUP)
     found = explained(made)
     assert "forbids the request" in found.evidence[0].text

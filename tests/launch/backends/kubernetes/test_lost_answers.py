@@ -258,9 +258,7 @@ def test_jobs_of_a_run_are_found_by_its_label_without_the_run_directory(made: Ma
     assert not api.all("jobsets")
 
 
-def test_the_job_of_another_run_with_the_same_id_is_neither_adopted_nor_deleted(
-    made: MadeRun, api: FakeApi, make_run: MakeRun
-) -> None:
+def test_the_job_of_another_run_of_this_id_is_left_alone(made: MadeRun, api: FakeApi, make_run: MakeRun) -> None:
     """Two users with two run directories, one namespace and one --run-id."""
     submit(made)
     theirs = MadeRun(

@@ -63,9 +63,7 @@ def test_an_idle_gang_saves_and_ends_with_93_so_that_no_other_follows(make_run: 
     assert "launch.stop-idle" in gang.termination_log(1).read_text()
 
 
-def test_after_a_crash_all_pods_exit_with_1_while_the_budget_lasts_then_with_93(
-    make_run: MakeRun, start_gang: StartGang
-) -> None:
+def test_after_a_crash_pods_exit_with_1_until_the_budget_ends(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES, "restarts.crash=1", die={"*:2": 7}, checkpoint_every=1, steps=200)
     assert start_gang(made).wait() == [1, 1]
     gang = start_gang(made, 1)

@@ -81,9 +81,7 @@ def ended_as(uid: int, volume: Path, gang: int) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("gang", "code"), [(0, 5), (1, 5), (2, 93)])
-def test_pods_that_cannot_write_to_the_volume_exit_with_the_cause_and_few_restarts(
-    make_run: MakeRun, folder_for_all: Path, gang: int, code: int
-) -> None:
+def test_pods_that_cannot_write_exit_with_why(make_run: MakeRun, folder_for_all: Path, gang: int, code: int) -> None:
     nobody = pwd.getpwnam("nobody").pw_uid
     volume = place(make_run(*TWO_NODES), folder_for_all / "runs")
     volume.chmod(0o755)

@@ -144,9 +144,7 @@ def test_a_connection_of_single_bytes_delays_no_other(host: RendezvousServer, mo
     assert words == {1: {"attempt": 1}, 2: {"attempt": 1}}
 
 
-def test_a_connection_that_sends_a_byte_at_a_time_does_not_delay_a_pod_that_leaves(
-    host: RendezvousServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_of_single_bytes_delays_no_leave(host: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINE_SECONDS", LONG)  # a host that waits for the line never leaves
     with socket.create_connection(("127.0.0.1", PORT)) as slow:
         slow.send(b"{")

@@ -270,9 +270,7 @@ exec "$PYTHON" "$@"
 """
 
 
-def test_a_session_is_started_by_kubectl_in_the_newest_running_pod_of_the_node(
-    ready: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_is_started_by_kubectl(ready: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kubectl and the pod are stand-ins: this shows the words, and that the refusal of the pod's end arrives."""
     submit("--yes")
     put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))

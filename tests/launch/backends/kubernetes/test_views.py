@@ -180,9 +180,7 @@ def test_after_the_end_a_small_pod_reads_the_files_for_all_views(run: RunDir, ap
 
 
 @pytest.mark.parametrize("hindrance", ["deleted", *long("too old", "of another run", "ended", "on a silent node")])
-def test_a_pod_of_an_earlier_view_that_cannot_serve_is_left_alone(
-    run: RunDir, api: FakeApi, tmp_path: Path, hindrance: str
-) -> None:
+def test_a_pod_that_cannot_serve_is_left_alone(run: RunDir, api: FakeApi, tmp_path: Path, hindrance: str) -> None:
     over(api)
     assert subprocess_of("status", "r1")["code"] == ExitCode.DONE
     (viewing,) = api.all("pods")
@@ -418,9 +416,7 @@ def test_a_run_that_waits_for_its_first_pod_is_shown_from_the_cluster_alone(run:
 
 
 @pytest.mark.parametrize("verb", [("watch",), ("events", "--follow")])
-def test_following_a_run_whose_volume_was_deleted_with_its_pod_ends(
-    volume: Path, api: FakeApi, tmp_path: Path, verb: tuple[str, ...]
-) -> None:
+def test_following_ends_without_the_volume(volume: Path, api: FakeApi, tmp_path: Path, verb: tuple[str, ...]) -> None:
     kept = [setting for setting in SETTINGS if "runs.claim" not in setting and "nodes" not in setting]
     settings = [*kept, "cluster.nodes=1", "cluster.kubernetes.runs.per_pod=true", "checkpoint.dir=/kept/checkpoints"]
     settings.append("cluster.kubernetes.volumes=[{claim: runs, path: /kept}]")
@@ -448,9 +444,7 @@ def test_logs_of_a_run_that_is_over_are_those_of_its_files_where_a_part_was_fetc
 
 
 @pytest.mark.long
-def test_a_login_node_without_the_volume_shows_the_files_of_the_run_too(
-    run: RunDir, api: FakeApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_login_node_without_the_volume_sees_files(run: RunDir, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     running(api)
     monkeypatch.setenv("SCALETRAIN_ON_LOGIN_NODE", "1")
     status = json.loads(subprocess_of("status", "r1", "--json")["out"])

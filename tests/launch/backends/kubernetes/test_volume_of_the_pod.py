@@ -145,9 +145,7 @@ def test_the_pod_prepares_the_data_on_its_own_volume(make_run: MakeRun, monkeypa
     assert len(prepared) == 1
 
 
-def test_a_pod_that_is_terminated_while_it_prepares_data_ends_as_preempted_and_leaves_no_process(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_pod_that_prepares_is_preempted(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The preparation is a process that does not end by itself; the signal comes once it has started."""
     started = tmp_path / "pid"
     program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(100_000)"

@@ -52,9 +52,7 @@ def ended(made: MadeRun) -> None:
 
 
 @pytest.mark.parametrize("machine", [FIRST, RENAMED, RENAMED_AND_BOOTED, CONTAINER, OTHER, WITHOUT_IDS])
-def test_a_run_whose_end_is_recorded_is_over_on_every_machine(
-    machine: Machine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_end_is_one_everywhere(machine: Machine, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     supervised(made, GONE, monkeypatch)
     ended(made)

@@ -103,9 +103,7 @@ def requeued_by(script: str, environment: dict[str, str]) -> str:
     return said.stdout.strip()
 
 
-def test_a_run_of_an_array_that_was_never_sent_gets_a_whole_job_of_its_own(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_that_was_not_sent_is_a_whole_job(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     """The array was interrupted before sbatch, and the sweep is submitted again without --array."""
 
     def interrupted(*arguments: object, **options: object) -> list[str]:

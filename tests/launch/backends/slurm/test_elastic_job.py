@@ -245,9 +245,7 @@ def answers(**changed: str) -> dict[str, str]:
     return usual | changed
 
 
-def test_ranks_are_asked_to_stop_once_nodes_are_idle_and_a_checkpoint_is_committed(
-    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_stop_for_idle_nodes_after_a_checkpoint(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(answers())
     monkeypatch.setattr(growth, "call_slurm", slurm)
     watch.until_requested()
@@ -326,9 +324,7 @@ ALL_JOBS = Limit("QOS normal", "GrpTRES", "node", 2.0, 2.0)
     [site("2"), site("UNLIMITED", ONE_JOB), site("UNLIMITED", ALL_JOBS)],
     ids=["MaxNodes of the partition", "MaxTRESPerJob", "GrpTRES"],
 )
-def test_a_run_does_not_grow_beyond_the_limits_on_its_whole_job(
-    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch, limited: Site
-) -> None:
+def test_a_run_grows_within_its_limits(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch, limited: Site) -> None:
     """Slurm would start two more nodes as a job of their own; a job of four would start on two again."""
     queries: list[object] = []
     monkeypatch.setattr(growth, "query_site", lambda cluster, without: queries.append(cluster) or limited)

@@ -192,9 +192,7 @@ def test_the_type_of_an_accelerator_is_found_by_its_family() -> None:
     assert type_of_accelerator("h100-sxm-80gb", ["gh100", ""]) is None
 
 
-def test_only_nodes_with_the_requested_gpus_are_left_without_bad_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_nodes_with_the_requested_gpus_are_left_without_bad_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ("h1|idle|mixed|gpu:h100:8", "h2|idle|mixed|gpu:h100:8", "a1|idle|mixed|gpu:a100:4", "c1|idle|mixed|(null)")
     answer = type("Answer", (), {"stdout": "\n".join(rows)})
     monkeypatch.setattr(site_module, "call_slurm", lambda command: answer)

@@ -66,9 +66,7 @@ def test_the_rendezvous_is_at_the_address_of_the_route_to_another_node(
     assert capfd.readouterr().out.split()[:2] == ["1", address]
 
 
-def test_a_job_that_slurm_ends_is_not_requeued_by_the_script_and_continues_if_slurm_requeues_it(
-    made: MadeRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_slurm_ends_continues_if_slurm_requeues_it(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
     say(made, "begin")
     capfd.readouterr()
     say(made, "end", "--attempt=1", "--srun-exit-code=143", "--ended-by-slurm")

@@ -94,9 +94,7 @@ def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
         (["cluster.slurm.reservation=week-7"], {}, "cluster.slurm.reservation", "this cluster has no reservations now"),
     ],
 )
-def test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has(
-    overrides: list[str], sizes: dict[str, int], key: str, said: str
-) -> None:
+def test_a_request_that_cannot_run_is_named(overrides: list[str], sizes: dict[str, int], key: str, said: str) -> None:
     (problem,) = verdict(*overrides, **sizes).problems
     assert problem.key == key
     assert said in str(problem)

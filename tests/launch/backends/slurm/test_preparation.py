@@ -120,9 +120,7 @@ def test_jobs_that_are_refused_or_fail_leave_no_secrets(slurm: Path, monkeypatch
     assert not (queued[1] / "done.json").exists()
 
 
-def test_the_preparation_of_a_run_reads_its_secrets_and_keeps_them_for_the_gang_unless_it_fails(
-    slurm: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_preparation_keeps_the_secrets(slurm: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run("cluster.scheduler=slurm", "secret_env=[STORE_KEY]")
     SlurmBackend().submit_preparation(made.run, made.record, 3)
     for script in ("tasks.sh", "end.sh"):

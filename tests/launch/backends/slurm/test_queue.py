@@ -272,9 +272,7 @@ def test_the_status_of_many_runs_needs_one_request_to_slurm(controller: Controll
 
 
 @pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 12), ("(null)", 8)])
-def test_a_submission_calls_slurm_twelve_times_and_eight_times_without_accounting(
-    controller: Controller, accounting: str, calls: int
-) -> None:
+def test_a_submission_calls_slurm_twelve_times(controller: Controller, accounting: str, calls: int) -> None:
     config = (ANSWERS / "config.txt").read_text().replace("accounting_storage/slurmdbd", accounting)
     (controller.folder / "config.txt").write_text(config)
     spec, scheduler = ask(), SlurmBackend()
@@ -293,9 +291,7 @@ def test_a_submission_calls_slurm_twelve_times_and_eight_times_without_accountin
         ("licenses=matlab:1", "allocation failure: Invalid license specification", "licenses"),
     ],
 )
-def test_a_value_that_sbatch_refuses_is_reported_at_its_line_of_the_spec(
-    controller: Controller, setting: str, said: str, key: str
-) -> None:
+def test_a_value_that_sbatch_refuses_has_its_line(controller: Controller, setting: str, said: str, key: str) -> None:
     (controller.folder / "test-only.says").write_text(said)
     spec = ask(f"cluster.slurm.{setting}")
     with pytest.raises(SchedulerError) as caught:
@@ -306,9 +302,7 @@ def test_a_value_that_sbatch_refuses_is_reported_at_its_line_of_the_spec(
 
 
 @pytest.mark.parametrize(("overrides", "refused"), [((), False), (("cluster.slurm.constraint=a100",), True)])
-def test_a_test_of_the_submission_that_refuses_nodes_that_fit_is_a_note(
-    controller: Controller, overrides: tuple[str, ...], refused: bool
-) -> None:
+def test_a_test_that_refuses_is_only_a_note(controller: Controller, overrides: tuple[str, ...], refused: bool) -> None:
     said = "allocation failure: Requested node configuration is not available"
     (controller.folder / "test-only.says").write_text(said)
     spec = ask(*overrides)
