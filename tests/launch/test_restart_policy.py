@@ -8,7 +8,7 @@ from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.restart import attempts_without_progress, decide
 from scaletrain_cli.spec.run import RestartsSpec
 
-CODES = {"done": 0, "preempted": 75, "resize": 75, "wrong-nodes": 5, "usage": 2}
+CODES = {"done": 0, "preempted": 75, "resize": 75, "wrong-nodes": 5}
 NODE = ("node", "wrong-nodes", "hardware", "hang", "communication")
 PLENTY = {"crash": 100, "node": 100}
 NONE = {"preemption": 0, "node": 0, "crash": 0}
@@ -84,6 +84,12 @@ def test_a_history_goes_on_or_ends_with_a_code(history: str, limits: dict[str, i
     decision = decide_last(history, limits)
     assert decision.requeue == (exit_code is None), decision
     assert decision.requeue or decision.exit_code == exit_code
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 93])
+def test_a_failure_that_no_restart_can_fix_keeps_its_code(code: int) -> None:
+    decision = decide(code, "crash", attempts("crash:10"), RestartsSpec(), cancelled=False)
+    assert (decision.requeue, decision.exit_code) == (False, code)
 
 
 @pytest.mark.parametrize("reason", ["preempted", "resize"])

@@ -181,6 +181,13 @@ def test_files_of_a_killed_agent_are_removed_later(make_run: MakeRun, start_agen
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+def test_a_grandchild_that_left_the_session_is_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.gpus_per_node=1", detached_child=True)
+    assert start_agent(made).wait() == 0
+    child = re.search(r"child (\d+)", made.log(1, 0))
+    assert child and not is_running(int(child[1]))
+
+
 def test_the_agent_preempts_if_its_parent_dies(make_run: MakeRun, start_agent: StartAgent, tmp_path: Path) -> None:
     made = make_run(steps=10_000)
     attempt = begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))

@@ -154,6 +154,11 @@ def test_borrowable_quota_counts(preflight: Notes, api: FakeApi) -> None:
     assert preflight(*QUEUE) is not None
     whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"][0]["borrowingLimit"] = "4"
     assert "there are at most 12" in problems(preflight, *QUEUE)
+    lender["spec"] = {}
+    api.put("cohorts", {"metadata": {"name": "all"}, "spec": {}}, KUEUE, "")
+    assert "there are at most 8" in problems(preflight, *QUEUE)
+    api.put("cohorts", {"metadata": {"name": "all"}, "spec": whole["spec"]}, KUEUE, "")
+    assert "there are at most 12" in problems(preflight, *QUEUE)
 
 
 def test_a_resource_that_no_flavor_covers_waits_indefinitely(preflight: Notes, api: FakeApi) -> None:
@@ -350,6 +355,19 @@ def test_without_a_user_in_the_pods_nothing_is_said_about_who_may_write(prefligh
     assert any("must be writable by uid 1000" in note for note in preflight(*GPU))
     nobody = "{spec: {securityContext: {runAsUser: null, runAsGroup: null}}}"
     assert not [note for note in preflight(*GPU, f"cluster.kubernetes.pod_overrides={nobody}") if "writable" in note]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("jobsets", "JobSet as it would be created: spec.x: Invalid value"),
+        ("jobs", "the Job that would be created from it is refused: spec.x Invalid value"),
+    ],
+)
+def test_fields_that_the_server_refuses_are_problems(preflight: Notes, api: FakeApi, kind: str, text: str) -> None:
+    causes = [{"field": "spec.x", "message": "Invalid value"}]
+    api.refusals[("create", kind)] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
+    assert text in problems(preflight, *GPU)
 
 
 def test_without_the_right_to_create_jobs_a_note_says_what_was_not_checked(preflight: Notes, api: FakeApi) -> None:

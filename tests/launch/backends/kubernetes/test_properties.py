@@ -161,6 +161,7 @@ def test_yaml_1_1_and_1_2_read_the_same_values(documents: list[dict[str, Any]]) 
 
 
 @given(workloads)
+@example(Workload("x" * 64, 1))
 def test_every_generated_name_is_a_dns_label(workload: Workload) -> None:
     for name in (workload.name, *workload.master_address.split("."), workload.config_map):
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name)
