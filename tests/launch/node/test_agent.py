@@ -185,7 +185,8 @@ def test_a_grandchild_that_left_the_session_is_killed(make_run: MakeRun, start_a
     made = make_run("cluster.gpus_per_node=1", detached_child=True)
     assert start_agent(made).wait() == 0
     child = re.search(r"child (\d+)", made.log(1, 0))
-    assert child and not is_running(int(child[1]))
+    assert child
+    assert not is_running(int(child[1]))
 
 
 def test_the_agent_preempts_if_its_parent_dies(make_run: MakeRun, start_agent: StartAgent, tmp_path: Path) -> None:
