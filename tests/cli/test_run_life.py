@@ -293,18 +293,6 @@ def test_train_ends_with_the_exit_code_of_a_run_that_crashes(trained_until_a_cra
     assert trained_until_a_crash[0].code == ExitCode.CRASHED
 
 
-def test_a_run_is_found_by_a_prefix_of_its_id_or_by_its_path(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", "runs")
-    for name in ("long-name-1", "long-name-2"):
-        shutil.copytree(finished / "r1", Path("runs") / name)
-    assert scaletrain("status", "long-name-1").code == 0
-    assert scaletrain("status", runs_root() / "long-name-2").code == 0
-    ambiguous = scaletrain("status", "long")
-    assert ambiguous.code == ExitCode.USAGE
-    assert "matches 2 runs" in ambiguous.err
-    assert "no run 'other'" in scaletrain("logs", "other").err
-
-
 def test_one_damaged_run_does_not_hide_the_others(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", "runs")
     shutil.copytree(finished / "r1", Path("runs") / "r1")
