@@ -1,7 +1,5 @@
 """Make the modules beside the benchmark scripts importable, as they are when a script runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

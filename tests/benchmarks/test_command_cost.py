@@ -1,7 +1,5 @@
 """The benchmark of frequent verbs: its dry runs succeed on any machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

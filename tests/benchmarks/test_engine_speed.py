@@ -1,7 +1,5 @@
 """The figures of the engine's benchmark: fair ratios, and runs that can be planned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

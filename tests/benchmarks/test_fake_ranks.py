@@ -1,7 +1,5 @@
 """A rank on fake tensors sends and holds what its plan says: small models on 8 to 64 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest.mock import patch
 

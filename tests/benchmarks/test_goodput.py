@@ -1,7 +1,5 @@
 """The simulation loses time to the expected causes, and as much as the plan expects."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """`make gpu`: the trial on the CPU measures every piece, and what is known of a GPU is there before one is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Predictions and scores of rows of measurements: the planner's inputs, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Dimensions of published models: parameter counts, names, and rows that name a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

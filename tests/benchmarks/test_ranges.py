@@ -1,7 +1,5 @@
 """The measured errors of which the planner's ranges are made, on runs drawn from known distributions."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

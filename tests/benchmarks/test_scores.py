@@ -1,7 +1,5 @@
 """The statistics that the planner is judged by, on numbers small enough to check by hand."""
 
-from __future__ import annotations
-
 import pytest
 from planner_truth.scores import Run, errors, kendall_tau, ranking, verdicts
 

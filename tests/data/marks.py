@@ -1,7 +1,5 @@
 """Count the combining marks in a row that reach Python's normalization, whose time is quadratic in their number."""
 
-from __future__ import annotations
-
 import itertools
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Bad input of a preparation: each fault ends it with exit code 2 and its place, or is left out and counted."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The cache of remote blocks: no read waits for ever for another process."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

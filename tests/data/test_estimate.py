@@ -1,7 +1,5 @@
 """Estimates of tokens from a sample of files are near the exact counts, and exact once the data are prepared."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -9,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.data.estimate import (
-    characters_per_token,
-    preparation_seconds,
-    seconds_to_prepare,
-    source_sizes,
-)
+from scaletrain_cli.data.estimate import characters_per_token, preparation_seconds, seconds_to_prepare, source_sizes
 from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import SMALL

@@ -1,7 +1,5 @@
 """The order of sources against a plain implementation of Webster's method with exact fractions."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

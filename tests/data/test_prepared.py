@@ -1,7 +1,5 @@
 """Datasets of the data of a spec: what is found, what is done again, and what earlier versions have left."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """A run keeps the datasets that it has begun with, whatever becomes of the files of its sources."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

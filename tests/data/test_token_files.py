@@ -1,7 +1,5 @@
 """Tokens of many shards against their plain concatenation, and every kind of damage to them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

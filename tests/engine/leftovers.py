@@ -1,7 +1,5 @@
 """Find what killed processes may leave behind: descendants, and shared memory without a user."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

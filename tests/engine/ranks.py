@@ -4,8 +4,6 @@ A server process imports torch, DeepSpeed and the engine once (see preloaded.py)
 end when the test process does, however that ends, and they share no memory by name, so nothing is left in /dev/shm.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Messages between ranks arrive unchanged, and decode to nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

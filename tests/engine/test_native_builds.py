@@ -1,7 +1,5 @@
 """A killed build blocks no later build, and a running one is not disturbed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

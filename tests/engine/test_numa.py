@@ -1,7 +1,5 @@
 """A rank is bound to the cores near its GPU if they are known and sufficient for every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The consensus between two steps: one all-reduce for the requests of all ranks and the measures of rank 0."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

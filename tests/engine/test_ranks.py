@@ -1,7 +1,5 @@
 """The harness of tests on several ranks: results in order, failures reported, no process left."""
 
-from __future__ import annotations
-
 import os
 import signal
 

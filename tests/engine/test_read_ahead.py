@@ -1,7 +1,5 @@
 """The loop has as many batches read ahead as its readers can read at once, in training and in an evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

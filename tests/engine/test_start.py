@@ -1,7 +1,5 @@
 """Imports at the start of a rank, which delay every attempt of a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

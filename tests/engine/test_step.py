@@ -1,7 +1,5 @@
 """Steps in every layout: a NaN gradient of any rank is not applied, and the validation loss is the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line with a package of docs/extending.md installed, as its reader has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

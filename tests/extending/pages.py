@@ -1,7 +1,5 @@
 """Files that a page of docs/ holds as titled code blocks, so that a test runs exactly what a reader sees."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The section on accelerators of docs/extending.md, as a reader would follow it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The back end of docs/extending.md, installed by its entry point alone, through the commands of the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

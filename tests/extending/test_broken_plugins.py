@@ -1,7 +1,5 @@
 """Packages whose plug-ins cannot be used: each is one error where it is named, and disturbs nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

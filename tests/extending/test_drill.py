@@ -1,7 +1,5 @@
 """The drill of docs/extending.md: installed from its own package, it is listed and run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model family of docs/extending.md: installed from its own package, it trains a real run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

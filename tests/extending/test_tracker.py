@@ -1,7 +1,5 @@
 """The tracker of docs/extending.md: installed from its own package, it works in a real run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The verb of docs/extending.md: installed from its own package, it is a verb like those of this project."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The stand-in hub, and a cache of its own for each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

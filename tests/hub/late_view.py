@@ -4,8 +4,6 @@
 STATE. All further arguments are those of the node agent.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`checkpoint verify` of a run whose frozen weights are those of a repository."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks at submission, which fetch neither weights nor data; and where the files are fetched."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

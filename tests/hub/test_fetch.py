@@ -1,7 +1,5 @@
 """The fetch into the cache: counted, resumed, verified, offline, and the errors of each refusal."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Sources of images in data sets of the hub: their files are fetched, and indexed as local ones."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

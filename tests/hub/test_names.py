@@ -1,7 +1,5 @@
 """`scaletrain plan hf://...` and `scaletrain init hf://...`: by config.json alone, as with a spec file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Node agents fetch once per node before any rank starts; the ranks are those of the launcher's stand-in engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """References to the hub: what is accepted, what they select, and that a glob means what it means in a local folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

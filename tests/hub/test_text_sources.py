@@ -1,7 +1,5 @@
 """Sources of a mixture in data sets of the hub, in every format that is prepared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`scaletrain train` with weights, tokenizer and data from the hub, on CPU processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A tiny Llama, its tokenizer and a data set, as files of repositories on the stand-in hub."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs with a mirror: checkpoints of random bytes, committed as training commits them, and a real S3 server."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

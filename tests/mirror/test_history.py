@@ -1,7 +1,5 @@
 """The history of a run in a mirror keeps what is private to its user private."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scaletrain_cli.mirror.history import HistoryWriter, newest_index, restore_history

@@ -1,7 +1,5 @@
 """The mirroring process is killed at random points: what the mirror then holds is whole, or is not a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

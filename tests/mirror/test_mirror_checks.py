@@ -1,7 +1,5 @@
 """Settings of a mirror that cannot work are found before anything is queued."""
 
-from __future__ import annotations
-
 import os
 from importlib.machinery import ModuleSpec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copying checkpoints and history to a mirror: at a real S3 server, and in a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Bringing a run back from its mirror, and the claim that keeps two places from training it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run moves to pods whose volume the submitting machine does not see, and back to that machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run specs for the planner's tests, from a preset and dotted overrides, without a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameter counts and FLOPs against the published figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.plan.architecture import (

@@ -1,7 +1,5 @@
 """Parameter counts and FLOPs against torch modules on the meta device, for every trait that a transformer may have."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measured step times correct those of later plans, as far as they apply."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

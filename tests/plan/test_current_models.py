@@ -1,7 +1,5 @@
 """Current models from their config.json: counts of transformers' modules, attention by a plain loop, and refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The size of the training data, estimated from files and counted by the engine."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

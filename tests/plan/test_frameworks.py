@@ -1,7 +1,5 @@
 """Frameworks and workloads own their rules: no module of the planner compares their names."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

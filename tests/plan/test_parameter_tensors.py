@@ -1,7 +1,5 @@
 """The tensors that the planner counts are those of the engine's modules: in each stage and sharding, in order."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

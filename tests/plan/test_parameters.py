@@ -1,7 +1,5 @@
 """The parameters that the planner names are those of the engine and of transformers; what trains is decided by name."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """make_plan: the choice, the reasons, and plans that experts would choose."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

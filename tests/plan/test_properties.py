@@ -1,7 +1,5 @@
 """Any valid spec gives a finite plan or a ScaletrainError, quickly; nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

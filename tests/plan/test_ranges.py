@@ -1,7 +1,5 @@
 """The ranges of a plan's figures: where they come from, and that runs which may stall widen them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Every reason code of the planner has one text, and every text has a code that the planner gives."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pipeline stages: which blocks and parameters they hold, and how many micro-batches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Small vision networks in torch, written from the papers, to count what autograd really keeps. No tests here."""
 
-from __future__ import annotations
-
 import torch  # noqa: TID253 (only a test that has found torch imports this file)
 from torch import Tensor, nn  # noqa: TID253
 from torch.nn import functional  # noqa: TID253

@@ -1,7 +1,5 @@
 """Sample specs, and functions that load them or return their problems. No tests here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Secrets in a spec are rejected by name or by form, and their values are never shown."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

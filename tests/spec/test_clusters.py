@@ -1,7 +1,5 @@
 """The user's clusters file: defaults, overrides, and errors in the file."""
 
-from __future__ import annotations
-
 import pwd
 from pathlib import Path
 

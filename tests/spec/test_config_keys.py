@@ -1,7 +1,5 @@
 """Keys of config.json that transformers does not read are ignored and named; the tables have all that it reads."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

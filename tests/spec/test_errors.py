@@ -1,7 +1,5 @@
 """A spec error lists all problems, each with location, given value, allowed values and the closest name."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The JSON Schema accepts every file that loads, and rejects common mistakes."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Iterator

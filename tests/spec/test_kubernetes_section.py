@@ -1,7 +1,5 @@
 """cluster.kubernetes: values that are rejected when the spec is loaded, with the remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.spec.kubernetes import KubernetesSpec

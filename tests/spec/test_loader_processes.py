@@ -1,7 +1,5 @@
 """``data.loader.workers: auto`` is a thread for tokens and on CPUs, and the free cores of a rank for images on GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dimensions from presets and Hugging Face config.json; keys of the spec take precedence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """cluster.nodes as a range: both forms load, a resolved spec round-trips, and wrong tables are rejected."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The section ``notify``: receivers, their events, and what is rejected."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.spec.notify import DEFAULT_KINDS, url_problem

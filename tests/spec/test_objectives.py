@@ -1,7 +1,5 @@
 """The objective of training: its settings, what contradicts them, and what a batch counts."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.spec.samples import SPEC, load, problem

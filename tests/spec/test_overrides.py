@@ -1,7 +1,5 @@
 """``--set a.b=c``: the value is parsed as YAML, and errors name the option instead of a line."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.spec import override_spec

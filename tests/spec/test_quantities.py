@@ -1,7 +1,5 @@
 """Sizes, durations, counts and rates as people write them."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

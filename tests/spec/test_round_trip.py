@@ -1,7 +1,5 @@
 """The resolved spec is unchanged after it is written to run.json and read back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sources, stages and steps of ``data``: what is accepted, and each contradiction at its key."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.spec.data import ONLY_SOURCE

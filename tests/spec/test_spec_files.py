@@ -1,7 +1,5 @@
 """The file of a spec may be a pipe, and no file that is named by mistake makes a verb wait for ever."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

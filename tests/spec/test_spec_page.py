@@ -1,7 +1,5 @@
 """docs/spec-reference.md shows every key with its default, and its examples load."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The specs that `init` writes load as written, and with their commented lines."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A key that has no effect with the other keys of its spec is rejected at its line, unless it has its default."""
 
-from __future__ import annotations
-
 import json
 import re
 import typing

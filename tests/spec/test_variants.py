@@ -1,7 +1,5 @@
 """--vary: the sets of overrides of a setting."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.errors import UsageError

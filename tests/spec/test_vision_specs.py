@@ -1,7 +1,5 @@
 """Specs of vision networks: sources of dimensions, problems, and units."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traps of YAML: numbers read as text, text read as booleans, times read as numbers, and YAML bombs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.spec.samples import SPEC, error, load, problems

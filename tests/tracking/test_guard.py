@@ -1,7 +1,5 @@
 """A tracker gets every step once, in order, and its errors do not affect training."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Lines of metrics.jsonl are written in a thread: none is lost, their order is kept, and errors are raised."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

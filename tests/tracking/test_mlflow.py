@@ -1,7 +1,5 @@
 """MLflow's database in the run directory: a process that is killed while it is created does not spoil it."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import subprocess

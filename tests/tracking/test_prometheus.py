@@ -1,7 +1,5 @@
 """Metrics of a run for Prometheus: both formats by the parsers of prometheus_client, and Grafana's dashboard."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """``tracking`` in a run spec: a list or a mapping of trackers, each with options of its own."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

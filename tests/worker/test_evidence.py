@@ -1,7 +1,5 @@
 """Exit reasons: from the rank itself, from its agent, and from the classification of all reports."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -61,10 +59,7 @@ class DivergedError(DoNotRequeueError):
         (DistBackendError(NCCL), "communication"),
         (DistBackendError(f"{NCCL}; {ECC}"), "hardware"),
         (RuntimeError(GLOO), "communication"),
-        (
-            RuntimeError("[gloo/transport/tcp/buffer.cc:81] Timed out waiting 1800000ms for recv"),
-            "communication",
-        ),
+        (RuntimeError("[gloo/transport/tcp/buffer.cc:81] Timed out waiting 1800000ms for recv"), "communication"),
         (RuntimeError(ECC), "hardware"),
         (RuntimeError("CUDA error: device-side assert triggered"), "crash"),
         (DivergedError("step 3: loss nan"), "nan"),

@@ -1,7 +1,5 @@
 """Hugging Face Trainer under the callback: preempted, resumed, interrupted by NaN, with checkpoints of the run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -26,9 +24,7 @@ from scaletrain_cli.worker.run_environment import read_resolved_run
 from scaletrain_cli.worker.telemetry import read_telemetry_line
 from tests.launch.conftest import make_plan, make_spec
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")]
 STEPS = 12
 
 

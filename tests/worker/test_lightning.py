@@ -1,7 +1,5 @@
 """Lightning's Trainer under the adapter: preempted, resumed, and stopped by a loss that is not a number."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

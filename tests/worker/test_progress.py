@@ -1,7 +1,5 @@
 """Progress lines: written by a training program, and read by programs that follow its log."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Figures of a run for trackers, from a run directory whose answers are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

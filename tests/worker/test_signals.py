@@ -1,7 +1,5 @@
 """Signals are received whatever the main thread does, and however many there are."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

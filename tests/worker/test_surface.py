@@ -1,7 +1,5 @@
 """The surface that users' training programs import: its names, signatures, version and cost."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

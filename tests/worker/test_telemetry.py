@@ -1,7 +1,5 @@
 """A rank sends what it measures through the pipe of its heartbeat, and nothing that a reader may do delays it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

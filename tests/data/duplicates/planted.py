@@ -1,7 +1,5 @@
 """Documents with planted duplicates of known similarity, and similarity as plain Python computes it."""
 
-from __future__ import annotations
-
 import random
 import unicodedata
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deduplication of planted duplicates, against similarities that plain Python computes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -15,15 +13,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.duplicates import (
-    PHASES,
-    Corpus,
-    Settings,
-    Texts,
-    candidates,
-    read_removed,
-    verification,
-)
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, Texts, candidates, read_removed, verification
 from scaletrain_cli.data.duplicates.files import Sections
 from scaletrain_cli.data.duplicates.verification import parts
 from scaletrain_cli.errors import MissingPackageError, UsageError

@@ -1,7 +1,5 @@
 """Words, shingles and hashes of a text, against plain Python."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

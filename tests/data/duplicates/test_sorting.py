@@ -1,7 +1,5 @@
 """The external sort and the files of sections."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

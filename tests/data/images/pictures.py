@@ -1,7 +1,5 @@
 """Small images, and sources of them: folders, tar shards and parquet files."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Every bad sample is named with its file, its member or row, and the reason; on_bad: skip leaves out it alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Images become the same pixels as with Pillow's own functions, upright, and a bad one is named with its place."""
 
-from __future__ import annotations
-
 from io import BytesIO
 from typing import Any
 

@@ -1,7 +1,5 @@
 """recipes/clip_pairs_cpu.py: what it writes is the same each time, in a folder that may have other files."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

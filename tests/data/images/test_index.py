@@ -1,7 +1,5 @@
 """An index has the same bytes for any number of processes, appears whole, and is found until its source changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`scaletrain data prepare` and `validate` for a spec of images: the settings of its index come from its loss."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples of an index are those that other libraries read from the same source, in any order, with their labels."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import tarfile

@@ -1,7 +1,5 @@
 """The images of evaluation.zero_shot: which of them are indexed, and the names of their classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A real S3 server on 127.0.0.1 (moto), and a proxy before it that breaks requests on demand."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Measure the bytes in a folder while other processes change it. No tests here."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

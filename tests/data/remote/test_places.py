@@ -1,7 +1,5 @@
 """Remote files against a real S3 server: listing, ranges, streams, faults, and one clear error for each cause."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Remote sources that a run could not use are refused before it is queued, with the line of the key."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prepared data at an S3 server: the same tokens as here, through a bounded cache, whatever the network does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Images in an object store: indexed in place, and read at random through the cache while requests fail."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

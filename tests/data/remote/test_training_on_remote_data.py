@@ -1,7 +1,5 @@
 """A run on two ranks whose data are at an S3 server trains as on local data, with a small cache and faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Every reader against files that other code has written, whole and in parts, and against files that are damaged."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

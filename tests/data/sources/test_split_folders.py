@@ -1,7 +1,5 @@
 """A folder in the layout of a data set on the hub is read as by the datasets library: only its train split."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps from the text of a spec, for the tests of this folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import TypeAdapter

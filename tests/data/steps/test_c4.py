@@ -1,7 +1,5 @@
 """The rules of C4 (JMLR 21/140, section 2.2) and FineWeb (arXiv 2406.17557, section 3.6) against their definitions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,7 @@ from scaletrain_cli.errors import UsageError
 from tests.data.steps.sections import rule, run, section, step, text_after
 
 LOOSE: dict[str, Any] = {"min_sentences": None}
-FINEWEB: dict[str, Any] = {
-    "min_punctuated_lines": None,
-    "max_duplicate_line_characters": None,
-    "max_short_lines": None,
-}
+FINEWEB: dict[str, Any] = {"min_punctuated_lines": None, "max_duplicate_line_characters": None, "max_short_lines": None}
 
 
 def test_the_defaults_are_those_of_the_papers() -> None:

@@ -1,7 +1,5 @@
 """The step contamination against a plain implementation of its definition (GPT-3, appendix C; PaLM, section 8)."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Every step is pure, raises no exception for any text, has an identity, and applies to the sources of ``only``."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Where datatrove's filters differ from the paper, a test says so: with sequences 
 repeated sequences, and with whitespace among the characters.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

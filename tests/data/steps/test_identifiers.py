@@ -1,7 +1,5 @@
 """The step identifiers: what it replaces, what it leaves alone, and the time that a hostile line takes."""
 
-from __future__ import annotations
-
 import ipaddress
 import random
 import re

@@ -1,7 +1,5 @@
 """The step language: labeled sentences, limits, and the list of its languages."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The step normalization, with the Unicode database of Python as the reference."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

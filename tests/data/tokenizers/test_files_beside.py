@@ -1,7 +1,5 @@
 """A tokenizer.json with the files beside it gives the tokens of transformers' AutoTokenizer, or is refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -263,7 +261,7 @@ def test_ends_of_texts_that_transformers_4_and_5_read_in_two_ways_are_refused(ke
     single = [start, text] if key == "add_bos_token" else [text, end]
     tokens = {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in (("<s>", 1), ("</s>", 2))}
     document["post_processor"] = {
-        **{"type": "TemplateProcessing", "single": single, "pair": [text, text], "special_tokens": tokens},
+        **{"type": "TemplateProcessing", "single": single, "pair": [text, text], "special_tokens": tokens}
     }
     write_tokenizer(tmp_path, json.dumps(document), {**config, key: True})
     tokenizer_content(section)

@@ -1,7 +1,5 @@
 """Tokenizers of other libraries as a tokenizer.json: the same tokens as their library, or a refusal."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

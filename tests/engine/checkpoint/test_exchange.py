@@ -1,7 +1,5 @@
 """The exchange of optimizer states where another set of parameters begins to train."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """An exported checkpoint has the format of Hugging Face's loaders and the weights that were saved."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

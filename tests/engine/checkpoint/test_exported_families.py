@@ -1,7 +1,5 @@
 """In transformers, an exported model behaves as the one that was loaded: each architecture, each form of an export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An exported folder has the special tokens, the chat templates and all tokenizer files of the folder it comes from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each kind of chat template has ten rows, learned by heart. transformers, which d
 the ten answers from the export, and stop after each.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The random state of a rank in a checkpoint: the same numbers follow, and loading it executes nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Any layout loads the state that another layout saved, bit by bit, and training continues equally."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The step that an attempt resumes from: never 0 if there is, or should be, a checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -1,7 +1,5 @@
 """The steps at which checkpoints are due, and how measured saves change them."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule

@@ -1,7 +1,5 @@
 """A rank's file: a plain safetensors file, hashed as it is written, read back in any part."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The elements that two slices share, compared with numbering every element of the whole matrix."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A checkpoint as whole matrices, saved by any layout; and one that is loaded and saved by another layout."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions that reader processes read with, in a module that is quick to import."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The ranks of every layout together read the same batch, and count the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

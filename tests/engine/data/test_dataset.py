@@ -1,7 +1,5 @@
 """Prepared text is opened as sequences, and a change of its description is found."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches are read ahead, in a thread or in processes, and no result depends on who reads them or when."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

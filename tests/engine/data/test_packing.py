@@ -1,7 +1,5 @@
 """Packing: nothing is lost, nothing is too long, and the rows are those of TRL."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """The samples of a run that mixes sources: by weights, epochs and stages, and through the changes of its resumes."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Prepared data in a runs root of several users: read by all, changed by their owner only."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

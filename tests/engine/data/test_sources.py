@@ -1,7 +1,5 @@
 """Sequences of several shards and several sources against one plain array of their tokens."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor

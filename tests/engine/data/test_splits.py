@@ -1,7 +1,5 @@
 """A corpus with too little to validate on uses some of its training sequences, the same in every attempt and layout."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`data show --step`, against the batches that the ranks of a real run have read."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every turn that is trained ends with a token at which the model stops, or the template is refused by name."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

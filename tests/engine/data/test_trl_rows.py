@@ -1,7 +1,5 @@
 """The tokens and the labels of prepared rows are those of TRL's trainers, from the same files."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

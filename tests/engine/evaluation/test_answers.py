@@ -1,7 +1,5 @@
 """Answers about images: the tokens that transformers generates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

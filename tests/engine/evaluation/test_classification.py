@@ -1,7 +1,5 @@
 """Top-k accuracy, mean average precision and errors: against scikit-learn, on any number of ranks."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

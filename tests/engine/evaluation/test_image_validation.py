@@ -1,7 +1,5 @@
 """A validation of a network for images, from reading its samples to its figures: beside a plain loop."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

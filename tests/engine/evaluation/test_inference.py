@@ -1,7 +1,5 @@
 """Losses and greedy continuations of a model on one device are those of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

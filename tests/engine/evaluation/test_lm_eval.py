@@ -1,7 +1,5 @@
 """The command line of lm-evaluation-harness, and what is read from its results."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

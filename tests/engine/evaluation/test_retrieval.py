@@ -1,7 +1,5 @@
 """Retrieval and zero-shot classification: against plain loops, on any number of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

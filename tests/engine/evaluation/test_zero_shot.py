@@ -1,7 +1,5 @@
 """Zero-shot classification with CLIP: against a loop over images and prompts with transformers, on random weights."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cycles are collected after the given steps, and at no other time; free blocks of the C library are returned then."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import weakref

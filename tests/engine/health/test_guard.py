@@ -1,7 +1,5 @@
 """The whole guard: what it reports, when a checkpoint is clean, and that a checkpoint holds its state."""
 
-from __future__ import annotations
-
 import json
 
 from scaletrain_cli.engine.health.guard import Guard

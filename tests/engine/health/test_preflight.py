@@ -1,7 +1,5 @@
 """Ranks that measure each other on CPUs: the figures, the file, and the exit of a slow rank."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

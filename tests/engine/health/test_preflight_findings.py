@@ -1,7 +1,5 @@
 """Findings of the preflight: which device or node is worse than the others, and which is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Actions of the guard, with a real run directory and stand-ins for the rest."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

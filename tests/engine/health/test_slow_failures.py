@@ -1,7 +1,5 @@
 """Slow failures are reported once, and healthy runs never."""
 
-from __future__ import annotations
-
 import random
 
 from scaletrain_cli.engine.health.guard import DeadGradients, FlatLoss, LossScaleCollapse

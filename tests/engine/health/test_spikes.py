@@ -1,7 +1,5 @@
 """A spike is a run of steps far above the medians, and does not enter the medians."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Stragglers: which rank is slow, and when that is reported."""
 
-from __future__ import annotations
-
 from scaletrain_cli.engine.health.stragglers import Straggler, StragglerConfirmation, slowest
 
 

@@ -1,7 +1,5 @@
 """The limits within which a rank must report again, where a phase takes longer than its usual one."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Losses of class scores against torch's own and against their definition as a loop."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Contrastive losses against their textbook definition, in one process and over ranks, whole and in chunks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

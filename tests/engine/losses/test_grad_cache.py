@@ -1,7 +1,5 @@
 """GradCache finds the gradients of one big batch: with dropout, over ranks, and under each ZeRO stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Losses of predicted numbers against torch's own and against their definition as a loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

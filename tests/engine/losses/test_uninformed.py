@@ -1,7 +1,5 @@
 """The loss of a model that knows nothing is the least loss of equal outputs, and keeps the guard off small losses."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The activations that blocks save are those of the plan, for every mode of recomputation."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Averaged weights are part of the model states that a plan counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

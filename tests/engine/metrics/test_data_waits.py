@@ -1,7 +1,5 @@
 """Waits for data: which rank is reported, and when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Deferred measures arrive completely, in order and exactly."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

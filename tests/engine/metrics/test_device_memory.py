@@ -1,7 +1,5 @@
 """Peaks of memory on a GPU: one in each interval, and one in the attempt, from the one that torch has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every second of an attempt is counted once, and a kill loses few of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms of layers in each layout equal those of a plain torch loop in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,7 +1,5 @@
 """The bytes of model states on two ranks in each ZeRO stage, counted exactly."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

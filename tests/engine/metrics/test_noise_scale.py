@@ -1,7 +1,5 @@
 """The gradient noise scale of a synthetic problem whose noise is known."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A rank out of memory reports planned and measured bytes once, and the error is raised again."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

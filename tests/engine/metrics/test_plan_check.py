@@ -1,7 +1,5 @@
 """An attempt is measured after its first update, and its memory is that of the plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests for profiles: looked for once a second, taken once, refused with a reason; failures do not end training."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math

@@ -1,7 +1,5 @@
 """Measures that each rank sends while it trains; nothing that is trained depends on them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import threading

@@ -1,7 +1,5 @@
 """The metrics of rank 0 for runs on images: throughput in images, accuracy beside the validation loss."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

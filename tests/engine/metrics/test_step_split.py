@@ -1,7 +1,5 @@
 """Phases of a step: by events that are read after they have passed, and by host clocks."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from typing import Any

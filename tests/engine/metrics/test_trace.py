@@ -1,7 +1,5 @@
 """The causes of the time of profiled steps, from traces whose answers are known, and from one of torch.profiler."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -93,11 +91,7 @@ ON_CPU: list[Event] = [
     mark("scaletrain.data", 90, 95),
     *(
         of_host(name, *times, thread=2, category="user_annotation")
-        for name, times in (
-            ("gloo:all_reduce", (20, 24)),
-            ("gloo:all_reduce", (33, 60)),
-            ("gloo:all_gather", (75, 80)),
-        )
+        for name, times in (("gloo:all_reduce", (20, 24)), ("gloo:all_reduce", (33, 60)), ("gloo:all_gather", (75, 80)))
     ),
     of_host("aten::copy_", 0, 100, thread=3),  # of the thread that reads data
 ]

@@ -1,7 +1,5 @@
 """A tiny model with an adapter, beside the same model and adapter of transformers and PEFT."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator
@@ -41,12 +39,7 @@ LLAMA = ModelSpec(family="llama", **SIZES)
 TIED = ModelSpec(family="llama", **SIZES, tie_word_embeddings=True)
 GPT = ModelSpec(family="gpt", **SIZES | {"num_key_value_heads": 4, "tie_word_embeddings": True})
 MIXTRAL = ModelSpec(
-    family="llama",
-    **SIZES,
-    num_experts=4,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    router_aux_loss_coef=0.0,
+    family="llama", **SIZES, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, router_aux_loss_coef=0.0
 )
 
 QWEN2_MOE = ModelSpec(

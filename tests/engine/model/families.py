@@ -1,7 +1,5 @@
 """Tiny models of each family of transformers with random weights, and ours with the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.2],
-    "long_factor": [1.5, 3.0, 6.0],
-}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0]}
 _UNROUNDED_YARN = {
     **{"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     **{"original_max_position_embeddings": 16, "rope_theta": 1000.0},

@@ -1,7 +1,5 @@
 """An adapter on each family of models is exported so that PEFT computes the same with transformers' model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

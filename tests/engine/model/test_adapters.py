@@ -12,12 +12,7 @@ from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, dr
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.adapter import (
-    AdapterSpec,
-    adapted_modules,
-    factor_shapes,
-    is_adapter_parameter,
-)
+from scaletrain_cli.spec.adapter import AdapterSpec, adapted_modules, factor_shapes, is_adapter_parameter
 from tests.engine.model.adapted_models import (
     GPT,
     LLAMA,

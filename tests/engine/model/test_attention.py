@@ -1,7 +1,5 @@
 """The reported attention kernel is the one that runs; attention with sinks is that of its definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

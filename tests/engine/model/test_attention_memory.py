@@ -1,7 +1,5 @@
 """Memory of attention with masks, and of attention without a fused kernel: the plan against the engine's tensors."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention within documents and windows equals attention with a mask of all pairs, and saves no matrix of pairs."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents of a packed sequence: each is computed as if it were alone, as Hugging Face computes it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dropout: the published generator, the requested rate, no pattern, and one mask per sample in every layout."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Each family computes what transformers computes: logits, gradients, and again after training and export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

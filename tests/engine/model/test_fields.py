@@ -1,7 +1,5 @@
 """Each field of the model section changes the network, is rejected, or is listed as a field of other models."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

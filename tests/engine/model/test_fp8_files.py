@@ -1,7 +1,5 @@
 """DeepSeek-V3's files: matrices in fp8 with a scale per block, and layers that predict further tokens."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frozen weights: the FLOPs of a pass and what it saves, against torch's counters on the engine's modules."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import Any

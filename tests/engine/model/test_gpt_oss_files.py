@@ -1,7 +1,5 @@
 """Experts of GPT-OSS's files: read in 16 bits and MXFP4 in every layout, as transformers reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

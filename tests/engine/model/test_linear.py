@@ -1,7 +1,5 @@
 """Products of linear layers, and that ZeRO-3 may free the weights it has gathered for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

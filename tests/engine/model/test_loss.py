@@ -1,7 +1,5 @@
 """The loss of the head: torch's formula, also in chunks, without whole logits, and under every ZeRO stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Real weights of a model on the meta device: ties and marks are kept, and under ZeRO-3 no rank holds all."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

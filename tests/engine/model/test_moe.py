@@ -1,7 +1,5 @@
 """MoE layers compute their formulas, token by token, and their losses do not depend on how a batch is split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

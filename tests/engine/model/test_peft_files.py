@@ -1,7 +1,5 @@
 """Adapters are written as PEFT writes them, read as PEFT reads them, and merged as PEFT merges them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routers choose and weigh experts as those of transformers do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

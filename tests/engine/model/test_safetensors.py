@@ -1,7 +1,5 @@
 """Hugging Face files of four families: every rank reads its shard, and differences are reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fine-tuning in layouts: rows of the second table of ``make parity``, each against the same training on one rank."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rows of examples and preference pairs of chance tokens, and training on them in any layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The losses of preference pairs as formulas, and the reference file: computed once, continued, verified, required."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

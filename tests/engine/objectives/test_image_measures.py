@@ -1,7 +1,5 @@
 """Measures of validations of images and pairs beside the loss are the same on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fine-tuning trains the same model in every layout: some rows of the second table of ``make parity``."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.objectives.layouts import KINDS, LOSS, NORM, FineTuningRow, differences, third_of_the_rows

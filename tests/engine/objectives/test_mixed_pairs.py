@@ -1,7 +1,5 @@
 """Preference pairs of several sources: a plain loop over the same samples has the same losses, also after a resume."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -125,8 +123,7 @@ def plain_losses(spec: RunSpec, batches: list[list[tuple[RowSequences, int]]]) -
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["layout.data_parallel=2", pytest.param("layout.pipeline_parallel=2", marks=pytest.mark.long)],
+    "layout", ["layout.data_parallel=2", pytest.param("layout.pipeline_parallel=2", marks=pytest.mark.long)]
 )
 def test_pairs_of_several_sources_train_as_in_a_plain_loop(layout: str, tmp_path: Path) -> None:
     spec = mixed(tmp_path, layout, "training.schedule={name: constant, warmup_steps: 0}")

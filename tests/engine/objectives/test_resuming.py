@@ -1,7 +1,5 @@
 """Fine-tuning on prepared files, interrupted and resumed in other processes, continues to the bit."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses of fine-tuning equal those of TRL, step by step, on the same model, rows and order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

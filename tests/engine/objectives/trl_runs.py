@@ -1,7 +1,5 @@
 """The same trainings by TRL, in this process: one plain Llama of transformers, the same rows in the same order."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

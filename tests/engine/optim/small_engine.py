@@ -1,7 +1,5 @@
 """A small model under DeepSpeed on one rank of a test, with this package's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Averages of weights in every ZeRO stage; their use for an evaluation has no side effect."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Clipping by value, and by an adaptive norm."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -121,8 +119,7 @@ def thresholds_obeyed(precision: str, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "stage"),
-    [("fp32", 1), ("fp32", 3), ("bf16", 1), pytest.param("bf16", 2, marks=pytest.mark.long)],
+    ("precision", "stage"), [("fp32", 1), ("fp32", 3), ("bf16", 1), pytest.param("bf16", 2, marks=pytest.mark.long)]
 )
 def test_deepspeed_clips_to_a_threshold_that_changes(precision: str, stage: int) -> None:
     assert on_ranks(2, thresholds_obeyed, precision, stage)[0] == pytest.approx([0.5, 0.25, 0.125], rel=0.05)

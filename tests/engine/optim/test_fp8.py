@@ -1,7 +1,5 @@
 """Linear layers that multiply in fp8, by torchao's emulation of the numerics."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

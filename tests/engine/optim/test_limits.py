@@ -1,7 +1,5 @@
 """Parameters with limits stay within them, in the master weights and in the forward pass of every ZeRO stage."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

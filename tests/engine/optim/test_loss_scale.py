@@ -1,7 +1,5 @@
 """fp16 under ZeRO: an overflow skips a step and halves the scale, growth changes nothing, the minimum is an error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon's iteration and factors are those of torch; matrices are divided evenly and travel in rounds."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

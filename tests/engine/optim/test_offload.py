@@ -1,7 +1,5 @@
 """DeepSpeed's settings for offloading, and that a run with NVMe resumes bit-exactly."""
 
-from __future__ import annotations
-
 import ctypes.util
 import os
 from pathlib import Path

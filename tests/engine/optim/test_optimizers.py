@@ -1,7 +1,5 @@
 """Each optimizer equals its reference, in one process and sharded by ZeRO on two ranks."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A restart continues bit-exactly with every optimizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The learning rate is a pure function of the step, and each schedule equals torch's over a whole run."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

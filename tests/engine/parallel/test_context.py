@@ -1,7 +1,5 @@
 """Ring attention is the attention of one rank; each context rank has as much of it to compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sharded experts train as in one process, under every ZeRO stage and with every other kind of parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -167,8 +165,7 @@ SHORT = ("ZeRO-3 and tensor", "sequence, padded")
 
 
 @pytest.mark.parametrize(
-    "run",
-    [pytest.param(run, id=name, marks=[] if name in SHORT else pytest.mark.long) for name, run in RUNS.items()],
+    "run", [pytest.param(run, id=name, marks=[] if name in SHORT else pytest.mark.long) for name, run in RUNS.items()]
 )
 def test_experts_over_ranks_train_as_in_one_process(run: Run) -> None:
     alone, *over_ranks = train_alone(run.spec, run.padded), *on_ranks(run.ranks, train_rank, run)

@@ -1,7 +1,5 @@
 """The tied embedding, the one weight that two pipeline stages share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Properties of tensor-parallel layers; the parity table shows that they compute the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

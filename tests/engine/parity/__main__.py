@@ -3,8 +3,6 @@
 Exits with 1 when a row is beyond its limits.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

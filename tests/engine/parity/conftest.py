@@ -1,7 +1,5 @@
 """The dataset of all parity tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

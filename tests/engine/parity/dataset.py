@@ -1,7 +1,5 @@
 """Short documents that a small model can learn, prepared like any corpus."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same run sharded over ranks, each through its own assembly and step; then the whole weights."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The model's parts and its first weights are the product's; the batch, loss, clipping, decay and update are written out.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re

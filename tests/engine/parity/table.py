@@ -1,7 +1,5 @@
 """The parity table as text: one line per row, and the source of the figures."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs with adapters are resumed to the bit and in other layouts, and exported so that PEFT and transformers agree."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

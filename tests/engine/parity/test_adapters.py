@@ -1,7 +1,5 @@
 """LoRA in every layout trains what PEFT trains: the same model of transformers in one plain torch loop."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training a part of a pretrained model: as transformers and AdamW do, with checkpoints of that part only."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

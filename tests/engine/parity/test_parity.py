@@ -1,7 +1,5 @@
 """Every layout trains the model that one process trains: a part of the table of `make parity`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frozen parameters, learning rates of their own, and stages: every layout trains as one plain torch loop does."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import weakref

@@ -1,7 +1,5 @@
 """The rule of the learning-rate range test on curves whose best rate is known."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

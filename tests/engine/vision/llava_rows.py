@@ -1,7 +1,5 @@
 """Questions about the colors of images, and specs of a tiny LLaVA that learns the answers."""
 
-from __future__ import annotations
-
 import json
 from io import BytesIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small networks for images: trained by the engine on ranks, and by a plain loop over the models of transformers."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Networks for images in layouts: rows of the third table of ``make parity``, each against a plain torch loop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The layers of networks for images: every trained parameter is in one, and the names are those of the parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A LLaVA trains its projector first, then the language model too: from rows on disk, interrupted, and exported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The loop has the images of all ranks in one micro-batch, so that its BatchNorm has the statistics of all.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run on images that is interrupted continues as if it had not been, from an indexed source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A LLaVA begins with the weights of a CLIP and of a language model that were published alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

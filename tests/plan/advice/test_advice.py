@@ -1,7 +1,5 @@
 """Warnings appear only with a cause, and assumptions are those of the run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scaletrain_cli.plan import RunPlan, make_plan

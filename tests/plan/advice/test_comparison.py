@@ -1,7 +1,5 @@
 """Plans side by side: names that distinguish runs, and reasons for runs that do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import ANY
 

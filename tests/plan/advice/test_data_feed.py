@@ -1,7 +1,5 @@
 """Demands of a plan on storage and on the readers of batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

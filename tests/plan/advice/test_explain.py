@@ -1,7 +1,5 @@
 """The explanation agrees with the plan, and its questions are in the order in which a person decides."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

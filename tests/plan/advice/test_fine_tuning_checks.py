@@ -1,7 +1,5 @@
 """Checks of the recipe of fine-tuning: notes where it is far from published runs, never errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

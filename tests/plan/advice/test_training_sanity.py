@@ -1,7 +1,5 @@
 """Checks of the recipe: batch, learning rate, warm-up, data, precision and dimensions, against published recipes."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

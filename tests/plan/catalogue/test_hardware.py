@@ -1,7 +1,5 @@
 """The catalogue is complete, sourced, and plausible."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Collectives against published measurements, and networks that a spec describes itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.errors import UsageError

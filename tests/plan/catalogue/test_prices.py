@@ -1,7 +1,5 @@
 """Every price has a source and a date and is plausible; the price for ``auto`` is the median."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from datetime import date

@@ -5,8 +5,6 @@ All counts are bytes per parameter.
 Run by test_states.py as a process of its own: it initialises torch.distributed and leaves buffers behind.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Activation bytes: against the paper, and against what autograd really saves of the engine's own model."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS

@@ -1,7 +1,5 @@
 """Activations of other frameworks' blocks: against the papers and what their sources keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

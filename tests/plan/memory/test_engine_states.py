@@ -1,7 +1,5 @@
 """Model states of the engine: to the byte what four ranks hold, in every sharding of a model."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 
@@ -152,10 +150,7 @@ ROWS = {
         Row(1, types="bf16 fp32", offload="optimizer"),
         Row(3, types="bf16 bf16", offload="optimizer+params"),
     ],
-    "adapters": [
-        Row(0, adapter="all-linear"),
-        Row(2, adapter="q_proj down_proj embed_tokens lm_head"),
-    ],
+    "adapters": [Row(0, adapter="all-linear"), Row(2, adapter="q_proj down_proj embed_tokens lm_head")],
     "adapters and tensor": [
         Row(1, tensor=2, adapter="all-linear", types="bf16 fp32"),
         Row(2, tensor=2, sequence=2, latent=True, trainable=(BLOCK, "*.kv_a_layernorm*")),

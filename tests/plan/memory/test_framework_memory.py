@@ -3,8 +3,6 @@
 The whole sets are in benchmarks/planner_accuracy.py; here is one run per mechanism. No constant is fitted to these.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What ZeRO-3 gathers and holds in a micro-batch, by the rules of DeepSpeed's coordinator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

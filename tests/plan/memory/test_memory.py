@@ -1,7 +1,5 @@
 """Peak memory: its parts, the fullest rank, and its dependence on the layout."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

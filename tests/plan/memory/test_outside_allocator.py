@@ -1,7 +1,5 @@
 """Device memory beside the tensors: context and NCCL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scaletrain_cli.plan.axes import resolve_axes

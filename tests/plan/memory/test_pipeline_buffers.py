@@ -1,7 +1,5 @@
 """What a stage of DeepSpeed's pipeline holds of the hidden states that stages send each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes of model states: examples of the literature, and what DeepSpeed allocates."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoint interval, goodput, grace period and cost."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

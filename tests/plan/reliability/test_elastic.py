@@ -1,7 +1,5 @@
 """Runs that follow a trace of capacity, computed by hand, and the comparison with waiting for all nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

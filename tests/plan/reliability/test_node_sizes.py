@@ -1,7 +1,5 @@
 """Plans of every size of a range: the same batch, unusable sizes with their reason, and when a restart pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs simulated on recorded spot markets: cost, lost work and waiting; and files that are no trace."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

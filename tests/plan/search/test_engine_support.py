@@ -1,7 +1,5 @@
 """Each setting that the engine cannot run is one problem with a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts that only frozen weights, adapters and quantized weights make possible; and stages of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that does not fit is an error with its memory, and with changes that make it fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.errors import ExitCode

@@ -1,7 +1,5 @@
 """Batch arithmetic and divisibility."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

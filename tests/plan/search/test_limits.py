@@ -1,7 +1,5 @@
 """Options for the choice of a cluster: defaults, and invalid values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The search finds what sizing every layout would find, its bounds hold, and every layout is counted."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The cluster for an objective: the best that meets the limits, and the closest one if none does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

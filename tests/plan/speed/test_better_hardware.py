@@ -1,7 +1,5 @@
 """Property: a faster device or network never takes longer for the same layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes that a rank sends, counted by hand from the papers, and what overlap leaves of their time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

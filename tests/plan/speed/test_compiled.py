@@ -1,7 +1,5 @@
 """torch.compile fuses chains of small kernels: against the steps that build-nanogpt's author reports, and in itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

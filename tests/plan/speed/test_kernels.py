@@ -1,7 +1,5 @@
 """Kernels against what others measured, and against the limits that no device can pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator

@@ -1,7 +1,5 @@
 """Local SGD in a plan: the network between groups is used once in some steps, and the plan says when that pays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention within documents and windows: kernels that skip scores, kernels that take a mask, and what both cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Time, bytes and memory of Muon's orthogonalization in a plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

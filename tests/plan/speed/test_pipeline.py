@@ -1,7 +1,5 @@
 """The timeline of a pipeline is a valid schedule of the length that theory gives, and the formula agrees with it."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

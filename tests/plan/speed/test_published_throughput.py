@@ -4,8 +4,6 @@ The constants were calibrated on half of the published runs and hold for the oth
 scored by ``make bench-planner``. None of these runs used our engine.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

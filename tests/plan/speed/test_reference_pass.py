@@ -1,7 +1,5 @@
 """Time of dpo: the pass that computes the reference, and logits that are computed again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Claims about step time that hold whatever the constants: what adds up, what grows, what hides behind what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

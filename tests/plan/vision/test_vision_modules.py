@@ -1,7 +1,5 @@
 """Counts of the planner for vision networks equal torch's: parameters, and bytes that autograd keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names, shapes and buffers of vision networks are those of transformers' models and files; decay groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory, time and plan of vision networks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vision networks: parameters and FLOPs against the authors' figures and against torch modules of the same shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Model states and activations of vision networks: what ranks of the engine hold is what is planned."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Plans of what the engine trains: frozen parts and stages, GradCache, BatchNorm, LLaVA, and the image loader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Small sources of images in memory, in a module that reader processes import quickly."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

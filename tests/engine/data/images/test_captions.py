@@ -1,7 +1,5 @@
 """Captions have the token ids that transformers' CLIP tokenizer gives them."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every decoder gives an image of the same kind, and a missing library is a clear error."""
 
-from __future__ import annotations
-
 import sys
 from io import BytesIO
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Mixed images and targets are those of a plain loop over pairs, and normalization is that of the textbook."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

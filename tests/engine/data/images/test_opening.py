@@ -1,7 +1,5 @@
 """The samples of a run are in a fixed random order of each split, whatever the order of the files is."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """The images of a batch, and their changes, depend on the seed and on numbers, and on nothing that reads them."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import weakref

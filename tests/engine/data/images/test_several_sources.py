@@ -1,7 +1,5 @@
 """Several sources of images in one run: their order, classes, labels, and the loss of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

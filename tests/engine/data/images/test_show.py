@@ -1,7 +1,5 @@
 """`data show` and `data stats` of images: what they say is what a plain loop over the files and a reader finds."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from pathlib import Path

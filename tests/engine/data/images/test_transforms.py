@@ -1,7 +1,5 @@
 """The changes of an image are those of their definitions: Pillow's and torch's functions, and the papers' formulas."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

@@ -1,7 +1,5 @@
 """Small ResNets and ConvNeXts, and the models of transformers with the same dimensions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """BatchNorm alone equals torch's; over several ranks it equals one process with the images of all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ResNets and ConvNeXts are loaded from files of transformers, and exported to files that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

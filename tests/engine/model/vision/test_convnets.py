@@ -1,7 +1,5 @@
 """ResNets and ConvNeXts compute what those of transformers compute, in evaluation and in training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """ViT, CLIP and LLaVA compute what transformers computes: outputs, gradients, and again after training and export."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -29,17 +27,7 @@ from scaletrain_cli.spec import RunSpec
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
 from tests.engine.checkpoint.test_export import spec_of as run_spec_of
 from tests.engine.model.test_safetensors import LLAMA
-from tests.engine.model.vision.towers import (
-    CPU,
-    IMAGE_TOKEN,
-    clip,
-    close,
-    images,
-    llava,
-    loaded,
-    spec_of,
-    vit,
-)
+from tests.engine.model.vision.towers import CPU, IMAGE_TOKEN, clip, close, images, llava, loaded, spec_of, vit
 
 TOKENS_PER_IMAGE = 9
 END = 59  # CLIP's end of a caption, also its padding

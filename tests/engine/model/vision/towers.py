@@ -1,7 +1,5 @@
 """Tiny models of images of transformers with random weights, and ours with the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
