@@ -8,18 +8,12 @@ import pytest
 from scaletrain_cli.spec import load_spec, parse_spec
 from tests.cli.command_line import scaletrain
 from tests.hub.server import Hub
+from tests.model_sizes import model_sizes
 
 # Published: https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-05,
     "rope_theta": 500000.0,
     "rope_scaling": {
@@ -31,6 +25,7 @@ LLAMA = {
     },
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+    **model_sizes(hidden=4096, inner=14336, layers=32, heads=32, keys=8, words=128256, positions=131072),
 }
 NAME = "hf://meta/Llama-3.1-8B"
 

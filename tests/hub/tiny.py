@@ -5,21 +5,16 @@ import json
 from pathlib import Path
 
 from tests.hub.server import Hub
+from tests.model_sizes import model_sizes
 
 MODEL, DATA = "acme/tiny-llama", "acme/words"
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
+    **model_sizes(hidden=32, inner=64, layers=2, heads=4, keys=2, words=300, positions=64),
 }
 TEXT = "".join(f"{number} the quick brown fox jumps over the lazy dog {number * 7}\n\n" for number in range(800))
 

@@ -10,19 +10,14 @@ from scaletrain_cli.plan.adapters import adapter_rules, quantization_rules, quan
 from scaletrain_cli.plan.parameters import base_shapes, model_parameters, modules_with_adapter
 from scaletrain_cli.spec import ModelSpec, parse_spec
 from scaletrain_cli.spec.adapter import AdapterSpec, unmatched_targets
+from tests.model_sizes import model_sizes
 from tests.spec.samples import SPEC
 
 SIZES: dict[str, Any] = {
+    **model_sizes(
+        hidden=4096, layers=32, heads=32, keys=8, head=128, inner=14336, words=128256, length=8192, positions=8192
+    ),
     "family": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "seq_len": 8192,
-    "max_position_embeddings": 8192,
 }
 
 

@@ -10,19 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaletrain_cli.plan.architecture import active_parameter_count, parameter_count, training_flops_per_token
 from scaletrain_cli.spec import ModelSpec
+from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of
 
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 101,
-    "seq_len": 32,
-    "max_position_embeddings": 40,
-}
+SMALL = model_sizes(hidden=64, layers=3, heads=4, keys=2, head=16, inner=96, words=101, length=32, positions=40)
 TRAITS: list[dict[str, Any]] = [
     {"gated_mlp": gated, "norm": norm, "bias": bias, "position_embedding": positions, "tie_word_embeddings": tied}
     for gated, norm, bias, positions, tied in itertools.product(

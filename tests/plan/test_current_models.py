@@ -48,7 +48,6 @@ CURRENT = {
     "nemotron-3-nano-30b-a3b": "nemotron3_nano_30b",
     "jamba-v0.1": "jamba",
 }
-PLANNED = ("deepseek-v3.2", "llama-4-scout", "nemotron-4-340b", "nemotron-h-8b", "jamba-v0.1")
 HYBRID = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b", "jamba-v0.1")
 
 

@@ -8,17 +8,10 @@ from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.memory.parameter_groups import Group, stage_groups
 from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.spec import ModelSpec
+from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 
-DIMENSIONS = {
-    "hidden_size": 16,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "intermediate_size": 40,
-    "vocab_size": 64,
-}
+DIMENSIONS = model_sizes(hidden=16, layers=5, heads=4, keys=2, head=6, inner=40, words=64)
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 2}
 GATED = {"shared_expert_gate": True, "decoder_sparse_step": 2, "mlp_only_layers": (3,), "router_bias": True}

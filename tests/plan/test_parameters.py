@@ -12,18 +12,11 @@ from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.trained_parameters import Settings, Stage, training_stages
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
+from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 from tests.spec.samples import SPEC, load
 
-DIMENSIONS = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "intermediate_size": 40,
-    "vocab_size": 64,
-}
+DIMENSIONS = model_sizes(hidden=16, layers=3, heads=4, keys=2, head=6, inner=40, words=64)
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 1}
 LLAMA = model_of("llama-7b", **DIMENSIONS)

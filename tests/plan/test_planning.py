@@ -1,13 +1,11 @@
 """make_plan: the choice, the reasons, and plans that experts would choose."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.plan import find_accelerator, make_plan, submittable
-from scaletrain_cli.plan.search.layout_search import SAME_TIME
+from scaletrain_cli.plan import make_plan, submittable
 from scaletrain_cli.spec import load_spec
 from tests.plan.specs import DATA_ALONE, spec_of
 
@@ -31,13 +29,6 @@ def test_70b_on_64_data_parallel_gpus_needs_zero_3_and_recomputation() -> None:
     layout = make_plan(spec_of("llama-70b", cluster__nodes=8, **DATA_ALONE)).layout
     assert layout.zero_stage == 3
     assert layout.activation_checkpointing != "none"
-
-
-def test_the_chosen_layout_is_the_fastest_that_fits_with_a_margin() -> None:
-    plan = make_plan(spec_of("llama-7b", cluster__nodes=4))
-    # Fuller devices are more likely to run out of memory, which counts as time.
-    roomy = [a for a in plan.alternatives if a.peak_bytes <= 0.85 * plan.memory.capacity]
-    assert plan.time.step <= 1.02 * min(a.step_seconds for a in roomy)
 
 
 def test_every_alternative_has_a_reason_and_those_that_fit_come_first() -> None:
@@ -65,53 +56,12 @@ def test_pinned_settings_are_kept() -> None:
     assert plan.alternatives == ()
 
 
-def test_a_pinned_layout_that_the_engine_cannot_run_is_sized_with_a_warning() -> None:
-    spec = spec_of(
-        "llama-70b",
-        cluster__nodes=8,
-        layout__pipeline_parallel=4,
-        layout__virtual_pipeline=2,
-        planner__attention="materialised",
-    )
-    plan = make_plan(spec)
-    assert plan.layout.virtual_pipeline == 2
-    assert any("this engine version cannot run layout.virtual_pipeline = 2" in str(line) for line in plan.warnings)
-    assert len(submittable(spec, plan)) == 2
-
-
-def test_the_same_spec_gives_the_same_plan() -> None:
-    assert make_plan(spec_of("llama-13b", cluster__nodes=2)) == make_plan(spec_of("llama-13b", cluster__nodes=2))
-
-
-def test_a_plan_survives_its_own_json() -> None:
-    data = make_plan(spec_of("llama-7b", cluster__nodes=4)).to_json()
-    assert next(iter(data)) == "schema"
-    assert {"model", "layout", "memory", "time", "network", "durability", "cost"} < data.keys()
-    assert all(isinstance(value, int | float | str | tuple) for value in data["memory"].values())
-
-
-def test_the_step_is_the_sum_of_its_parts() -> None:
-    time = make_plan(spec_of("llama-13b", cluster__nodes=8, layout__pipeline_parallel=4)).time
-    parts = time.compute + time.bubble + time.exposed_communication + time.optimizer + time.data_wait
-    assert time.step == pytest.approx(parts)
-    assert time.bubble > 0
-
-
 def test_throughput_and_time_to_train_follow_from_the_step() -> None:
     spec = spec_of("llama-7b", training__steps=1000, cluster__nodes=4)
     time = make_plan(spec).time
     assert time.to_train == pytest.approx(1000 * time.step)
     assert time.tokens_per_second == pytest.approx(256 * 4096 / time.step)
     assert time.tokens_per_second_per_gpu == pytest.approx(time.tokens_per_second / 32)
-
-
-def test_a_slower_network_costs_time_and_never_saves_it() -> None:
-    steps = [
-        make_plan(spec_of("llama-7b", cluster__nodes=4, cluster__inter_node_bandwidth=rate)).time.step
-        for rate in ("50GB/s", "5GB/s", "500MB/s")
-    ]
-    # Of layouts whose times are closer than SAME_TIME the simplest is taken.
-    assert all(slower >= faster / SAME_TIME for faster, slower in pairwise(steps))
 
 
 def test_one_gpu_sends_nothing() -> None:
@@ -127,21 +77,7 @@ def test_zero_1_sends_an_all_reduce_and_a_gather() -> None:
         assert plan.network.per_step_bytes.data == pytest.approx((2 + 1) * 2 * 124_439_808 * 7 / 8, rel=1e-6)
 
 
-def test_compiling_saves_time_outside_the_matrices() -> None:
-    eager, compiled = (make_plan(spec_of("llama-7b", cluster__nodes=4, training__compile=on)) for on in (False, True))
-    assert compiled.time.step < eager.time.step
-
-
-def test_grouped_queries_in_fp32_have_no_fused_kernel_on_a_gpu() -> None:
-    device = find_accelerator(spec_of().cluster)
-    assert device.fuses_attention("bf16", 128, grouped=True)
-    assert not device.fuses_attention("fp32", 128, grouped=True)
-    assert device.fuses_attention("fp32", 128, grouped=False)
-
-
-def test_odd_widths_and_missing_units_are_warned_about() -> None:
-    odd = make_plan(spec_of("gpt2"))
-    assert any("vocab_size per tensor rank = 50,257" in str(row.message) for row in odd.sanity)
+def test_missing_units_are_warned_about() -> None:
     old = make_plan(spec_of("gpt2", cluster__gpu="v100-sxm2-32gb"))
     assert any("v100-sxm2-32gb has no bf16 units" in str(line) for line in old.warnings)
 
@@ -152,8 +88,3 @@ def test_attention_with_dropout_stores_its_scores_with_a_warning() -> None:
         plain.memory.activations / plain.layout.micro_batch_size
     )
     assert any("model.attention_dropout = 0.1" in str(warning) for warning in dropped.warnings)
-
-
-def test_bf16_on_cpu_is_allowed() -> None:
-    spec = spec_of("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2)
-    assert submittable(spec, make_plan(spec)) == []

@@ -12,6 +12,7 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.plan import PlanInfeasibleError, RunPlan, accelerator_names, make_plan, submittable
 from scaletrain_cli.plan.result import MEMORY_PARTS
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from tests.model_sizes import SIZES, model_sizes
 
 small, huge = st.sampled_from([1, 2, 3, 4, 8, 12, 64, 96, 128, 1000, 4096]), st.integers(1, 10**9)
 whole = small | huge
@@ -164,15 +165,7 @@ def test_model_dims_at_their_limits_do_not_overflow() -> None:
     largest = 10**9
     model = ModelSpec(
         family="llama",
-        hidden_size=largest,
-        num_hidden_layers=largest,
-        num_attention_heads=largest,
-        num_key_value_heads=largest,
-        head_dim=largest,
-        intermediate_size=largest,
-        vocab_size=largest,
-        seq_len=largest,
-        max_position_embeddings=largest,
+        **model_sizes(**dict.fromkeys(SIZES, largest)),
         num_experts=largest,
         num_experts_per_tok=largest,
     )

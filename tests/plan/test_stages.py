@@ -21,21 +21,14 @@ from scaletrain_cli.plan.search.layouts import build_layout, division_problems
 from scaletrain_cli.plan.stages import Stage, blocks_per_stage, chunks_in_flight, stage_shard
 from scaletrain_cli.spec import RunSpec
 from tests.counting import calls_of
+from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 
 
 def published_llama(layers: int, hidden: int, inner: int) -> dict[str, Any]:
     """The models of the Ultra-Scale Playbook's sweep."""
-    return {
-        "model__num_hidden_layers": layers,
-        "model__hidden_size": hidden,
-        "model__intermediate_size": inner,
-        "model__num_attention_heads": 32,
-        "model__num_key_value_heads": 32,
-        "model__head_dim": hidden // 32,
-        "model__vocab_size": 131072,
-        "model__tie_word_embeddings": True,
-    }
+    sizes = model_sizes(layers=layers, hidden=hidden, inner=inner, heads=32, keys=32, head=hidden // 32, words=131072)
+    return {"model__tie_word_embeddings": True, **{f"model__{key}": size for key, size in sizes.items()}}
 
 
 def _stages(spec: RunSpec, stages: int) -> tuple[Stage, ...]:

@@ -9,6 +9,7 @@ import transformers
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hugging_face import from_config
+from tests.model_sizes import model_sizes
 
 SEQ_LEN = 16
 CPU = torch.device("cpu")
@@ -19,14 +20,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with large random weights, saved by transformers: its choices are clear."""
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        initializer_range=0.3,
+        **model_sizes(words=61, hidden=32, layers=2, heads=4, keys=2, inner=48, positions=64), initializer_range=0.3
     )
     folder = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -22,17 +22,10 @@ from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import AdapterSpec, is_adapter_parameter
 from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
+from tests.model_sizes import model_sizes
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "seq_len": 16,
-    "max_position_embeddings": 16,
+    **model_sizes(hidden=32, layers=2, heads=4, keys=2, head=8, inner=48, words=64, length=16, positions=16),
     "initializer_range": 0.2,
 }
 LLAMA = ModelSpec(family="llama", **SIZES)

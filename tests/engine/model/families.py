@@ -16,18 +16,13 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import derived_dimensions
+from tests.model_sizes import model_sizes
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    **model_sizes(hidden=32, layers=2, heads=4, keys=2, inner=48, words=64, positions=64),
 }
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0]}
 _UNROUNDED_YARN = {

@@ -18,20 +18,13 @@ from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.fresh_model import build_model
+from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 
 BATCH, LENGTH, LAYERS = 2, 256, 2
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 384,
-    "vocab_size": 256,
-    "seq_len": 512,
-    "max_position_embeddings": 512,
-}
+SIZES: dict[str, Any] = model_sizes(
+    hidden=128, layers=1, heads=8, keys=2, head=16, inner=384, words=256, length=512, positions=512
+)
 WINDOW = {"sliding_window": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("llama-7b", {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}),

@@ -16,19 +16,13 @@ from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, material
 from scaletrain_cli.plan.trained_stages import stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.engine.fresh_model import build_model
+from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 
 BATCH, LENGTH = 2, 64
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-    "intermediate_size": 384,
-    "vocab_size": 256,
-    "seq_len": LENGTH,
-    "max_position_embeddings": LENGTH,
-}
+SIZES: dict[str, Any] = model_sizes(
+    hidden=128, layers=2, heads=8, head=16, inner=384, words=256, length=LENGTH, positions=LENGTH
+)
 GEMMA = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": 4096}
 LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MODELS = {

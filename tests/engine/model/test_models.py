@@ -15,18 +15,11 @@ from scaletrain_cli.engine.optim.optimizers import parameter_groups
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.training import LayoutSpec, OptimizerSpec
 from tests.engine.fresh_model import build_model
+from tests.model_sizes import model_sizes
 
 LLAMA = {
+    **model_sizes(hidden=64, layers=3, heads=4, keys=2, head=16, inner=96, words=512, length=32, positions=32),
     "family": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 512,
-    "seq_len": 32,
-    "max_position_embeddings": 32,
 }
 GPT = {**LLAMA, "family": "gpt", "num_key_value_heads": 4, "intermediate_size": 256, "tie_word_embeddings": True}
 MODELS = {

@@ -9,22 +9,17 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletrain_cli.engine.model.moe import MoELayer, _Biased, _Product, routing_measures, scale_router_losses
 from scaletrain_cli.spec import ModelSpec
+from tests.model_sizes import model_sizes
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP = 16, 8, 4, 2
 
 
 def mixture(shared: nn.Module | None = None, **settings: float | bool) -> MoELayer:
     spec = ModelSpec(
+        **model_sizes(
+            hidden=HIDDEN, layers=1, heads=1, keys=1, head=HIDDEN, inner=INTERMEDIATE, words=32, length=12, positions=12
+        ),
         family="llama",
-        hidden_size=HIDDEN,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        vocab_size=32,
-        seq_len=12,
-        max_position_embeddings=12,
         num_experts=EXPERTS,
         num_experts_per_tok=TOP,
         **{"router_aux_loss_coef": 0.0, **settings},

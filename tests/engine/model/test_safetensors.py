@@ -16,19 +16,12 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import ModelSpec
+from tests.model_sizes import model_sizes
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {
+    **model_sizes(hidden=16, layers=2, heads=4, keys=2, head=4, inner=24, words=32, length=8, positions=8),
     "family": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "intermediate_size": 24,
-    "vocab_size": 32,
-    "seq_len": 8,
-    "max_position_embeddings": 8,
 }
 GPT: dict[str, Any] = {**LLAMA, "family": "gpt", "num_key_value_heads": 4, "tie_word_embeddings": True}
 MIXTURE: dict[str, Any] = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}

@@ -18,6 +18,7 @@ from scaletrain_cli.engine.optim.optimizers import build_optimizer
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
+from tests.model_sizes import model_sizes
 
 BATCH = 8  # rows of a global batch
 INPUTS = 16
@@ -37,16 +38,10 @@ def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **lay
             "schema": "scaletrain/v1",
             "name": "small",
             "model": {
+                **model_sizes(
+                    hidden=16, layers=1, heads=2, keys=2, head=8, inner=32, words=vocab_size, length=8, positions=8
+                ),
                 "family": "llama",
-                "hidden_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "intermediate_size": 32,
-                "vocab_size": vocab_size,
-                "seq_len": 8,
-                "max_position_embeddings": 8,
             },
             "data": {"source": "python-stdlib", "tokenizer": {"kind": "bpe", "vocab_size": 64}},
             "training": {"global_batch_size": BATCH, "steps": 20, "precision": "fp32", **(training or {})},

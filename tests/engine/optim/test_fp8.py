@@ -15,6 +15,7 @@ from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import ModelSpec
 from tests.engine.fresh_model import build_model
+from tests.model_sizes import model_sizes
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torchao says as it is imported
@@ -25,16 +26,10 @@ def spec(family: str, **changed: Any) -> ModelSpec:
     heads = 2 if family == "llama" else 4
     return ModelSpec.model_validate(
         {
+            **model_sizes(
+                hidden=64, layers=2, heads=4, keys=heads, head=16, inner=96, words=512, length=32, positions=32
+            ),
             "family": family,
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": heads,
-            "head_dim": 16,
-            "intermediate_size": 96,
-            "vocab_size": 512,
-            "seq_len": 32,
-            "max_position_embeddings": 32,
             **changed,
         }
     )

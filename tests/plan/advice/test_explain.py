@@ -11,27 +11,10 @@ from scaletrain_cli.plan.advice.explanation import Question
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
-BIG: dict[str, Any] = {
-    "cluster__nodes": 64,
-    "training__global_batch_size": 1024,
-    "layout__tensor_parallel": 8,
-    "layout__pipeline_parallel": 8,
-    "planner__framework": "megatron",
-}
-ORDER = [
-    "training",
-    "reference",
-    "states",
-    "one_rank",
-    "sharding",
-    "tensor",
-    "pipeline",
-    "axes",
-    "recomputation",
-    "compile",
-    "micro_batch",
-]
-ORDER += ["bubble", "communication", "winner", "loader"]
+BIG: dict[str, Any] = {"cluster__nodes": 64, "training__global_batch_size": 1024, "planner__framework": "megatron"}
+BIG |= {"layout__tensor_parallel": 8, "layout__pipeline_parallel": 8}
+ORDER = "training reference states one_rank sharding tensor pipeline axes recomputation compile micro_batch".split()
+ORDER += "bubble communication winner loader".split()
 
 
 def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:

@@ -39,11 +39,12 @@ def test_a_device_has_only_the_precisions_of_its_units() -> None:
         assert ("fp8" in device.flops) == (capability >= 8.9), name
 
 
-def test_old_devices_have_no_fused_attention_with_grouped_queries() -> None:
+def test_old_devices_and_fp32_have_no_fused_attention_with_grouped_queries() -> None:
     old, new = (find_accelerator(spec_of(cluster__gpu=name).cluster) for name in ("v100-sxm2-32gb", "a100-sxm-80gb"))
     assert new.fuses_attention("bf16", 128, grouped=True)
     assert not old.fuses_attention("fp16", 128, grouped=True)
     assert old.fuses_attention("fp16", 128, grouped=False)
+    assert [new.fuses_attention("fp32", 128, grouped=grouped) for grouped in (True, False)] == [False, True]
 
 
 def test_common_names_of_gpus_are_known() -> None:

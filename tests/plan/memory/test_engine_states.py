@@ -17,21 +17,14 @@ from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.plan.trained_parameters import stage_at, trains_everything
 from scaletrain_cli.plan.trained_stages import stage_of_step
 from scaletrain_cli.spec import RunSpec
+from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 
 RANKS = 4
 # Odd sizes, so that every group is padded and every parameter rounded up.
-SIZES: dict[str, Any] = {
-    "hidden_size": 36,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "intermediate_size": 50,
-    "vocab_size": 290,
-    "seq_len": 8,
-    "max_position_embeddings": 8,
-}
+SIZES: dict[str, Any] = model_sizes(
+    hidden=36, layers=3, heads=4, keys=2, head=10, inner=50, words=290, length=8, positions=8
+)
 EXPERTS = {
     **{"hidden_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_bias": True},
     **{"shared_expert_intermediate_size": 24, "shared_expert_gate": True, "mlp_only_layers": [1]},

@@ -1,6 +1,5 @@
 """Peak memory: its parts, the fullest rank, and its dependence on the layout."""
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from scaletrain_cli.plan.memory import engine_memory
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.memory.states import ModelStates
-from scaletrain_cli.plan.result import MEMORY_PARTS, Layout, Memory, StageMemory
+from scaletrain_cli.plan.result import Layout, Memory
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import Stage, micro_batches_in_flight
 from scaletrain_cli.plan.trained_stages import TrainedStage
@@ -24,22 +23,6 @@ def memory_of(
 ) -> Memory:
     layout = build_layout(spec, resolve_axes(spec), stage, checkpointing, micro_batch)
     return plan_memory(spec, layout, find_accelerator(spec.cluster))
-
-
-def parts(memory: StageMemory) -> int:
-    return sum(getattr(memory, name) for name in MEMORY_PARTS)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_the_parts_add_up_to_the_peak(stage: int, checkpointing: str) -> None:
-    memory = memory_of(spec_of("llama-7b"), stage, checkpointing)
-    assert parts(memory) == memory.peak
-    assert all(value >= 0 for value in astuple(memory)[:9])
-
-
-def test_weights_of_7b_in_bf16_are_13_5_gb() -> None:
-    assert memory_of(spec_of("llama-7b"), stage=2).parameters == 2 * 6_738_415_616
 
 
 def test_an_offloaded_optimizer_has_no_second_set_of_gradients_on_the_device() -> None:
@@ -98,7 +81,9 @@ def test_offloaded_states_leave_the_device() -> None:
         memory_of(spec_of("llama-7b", layout__offload="optimizer", training__grad_dtype=dtype), stage=2)
         for dtype in ("bf16", "fp32")
     )
-    assert sixteen.optimizer_states == thirty_two.optimizer_states == 0
+    kept = memory_of(spec_of("llama-7b"), stage=2)
+    assert sixteen.optimizer_states == thirty_two.optimizer_states == kept.host == 0
+    assert sixteen.host > kept.optimizer_states
     assert sixteen.gradients == 0 < thirty_two.gradients  # DeepSpeed accumulates in fp32 on the device
     norms = 2 * 65 * 4096  # so small that ZeRO-3 keeps them gathered
     assert memory_of(spec_of("llama-7b", layout__offload="optimizer+params"), stage=3).parameters == norms
@@ -124,13 +109,6 @@ def test_the_verdict_follows_the_peak() -> None:
         words.append(memory.verdict)
     assert words[0] == "fits"
     assert words[-1] == "does not fit"
-
-
-def test_offloaded_states_are_in_host_memory() -> None:
-    kept = memory_of(spec_of("llama-7b"), stage=2)
-    gone = memory_of(spec_of("llama-7b", layout__offload="optimizer"), stage=2)
-    assert kept.host == 0
-    assert gone.host > kept.optimizer_states
 
 
 def test_shared_experts_and_leading_dense_blocks_count() -> None:

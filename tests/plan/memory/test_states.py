@@ -29,6 +29,7 @@ from scaletrain_cli.plan.memory.states import (
 )
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.search.engine_support import submittable
+from tests.plan.memory.count_deepspeed_bytes import CASES
 from tests.plan.specs import spec_of
 
 SEVEN_BILLION = 7_000_000_000
@@ -41,14 +42,12 @@ def test_7b_in_fp32_with_adam_is_28_28_and_56_gb_before_activations() -> None:
     assert sum(states) == 112 * GB
 
 
-def test_7b_in_mixed_precision_has_84_gb_of_optimizer_states() -> None:
-    states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=1)
-    assert states.optimizer_states == 84 * GB
-
-
-def test_zero_1_on_8_gpus_leaves_10_5_gb_of_them_on_each() -> None:
-    states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=8)
-    assert states.optimizer_states == 10.5 * GB
+@pytest.mark.parametrize(("ranks", "gigabytes"), [(1, 84), (8, 10.5)])
+def test_the_84_gb_of_optimizer_states_of_7b_in_mixed_precision_are_shared_in_zero_1(
+    ranks: int, gigabytes: float
+) -> None:
+    states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=ranks)
+    assert states.optimizer_states == gigabytes * GB
 
 
 def test_gpt3_is_350_gb_of_16_bit_weights_and_1_4_tb_of_moments() -> None:
@@ -75,19 +74,11 @@ def test_other_optimizers_keep_their_own_moments(optimizer: str, moments: float)
 
 
 def test_the_weights_of_fsdp_are_fp32_without_a_master_copy() -> None:
-    assert model_state_bytes(800, "bf16", "fp32", 3, data_parallel=8, master=MasterWeights.THE_WEIGHTS) == (
-        400,
-        400,
-        800,
-    )
+    assert model_state_bytes(800, "bf16", "fp32", 3, 8, master=MasterWeights.THE_WEIGHTS) == (400, 400, 800)
 
 
 def test_megatron_clones_no_fp32_weights() -> None:
-    assert model_state_bytes(800, "fp32", "fp32", 1, data_parallel=8, master=MasterWeights.BESIDE_16_BIT) == (
-        3200,
-        3200,
-        800,
-    )
+    assert model_state_bytes(800, "fp32", "fp32", 1, 8, master=MasterWeights.BESIDE_16_BIT) == (3200, 3200, 800)
 
 
 def test_a_partition_is_rounded_up() -> None:
@@ -135,17 +126,7 @@ def live_bytes() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.long  # the engine's own states are counted in test_engine_states.py
-@pytest.mark.parametrize(
-    ("precision", "grad_dtype", "stage"),
-    [
-        ("fp32", "fp32", 0),
-        ("bf16", "fp32", 1),
-        ("bf16", "bf16", 2),
-        ("bf16", "fp32", 3),
-        ("bf16", "bf16", 3),
-        ("fp32", "fp32", 2),
-    ],
-)
+@pytest.mark.parametrize(("precision", "grad_dtype", "stage"), CASES)
 def test_deepspeed_holds_and_saves_what_the_planner_says(
     live_bytes: dict[str, dict[str, float]], precision: str, grad_dtype: str, stage: int
 ) -> None:
@@ -246,10 +227,8 @@ def test_gradients_that_bf16_optimizer_flattens_for_their_reduction_take_fp32_an
 
 def test_foreach_adamw_needs_the_root_of_the_second_moment() -> None:
     assert [step_temporary_bytes(100, "fp32", "fp32", 0, 1, foreach=each) for each in (False, True)] == [0, 400]
-    assert [step_temporary_bytes(100, "bf16", "fp32", 2, 1, name, foreach=True) for name in ("adamw", "sgd")] == [
-        400,
-        0,
-    ]
+    others = [step_temporary_bytes(100, "bf16", "fp32", 2, 1, name, foreach=True) for name in ("adamw", "sgd")]
+    assert others == [400, 0]
 
 
 def test_buffers_follow_the_phases_of_a_step() -> None:

@@ -10,16 +10,10 @@ from scaletrain_cli.plan.axes import AXES, resolve_axes
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
 from scaletrain_cli.plan.search.layouts import broken_rules
+from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 
-SMALL = {
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 1536,
-}
+SMALL = model_sizes(hidden=512, layers=4, heads=8, keys=8, head=64, inner=1536)
 FEW_LAYOUTS = {"layout__activation_checkpointing": "none", "training__micro_batch_size": 1}
 GROUPS = {"training__local_sgd": {"groups": 2}, "layout__tensor_parallel": 1, "layout__pipeline_parallel": 1}
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
@@ -122,6 +116,7 @@ def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
     "overrides",
     [
         {"cluster__nodes": 4},
+        {"cluster__gpu": "cpu"},
         {"layout__tensor_parallel": 2, "layout__pipeline_parallel": 2, "layout__sequence_parallel": 2},
         {**ZERO_3, **SECOND, "layout__sequence_parallel": 2},
         {"layout__zero_stage": 2, "layout__zero_shard_size": 2, "layout__tensor_parallel": 2},

@@ -11,45 +11,10 @@ from scaletrain_cli.plan.axes import Axes, divisors, resolve_axes
 from scaletrain_cli.plan.search.layouts import division_problems, micro_batch_sizes, zero_stages
 from tests.plan.specs import DATA_ALONE, spec_of
 
-PINNED: dict[str, Any] = {
-    "training__micro_batch_size": 4,
-    "layout__zero_stage": 3,
-    "layout__activation_checkpointing": "full",
-}
-
 
 def problems_of(**overrides: Any) -> list[str]:
     spec = spec_of(**overrides)
     return [str(problem) for problem in division_problems(spec, resolve_axes(spec))]
-
-
-def test_micro_4_times_accumulation_8_times_8_data_parallel_ranks_is_256_sequences() -> None:
-    layout = make_plan(spec_of(training__global_batch_size=256, **PINNED)).layout
-    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.data_parallel) == (4, 8, 8)
-
-
-def test_with_tensor_parallel_2_the_batch_of_8_gpus_is_128_not_256() -> None:
-    layout = make_plan(spec_of(training__global_batch_size=128, layout__tensor_parallel=2, **PINNED)).layout
-    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.data_parallel) == (4, 8, 4)
-    assert layout.global_batch_size == 4 * 8 * 4 == 128
-
-
-def test_world_size_is_the_product_of_the_degrees() -> None:
-    spec = spec_of(
-        "llama-70b",
-        cluster__nodes=16,
-        layout__tensor_parallel=4,
-        layout__pipeline_parallel=2,
-        layout__context_parallel=2,
-    )
-    layout = make_plan(spec).layout
-    assert layout.world_size == 128 == layout.data_parallel * 4 * 2 * 2
-
-
-def test_auto_is_1_for_axes_that_the_engine_cannot_run() -> None:
-    plan = make_plan(spec_of("llama-70b", cluster__nodes=16, layout__virtual_pipeline="auto"))
-    layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
-    assert {layout.virtual_pipeline for layout in layouts} == {1}
 
 
 def test_auto_is_1_where_attention_is_not_that_of_a_ring() -> None:
@@ -91,14 +56,6 @@ def test_degrees_that_do_not_divide_are_an_error_with_valid_ones(overrides: dict
 
 def test_every_problem_is_reported_at_once() -> None:
     assert len(problems_of(training__global_batch_size=101, layout__data_parallel=3, layout__virtual_pipeline=2)) == 3
-
-
-def test_16_bit_training_has_no_stage_0() -> None:
-    for pinned in ("auto", 0):
-        spec = spec_of(training__precision="bf16", layout__zero_stage=pinned)
-        stages = zero_stages(spec, resolve_axes(spec))
-        assert stages
-        assert 0 not in stages
 
 
 def test_stage_0_in_bf16_becomes_stage_1_with_a_warning() -> None:

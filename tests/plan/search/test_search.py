@@ -25,6 +25,7 @@ from scaletrain_cli.plan.speed.step_time import plan_time, plan_times, step_seco
 from scaletrain_cli.plan.workloads import text
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
+from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 
 EVERY_AXIS = {f"layout__{key}": "auto" for key in ("virtual_pipeline", "context_parallel", "offload")}
@@ -248,14 +249,6 @@ def test_everything_is_at_least_as_fast_as_what_the_engine_runs() -> None:
     assert whole.time.step <= 1.02 * ours.time.step
 
 
-def test_pinned_degrees_stay_in_a_search_of_everything() -> None:
-    plan = make_plan(
-        spec_of("llama-13b", cluster__nodes=2, layout__tensor_parallel=4, layout__zero_stage=1, **EVERYTHING)
-    )
-    assert plan.layout.tensor_parallel == 4
-    assert plan.layout.zero_stage == 1
-
-
 def test_more_memory_never_makes_the_steps_to_expect_slower() -> None:
     table = {
         "name": "growing",
@@ -278,27 +271,10 @@ def test_more_memory_never_makes_the_steps_to_expect_slower() -> None:
 
 
 LARGEST = {"cluster__nodes": 2048, "training__global_batch_size": 2048, **EVERYTHING}
-LLAMA_405B = {
-    "hidden_size": 16384,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 53248,
-    "vocab_size": 128256,
-    "seq_len": 8192,
-    "max_position_embeddings": 8192,
-}
+LLAMA_405B = model_sizes(
+    hidden=16384, layers=126, heads=128, keys=8, head=128, inner=53248, words=128256, length=8192, positions=8192
+)
 EXPERTS_256 = {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "head_dim": 128,
-    "intermediate_size": 18432,
-    "vocab_size": 129280,
-    "seq_len": 4096,
-    "max_position_embeddings": 163840,
     "num_experts": 256,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
@@ -308,6 +284,9 @@ EXPERTS_256 = {
     "q_lora_rank": 1536,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    **model_sizes(
+        hidden=7168, layers=61, heads=128, keys=128, head=128, inner=18432, words=129280, length=4096, positions=163840
+    ),
 }
 
 

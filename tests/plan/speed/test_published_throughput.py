@@ -12,6 +12,7 @@ from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.step_time import plan_time
+from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md: MPT at FULL_SHARD, tokens/s and GPU. Model, sequence
@@ -100,15 +101,8 @@ def step_seconds(zero_stage: int, checkpointing: str, micro_batch: int, **run: A
 
 def shape(hidden: int, layers: int, heads: int, sequence: int, **more: Any) -> dict[str, Any]:
     given = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": 51200,
-        "seq_len": sequence,
-        "max_position_embeddings": sequence,
+        **model_sizes(hidden=hidden, layers=layers, heads=heads, keys=heads, head=hidden // heads, inner=4 * hidden),
+        **model_sizes(words=51200, length=sequence, positions=sequence),
         **more,
     }
     return {f"model__{key}": value for key, value in given.items()}

@@ -67,11 +67,6 @@ def test_the_engine_rejects_clip_without_the_tokenizer_of_its_captions() -> None
     assert any("captions need the tokenizer" in reason.text for reason in reasons)
 
 
-def test_a_plan_says_what_its_numbers_mean() -> None:
-    assert any("images" in str(line) for line in make_plan(spec_of()).assumptions)
-    assert not any("tokens," in str(line) for line in make_plan(spec_of()).assumptions)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_memory_is_the_sum_of_its_parts_and_grows_with_the_batch(preset: str) -> None:
     spec = spec_of(preset)

@@ -8,6 +8,7 @@ from scaletrain_cli.plan.vision.networks import network, training_flops
 from scaletrain_cli.plan.vision.parameters import parameter_counts
 from scaletrain_cli.spec.presets import derived_dimensions, vision_presets
 from scaletrain_cli.spec.vision_model import VISION
+from tests.model_sizes import model_sizes
 
 # Sums of the published weights: torchvision's and OpenAI's CLIP's own; ViT-S as timm has it.
 PARAMETERS = {
@@ -75,19 +76,8 @@ def test_clip_costs_what_openclip_counts(preset: str, gflops: float) -> None:
 def test_a_clip_that_is_no_preset_is_as_exact() -> None:
     given = {
         "family": "clip",
-        "vision_config": {
-            "hidden_size": 1408,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 16,
-            "intermediate_size": 6144,
-            "patch_size": 14,
-        },
-        "text_config": {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-        },
+        "vision_config": {**model_sizes(hidden=1408, layers=40, heads=16, inner=6144), "patch_size": 14},
+        "text_config": model_sizes(hidden=1024, layers=24, heads=16, inner=4096),
         "projection_dim": 1024,
     }
     giant = VISION["clip"].model_validate(given)
