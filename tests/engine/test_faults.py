@@ -137,7 +137,6 @@ def test_a_node_fault_kills_the_agent_and_every_rank(kind: str, alive: list[str]
     process = subprocess.Popen(
         [sys.executable, "-c", agent, rank, f"{kind} step=1"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
     )
-    assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     try:
         wait_until(lambda: states(pids) == alive if kind != "sigstop" else "T" in states(pids), kind)

@@ -353,7 +353,6 @@ def test_the_lock_of_a_process_that_is_stopped_blocks_for_a_limited_time(hub: Hu
     )
     with subprocess.Popen([sys.executable, "-c", holder, str(lock)], stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             process.stdout.readline()
             process.send_signal(signal.SIGSTOP)
             assert fetch_here(commit, stale_seconds=1.0).state == "done"

@@ -99,14 +99,12 @@ def claimed(store: MirrorStore) -> Claim:
 def owned(run: RunDir) -> tuple[int, int | None]:
     """Return the generation and the first step of the claim of a place."""
     claim = own_claim(run)
-    assert claim is not None
     return claim.generation, claim.from_step
 
 
 def newest_valid(run: RunDir) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint, and what is wrong with others."""
     checkpoint, problems = latest_valid(run.checkpoints)
-    assert checkpoint is not None
     return checkpoint.step, problems
 
 

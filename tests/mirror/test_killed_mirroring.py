@@ -66,7 +66,6 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, 
         assert code in (0, -9)
         found = restored(made, tmp_path / f"restored-{point}")
         if code == 0:
-            assert found is not None
             assert found[0] == made.here()[-1]
         if found is not None:
             step, files = found
@@ -75,7 +74,6 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, 
             newest = step
     assert start(made).wait() == 0
     found = restored(made, tmp_path / "restored")
-    assert found is not None
     assert found[0] == made.here()[-1]
     return f"{kills} kills, {finished} passes that ended, newest mirrored step {newest} of {10 * points}"
 

@@ -33,7 +33,6 @@ def checked(to: str, *overrides: str, env: dict[str, str] | None = None) -> Chec
 def code_of(results: CheckResults) -> str:
     (problem,) = results.problems
     assert problem.key == "checkpoint.mirror.to"
-    assert problem.reason is not None
     cause = problem.reason.params.get("cause")
     return cause.code if cause is not None else problem.reason.code
 

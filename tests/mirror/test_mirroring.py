@@ -52,7 +52,6 @@ def test_a_checkpoint_is_copied_with_its_manifest_last_and_the_history_before(mi
     (event,) = mirrored.events("mirrored")
     assert (event["step"], event["bytes"]) == (10, 100_000)
     state = read_mirror_state(mirrored.run)
-    assert state is not None
     assert (state.state, state.step, state.steps, state.lag_seconds(time.time())) == ("current", 10, [10], 0.0)
 
 
@@ -344,8 +343,6 @@ def test_a_store_that_always_stores_other_bytes_has_no_checkpoint(s3: FaultyProx
     assert not made.mirror().look()
     assert made.steps() == []
     state = read_mirror_state(made.run)
-    assert state is not None
-    assert state.problem is not None
     assert (state.state, state.problem.code) == ("failing", "mirror.wrong-bytes")
 
 

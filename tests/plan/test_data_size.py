@@ -21,11 +21,9 @@ def test_prepared_data_have_the_samples_that_the_engine_reads(folder: Path, obje
     info, train, validation = opened(given, folder / "runs")
     (prepared,) = (folder / "runs").rglob("dataset.json")
     known = data_size(spec(folder, f"data.packing={packing}", f"data.source={prepared.parent}", objective=objective))
-    assert known is not None
     assert (known.train, known.validation, known.tokens) == (len(train), len(validation), info.train_tokens)
     assert known.exact
     estimated = data_size(given)
-    assert estimated is not None
     assert not estimated.exact
     if packing == "none":
         rows = len(PAIRS if objective == "dpo" else ROWS)
@@ -36,7 +34,6 @@ def test_large_files_are_estimated_from_their_beginnings(tmp_path: Path) -> None
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(ROW * 5000)
     known = data_size(spec(tmp_path, f"data.source={tmp_path}", "data.validation_split=0", "model.seq_len=512"))
-    assert known is not None
     assert known.train == pytest.approx(10_000, rel=0.001)
     assert known.tokens == pytest.approx(10_000 * 400 / 4, rel=0.001)
     packed = data_size(
@@ -44,7 +41,6 @@ def test_large_files_are_estimated_from_their_beginnings(tmp_path: Path) -> None
             tmp_path, f"data.source={tmp_path}", "data.validation_split=0", "model.seq_len=512", "data.packing=best_fit"
         )
     )
-    assert packed is not None
     assert packed.train == pytest.approx(1_000_000 / 512, rel=0.01)
 
 
@@ -71,7 +67,6 @@ def test_rows_of_which_too_few_are_seen_give_no_estimate(tmp_path: Path) -> None
         assert data_size(spec(tmp_path, f"data.source={tmp_path}/{name}.jsonl")) is None
     (tmp_path / "whole.jsonl").write_text(ROW * 3)
     known = data_size(spec(tmp_path, f"data.source={tmp_path}/whole.jsonl", "data.validation_split=0"))
-    assert known is not None
     assert known.train == 3
 
 

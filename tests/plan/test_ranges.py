@@ -68,7 +68,6 @@ def test_what_no_published_run_has_is_not_calibrated(preset: str, overrides: dic
     spec = spec_of(preset, layout__activation_checkpointing="full", training__micro_batch_size=1, **overrides)
     plan = make_plan(spec)
     assert regime_of(spec, plan.layout) == name
-    assert plan.ranges is not None
     assert (plan.ranges.time.calibrated, plan.ranges.memory.calibrated) == (False, False)
     known = [framework for quantity in ("time", "memory") for framework in ERRORS[quantity].values()]
     named = {cell["regime"] for framework in known for cell in framework["cells"]}
@@ -116,8 +115,6 @@ def test_the_architecture_counts_before_all_and_what_was_not_measured_has_no_ran
     ]
     errors = {"fsdp": {"hardware": ["ampere", "hopper"], "cells": cells}}
     hopper, ampere = (find_cell(errors, "fsdp", "one node", name) for name in ("hopper", "ampere"))
-    assert hopper is not None
-    assert ampere is not None
     assert (hopper.quantiles.p90, hopper.hardware) == (1.1, "hopper")
     assert (ampere.quantiles.p90, ampere.hardware) == (1.2, "")
     assert find_cell(errors, "fsdp", "offload", "hopper") is None
@@ -139,16 +136,11 @@ def test_the_data_file_has_ordered_percentiles_and_covers_what_they_promise(quan
 
 def test_the_figures_of_a_plan_have_ranges_in_proportion(plan: RunPlan) -> None:
     ranges = plan.ranges
-    assert ranges is not None
     assert ranges.time.calibrated
     assert ranges.time.basis == "published runs"
-    assert ranges.step_seconds is not None
     assert ranges.step_seconds.p10 < plan.time.step < ranges.step_seconds.p90
     ratio = ranges.step_seconds.p90 / plan.time.step
-    assert ranges.to_train_seconds is not None
     assert ranges.to_train_seconds.p90 == pytest.approx(ratio * plan.time.to_train)
-    assert plan.cost.on_demand is not None
-    assert ranges.on_demand_usd is not None
     assert ranges.on_demand_usd.p90 == pytest.approx(ratio * (plan.cost.on_demand.usd or 0))
     data = json.loads(json.dumps(plan.to_json(), allow_nan=False))
     assert data["ranges"]["step_seconds"]["p90"] == ranges.step_seconds.p90
@@ -157,15 +149,12 @@ def test_the_figures_of_a_plan_have_ranges_in_proportion(plan: RunPlan) -> None:
 
 def test_a_plan_on_a_device_that_nobody_measured_is_not_calibrated() -> None:
     ranges = make_plan(spec_of("llama-7b", cluster__gpu="mi300x-192gb", **DATA_ALONE)).ranges
-    assert ranges is not None
     assert not ranges.time.calibrated
     assert (ranges.step_seconds, ranges.to_train_seconds, ranges.expected_usd) == (None, None, None)
 
 
 def test_own_measurements_replace_published_ones(spec: RunSpec, plan: RunPlan) -> None:
     ranges = make_plan(spec, Measurements((measurement_of(spec, 1.3, plan),))).ranges
-    assert ranges is not None
-    assert ranges.step_seconds is not None
     assert (ranges.time.basis, ranges.time.n) == ("own runs", 1)
     measured = (0.9 * 1.3 * plan.time.step, 1.1 * 1.3 * plan.time.step)
     assert (ranges.step_seconds.p10, ranges.step_seconds.p90) == pytest.approx(measured)

@@ -193,7 +193,6 @@ def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str,
 
 def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     scaling = load(f"{START}model: {{hf_config: llama_v5}}\n").model.rope_scaling
-    assert scaling is not None
     assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("llama3", 8.0, 8192)
     config = json.loads((FIXTURES / "llama/config.json").read_text())
     write_config(tmp_path, config | {"rope_scaling": {"type": "ntk", "factor": 2.0}})
@@ -202,7 +201,6 @@ def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     factors = {"long_factor": [2.0] * 64, "short_factor": [1.0] * 64}
     write_config(tmp_path, config | {"rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 64})
     scaling = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model.rope_scaling
-    assert scaling is not None
     assert (scaling.rope_type, scaling.original_max_position_embeddings) == ("longrope", 64), "its earlier name"
     write_config(tmp_path, config | {"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}})
     spec = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
@@ -315,7 +313,6 @@ def test_settings_of_gemma_phi_and_olmo_are_read() -> None:
     assert (third.rope_theta, third.rope_local_base_freq, third.attn_logit_softcapping) == (1e6, 1e4, None)
     phi = load(f"{START}model: {{hf_config: phi3}}\n").model
     assert (phi.fused_projections, phi.partial_rotary_factor, phi.rotary_dim) == (True, 0.75, 96)
-    assert phi.rope_scaling is not None
     assert (phi.rope_scaling.rope_type, phi.rope_scaling.original_max_position_embeddings) == ("longrope", 4096)
     olmo = load(f"{START}model: {{hf_config: olmo2}}\n").model
     assert (olmo.norm_position, olmo.qk_norm, olmo.qk_norm_scope) == ("post", True, "projection")

@@ -21,7 +21,6 @@ def rejection(*overrides: str) -> str:
 def test_a_range_is_planned_on_its_largest_size_at_first() -> None:
     cluster = load(SPEC, SLURM, RANGE).cluster
     assert cluster.nodes == 8
-    assert cluster.node_range is not None
     assert list(cluster.node_range.sizes) == [2, 3, 4, 5, 6, 7, 8]
     assert (cluster.node_range.grow, cluster.node_range.check_every, cluster.node_range.grow_every) == (True, 300, 1800)
     assert load(SPEC, SLURM, "cluster.nodes=8").cluster.node_range is None

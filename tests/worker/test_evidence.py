@@ -199,7 +199,6 @@ def test_the_agent_reports_a_rank_that_the_kernel_killed_for_memory(
     diagnosis = ExitDiagnosis()
     killed = RankRecord(1, 7, 0.0).end(-9, 1.0, killed_by_agent=False)
     found = diagnosis.failure(killed, "node-0000-n0", tmp_path / "log")
-    assert found is not None
     assert (found.rank, found.reason, found.node) == (1, "host-oom", "node-0000-n0")
     _, reason, message = judged([node(1, rank(1, -9))], found)
     assert reason == "host-oom"
@@ -211,7 +210,6 @@ def test_an_abort_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
     log.write_text("x" * 200_000 + "\nWatchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
     aborted = RankRecord(1, 7, 0.0).end(-6, 1.0, killed_by_agent=False)
     found = ExitDiagnosis().failure(aborted, "node-0000-n0", log)
-    assert found is not None
     assert found.reason == "communication"
     assert ExitDiagnosis().failure(aborted, "node-0000-n0", tmp_path / "none") is None
 

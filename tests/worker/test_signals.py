@@ -21,7 +21,6 @@ print("ready", flush=True)
 def start(body: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM.format(body=body)]
     process = subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 

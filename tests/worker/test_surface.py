@@ -175,7 +175,6 @@ def test_a_checkpoint_is_committed_whole_pruned_and_found_again(tmp_path: Path) 
             file.write(f"step {step}".encode())
         checkpoints.commit(step, staged.digests)
     latest = checkpoints.latest()
-    assert latest is not None
     assert (latest.step, (latest.path / "state.bin").read_bytes()) == (15, b"step 15")
     assert not (tmp_path / "step-00000005").exists()
 

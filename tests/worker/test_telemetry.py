@@ -87,7 +87,6 @@ def test_a_line_has_mean_and_range_of_the_steps_since_the_last(pipe: tuple[int, 
 def test_a_line_returns_its_row(values: dict[str, tuple[float, float, float]], step: int, count: int) -> None:
     lowest, mean, highest = ({name: sorted(three)[place] for name, three in values.items()} for place in range(3))
     found = read_telemetry_line(telemetry_line(RankRow(step, 1.5e9, count, mean, lowest, highest)))
-    assert found is not None
     assert (found.step, found.time, found.count) == (step, 1.5e9, count)
     for got, given_values in ((found.mean, mean), (found.lowest, lowest), (found.highest, highest)):
         assert got == pytest.approx(given_values, rel=1e-6)

@@ -180,7 +180,6 @@ for line in sys.stdin:
     command = [sys.executable, "-c", program, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
-        assert server.stdout is not None
         for phase, fatal in killed:
             print(phase, fatal, file=server.stdin, flush=True)
             assert int(server.stdout.readline()) == -signal.SIGKILL, phase

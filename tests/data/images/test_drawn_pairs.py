@@ -16,8 +16,6 @@ CAPTIONS = ["a small red circle on the left, on white", "at the top edge there i
 def drawn() -> ModuleType:
     """Return the program of the recipe as a module, with 20 pairs to train on."""
     found = importlib.util.spec_from_file_location("drawn_pairs", FILE)
-    assert found is not None
-    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "drawn_pairs", module)

@@ -36,7 +36,6 @@ def test_samples_of_shards_are_those_that_tarfile_reads(tmp_path: Path) -> None:
         with tarfile.open(shard) as archive:
             for member in archive:
                 content = archive.extractfile(member)
-                assert content is not None
                 key, _, suffix = member.name.partition(".")
                 expected.setdefault(key, {})[suffix] = content.read()
     samples = train(index(source, tmp_path / "runs", ImageSettings(captions=True, validation_share=0.0)))
@@ -226,7 +225,6 @@ def test_the_embedded_source_names_the_missing_library(tmp_path: Path, monkeypat
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(UsageError, match="requires scikit-learn") as caught:
         index("sklearn-digits", tmp_path)
-    assert caught.value.reason is not None
     assert caught.value.reason.remedies == ("Run: pip install scikit-learn",)
 
 

@@ -96,8 +96,6 @@ def of_documents(readers: list[BatchReader], step: int) -> dict[int, tuple[list[
     found: dict[int, tuple[list[list[int]], ...]] = {}
     for reader in readers:
         for part in reader.batch(step).micro_batches():
-            assert part.documents is not None
-            assert part.segments is not None
             assert segments_of(part.documents).longest <= part.segments.longest
             assert segments_of(part.documents).bounds.tolist() == sorted(set(part.segments.bounds.tolist()))
             for row, sample in enumerate(part.samples.tolist()):
@@ -169,7 +167,6 @@ def test_packed_documents_restart_positions_and_are_the_same_in_every_layout() -
 
 
 def weighted_loss(part: MicroBatch, weights: torch.Tensor) -> float:
-    assert part.divisor is not None
     losses = F.cross_entropy(weights[part.tokens].flatten(0, 1), part.labels.flatten(), reduction="sum")
     return float(losses / part.divisor)
 

@@ -111,7 +111,6 @@ def test_closing_ends_the_thread() -> None:
 
 def wait_for_start(feed: Loader[Any]) -> None:
     """Take batches until every process has started; until then this one reads."""
-    assert feed._processes is not None
     for number in itertools.count(100_000):
         feed.take(number, [number + 1, number + 2])
         if all(each.started for each in feed._processes._processes):
@@ -184,7 +183,6 @@ def test_a_process_keeps_no_batch_and_no_descriptor(two: Loader[Any]) -> None:
 
 
 def test_a_killed_process_is_replaced_and_a_fourth_time_is_an_error(two: Loader[Any]) -> None:
-    assert two._processes is not None
     two.take(40, [41, 42])
     os.kill(two._processes.pids[0], signal.SIGKILL)
     for number in (41, 42, 43, 44):
@@ -200,7 +198,6 @@ def test_no_process_is_left_when_the_rank_is_killed() -> None:
     rank = subprocess.Popen(
         [sys.executable, "-m", "tests.engine.data.reading"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert rank.stdout is not None
     first, *readers = map(int, rank.stdout.readline().split())
     assert [first] == readers
     processes = [psutil.Process(pid) for pid in readers]

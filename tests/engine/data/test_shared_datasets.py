@@ -203,7 +203,6 @@ def test_a_process_that_prepares_and_writes_nothing_more_is_not_waited_for(
     monkeypatch.setattr(shared_datasets, "_STALE_SECONDS", 0.1)
     folder = tmp_path / "datasets" / "0123"
     with building(folder) as stopped:
-        assert stopped is not None
         built(folder, lambda staging: create_file(staging / "dataset.json", "{}"))
         create_file(stopped / "dataset.json", "{}")
     assert "another process of yours prepares" in caplog.text

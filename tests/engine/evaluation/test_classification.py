@@ -96,7 +96,6 @@ def test_top_k_is_that_of_scikit_learn() -> None:
     found = Accuracy(CLASSES)
     found.add(logits, targets)
     result = found.result(ALONE)
-    assert result is not None
     for k in (1, 5):
         expected = metrics.top_k_accuracy_score(targets.numpy(), logits.numpy(), k=k, labels=range(CLASSES))
         assert result.metrics[f"top{k}"] == pytest.approx(expected, abs=1e-15)
@@ -139,7 +138,6 @@ def test_samples_without_a_class_are_not_counted_and_five_classes_have_no_top_5(
     assert found.result(ALONE) is None
     found.add(torch.eye(5)[:3], torch.tensor([0, -100, 1]))
     result = found.result(ALONE)
-    assert result is not None
     assert (result.metrics, result.details["zero_shot_samples"]) == ({"zero_shot_top1": 0.5}, 2)
     assert [each["class"] for each in result.details["zero_shot_classes"]] == ["a", "b", "c", 3, 4]
 

@@ -65,7 +65,6 @@ def validated(ranks: int, zero: int) -> tuple[Figures | None, Figures]:
     logits, targets = [], []
     composed.engine.eval()
     for batch in images.in_order(COUNT) if zero < 3 else ():
-        assert batch.targets is not None
         pixels = composed.objective.prepared(batch).inputs[0]  # type: ignore[attr-defined]
         with torch.no_grad():
             outputs = [composed.model(image.unsqueeze(0)) for image in pixels]

@@ -90,7 +90,6 @@ def test_accuracy_is_that_of_a_loop_with_transformers(folder: Path) -> None:
         classes.append(mean / mean.norm())
     hits = dict.fromkeys((1, 5), 0)
     per_class: dict[int, list[bool]] = {}
-    assert single.targets is not None
     for image, label in zip(pixels(single), single.targets.tolist(), strict=True):
         embedded = model(input_ids=ids["input_ids"], pixel_values=image.unsqueeze(0)).image_embeds[0]
         scores = [float(embedded @ feature) for feature in classes]
@@ -168,7 +167,6 @@ def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | No
 def test_a_validation_has_the_figures_in_every_layout_and_training_goes_on(folder: Path, ranks: int, zero: int) -> None:
     alone = measured(folder)
     for found, left, loss in on_ranks(ranks, validated_on_rank, folder, ranks, zero):
-        assert found is not None
         assert {name: value for name, value in found.metrics.items() if "zero_shot" in name} == {
             f"validation_{name}": value for name, value in alone.metrics.items()
         }

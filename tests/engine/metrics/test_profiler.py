@@ -121,11 +121,9 @@ def test_an_empty_file_has_the_default_request(tmp_path: Path) -> None:
     assert not run.profile_file.exists()
     (folder,) = profile_folders(run)
     scheduled = read_profile(folder)
-    assert scheduled is not None
     assert (scheduled.state, scheduled.first_step, scheduled.steps, scheduled.ranks) == ("scheduled", 7, 3, [0])
     found.close()
     ended = read_profile(folder)
-    assert ended is not None
     assert ended.state == "not-reached"
 
 
@@ -144,10 +142,8 @@ def test_a_profiler_that_fails_does_not_end_training(tmp_path: Path, monkeypatch
         found.after_step(step)
     (folder,) = profile_folders(run)
     figures = read_document(rank_file(folder, 0))
-    assert figures is not None
     assert "CUPTI_ERROR" in figures["error"]
     recorded = read_profile(folder)
-    assert recorded is not None
     assert recorded.state == "recorded"
     assert [event["event"] for event in read_events(run)] == ["profiled"]
 
@@ -182,7 +178,6 @@ def test_a_preempted_rank_does_not_wait_for_the_summary_of_its_trace(
     assert process.returncode == -signal.SIGKILL
     assert not raw.exists()  # it may have hundreds of megabytes
     figures = read_document(rank_file(folder, 0))
-    assert figures is not None
     assert figures["error"] == "the attempt ended before the trace was summarized"
 
 
@@ -203,5 +198,4 @@ def test_a_full_disk_and_damaged_files_of_a_profile_do_not_end_training(
         found.before_step(step)
         found.after_step(step)
     recorded = read_profile(folder)
-    assert recorded is not None
     assert recorded.state == "recorded"

@@ -36,7 +36,6 @@ def test_a_run_on_images_logs_images_and_accuracy(
     assert (line["samples_per_second"], line["validation_images"], line["validation_top1"]) == (8.0, 64, 0.5)
     assert not {"tokens_per_second", "validation_sequences"} & line.keys()
     validation = read_validation(made.run, 1)
-    assert validation is not None
     assert (validation.metrics, validation.details) == ({"top1": 0.5}, classes)
     progress = read_progress(capsys.readouterr().out.splitlines()[0])
     assert progress == {"step": 1, "total_steps": 20, "loss": 2.25, "samples_per_second": 8.0}

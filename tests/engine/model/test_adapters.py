@@ -73,7 +73,6 @@ def test_loss_and_gradients_equal_those_of_peft(
     assert len(found) >= 6
     for name, parameter, other in found:
         assert parameter.grad is not None
-        assert other.grad is not None
         difference = (as_peft(name, parameter.grad) - other.grad).abs().max()
         assert difference <= 1e-5 * other.grad.abs().max(), name
 

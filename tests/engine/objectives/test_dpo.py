@@ -85,15 +85,12 @@ def interrupted_and_continued(folder: Path, spec: RunSpec) -> dict[str, Any]:
     """Return the values of a pass without interruption, and of one that was preempted, with what it left."""
     undisturbed, reader = a_pass(folder / "whole", spec)
     whole = undisturbed.with_reference(reader, "train", 0)
-    assert whole is not None
     first, reader = a_pass(folder / "cut", spec, turns=1)
     assert first.with_reference(reader, "train", 0) is None
     dist.barrier()
     part = ReferenceFile.read(folder / "cut" / "reference" / "train")
-    assert part is not None
     again, reader = a_pass(folder / "cut", spec)
     continued = again.with_reference(reader, "train", 0)
-    assert continued is not None
     return {"whole": whole.reference, "part": len(part.values), "continued": continued.reference}
 
 
@@ -127,7 +124,6 @@ def resumed(folder: Path, spec: RunSpec, damage: str, step: int) -> tuple[bool, 
     second, reader = a_pass(folder, spec)
     try:
         found = second.with_reference(reader, "train", step)
-        assert found is not None
         if step == 0:
             second.check(found.batch(1).micro_batches())
     except DoNotRequeueError as error:
@@ -162,7 +158,6 @@ def test_a_reference_file_is_read_only_if_its_header_and_values_are_those_that_w
         return ReferenceFile.read(path)
 
     found = read({})
-    assert found is not None
     assert (found.pairs, found.key, found.values.tolist()) == (5, {"dataset": ["a"]}, values.tolist())
     assert read({"pairs": 6}) is None
     assert read({"key": {"dataset": ["b"]}}) is None
@@ -199,8 +194,6 @@ def with_wrong_values(folder: Path, spec: RunSpec, change: float) -> str:
     """Return the error of a check of values that differ from those of the model by a share of their size."""
     made, reader = a_pass(folder, spec)
     found = made.with_reference(reader, "train", 0)
-    assert found is not None
-    assert found.reference is not None
     try:
         made.check(replace(found, reference=found.reference * np.float32(1 + change)).batch(1).micro_batches())
     except DoNotRequeueError as error:

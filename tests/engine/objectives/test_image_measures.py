@@ -55,7 +55,6 @@ def validated(
     objective = build_objective(spec_of(*overrides), Mesh(data=Axis(ranks, rank, group)))
     assert isinstance(objective, ImageObjective)
     outputs, targets = outputs_of(kind)
-    assert targets is not None
     generator = torch.Generator().manual_seed(5)
     images = torch.randint(0, 256, (COUNT, 3, 8, 8), dtype=torch.uint8, generator=generator)
     tokens = torch.arange(COUNT).view(-1, 1)
@@ -137,7 +136,6 @@ def test_accuracy_of_several_losses_is_the_same_where_each_image_has_one_class()
 def test_a_contrastive_validation_loss_compares_the_pairs_of_a_global_batch_in_every_layout(loss: str) -> None:
     overrides = (CLIP, "training.global_batch_size=12", f"training.loss={loss}", "model.logit_bias_init_value=-1")
     outputs, other = outputs_of("pairs")
-    assert other is not None
     images, texts = F.normalize(outputs, dim=1).double(), F.normalize(other + outputs, dim=1).double()
     total = 0.0
     for first in range(0, COUNT, 12):  # 12 pairs, and the 9 that are left

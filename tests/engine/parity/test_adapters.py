@@ -109,7 +109,6 @@ def spec_of(row: Row, dataset: Path, folder: Path) -> RunSpec:
 def targets_of(spec: RunSpec) -> dict[str, Any]:
     """Return the names of a spec's targets in PEFT's LoraConfig."""
     adapter, model = spec.transformer.adapter, spec.transformer
-    assert adapter is not None
     if model.family == "gpt":
         return {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
     if model.num_experts:

@@ -183,9 +183,6 @@ def rows_of(batch: MicroBatch, first: int, count: int, losses: int) -> MicroBatc
     images = (batch.tokens == 39).sum(1) // 4
     before, own = int(images[:first].sum()), int(images[first : first + count].sum())
     chosen = slice(first, first + count)
-    assert batch.divisor is not None
-    assert batch.weights is not None
-    assert batch.images is not None
     return batch._replace(
         tokens=batch.tokens[chosen],
         labels=batch.labels[chosen],

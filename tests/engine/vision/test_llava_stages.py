@@ -78,7 +78,6 @@ def test_both_stages_learn_and_the_export_answers_in_transformers(tmp_path: Path
     (measured,) = (event for event in events if event["event"] == "measured")
     assert measured["model_states"] == measured["planned"]
     validation = read_validation(run, 60)
-    assert validation is not None
     answers = validation.details["answers"]
     assert [Path(answer["sample"]).stem for answer in answers] == [answer["expected"] for answer in answers]
     assert all("Which color has" in answer["prompt"] for answer in answers)

@@ -22,7 +22,6 @@ def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:
         plan: RunPlan | None = make_plan(spec)
     except PlanInfeasibleError as error:
         plan = error.plan
-    assert plan is not None
     questions = explain(spec, plan)
     json.dumps([question.to_json() for question in questions], allow_nan=False)
     keys = [question.key for question in questions]

@@ -33,7 +33,6 @@ def test_every_recipe_belongs_to_a_preset_and_has_a_source() -> None:
     assert {"gpt3-175b", "llama-7b", "llama-405b", "resnet-50", "clip-vit-base-patch32"} <= set(named)
     for name in named:
         recipe = published_recipe(name)
-        assert recipe is not None
         assert "arXiv:" in recipe.source
         assert 1e-5 < recipe.lr <= 0.1
         assert 256 <= recipe.batch < 1e8
@@ -42,7 +41,6 @@ def test_every_recipe_belongs_to_a_preset_and_has_a_source() -> None:
 
 def test_adam_scales_by_the_square_root_and_sgd_linearly() -> None:
     llama, resnet = published_recipe("llama-7b"), published_recipe("resnet-50")
-    assert llama is not None
     assert resnet is not None
     assert scaled_lr(llama, 4 * llama.batch, "adamw") == pytest.approx(2 * 3e-4)
     assert scaled_lr(resnet, 8192, "momentum") == pytest.approx(3.2)  # Goyal et al., section 5.1
@@ -79,7 +77,6 @@ def test_without_a_published_recipe_the_scaling_rule_is_named() -> None:
 def test_linear_scaling_is_trusted_up_to_thirty_two_fold() -> None:
     """Goyal et al. show a batch of 8,192 beside one of 256."""
     recipe = published_recipe("resnet-50")
-    assert recipe is not None
 
     def row(times: int) -> Sanity:
         rate = {"training__optimizer": {"name": "momentum", "lr": recipe.lr * times}}

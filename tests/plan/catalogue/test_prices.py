@@ -35,7 +35,6 @@ def test_every_source_is_used_and_is_an_address() -> None:
 def test_auto_is_the_median_and_names_its_prices() -> None:
     offers = CATALOGUE["gpus"]["h100-sxm-80gb"]["on_demand"]
     quote = catalogue_price("h100-sxm-80gb", spot=False)
-    assert quote is not None
     assert quote.usd == statistics.median(offer["usd"] for offer in offers)
     assert str(quote.source).startswith(f"median of {len(offers)} on-demand list prices, 2.40 Vast to 12.29 Azure")
     assert "2026-09" in str(quote.source)
@@ -43,14 +42,11 @@ def test_auto_is_the_median_and_names_its_prices() -> None:
 
 def test_the_spot_price_uses_the_ratio_of_offers_that_list_both_prices() -> None:
     spot, on_demand = (catalogue_price("a100-sxm-80gb", spot=spot) for spot in (True, False))
-    assert spot is not None
-    assert on_demand is not None
     assert spot.usd == pytest.approx(on_demand.usd * 2.928 / 5.069)
     assert str(spot.source) == (
         "0.58 of the on-demand median 2.75: the median ratio of the 1 of 6 offers that list both prices, 2026-09-11"
     )
     alone = catalogue_price("mi300x-192gb", spot=True)
-    assert alone is not None
     assert str(alone.source) == "the only spot list price in the catalogue, 1.71 Crusoe, 2026-05-18"
 
 

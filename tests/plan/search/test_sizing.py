@@ -31,7 +31,6 @@ def chosen(sizing: Sizing) -> Considered:
 def test_the_fewest_gpus_that_keep_a_deadline() -> None:
     sizing = size_cluster(run(), "gpus", deadline_seconds=30 * DAY)
     row = chosen(sizing)
-    assert row.seconds is not None
     assert row.seconds <= 30 * DAY
     fewer = [other for other in sizing.considered if other.gpus < row.gpus]
     assert fewer
@@ -54,12 +53,9 @@ def test_a_deadline_alone_may_take_more_gpus_than_the_spec_has() -> None:
 def test_the_cheapest_and_the_fastest_within_a_budget() -> None:
     cheapest = chosen(size_cluster(run(), "cost"))
     fastest = chosen(size_cluster(run(), "time"))
-    assert cheapest.dollars is not None
-    assert fastest.dollars is not None
     assert cheapest.dollars <= fastest.dollars
     middle = (cheapest.dollars + fastest.dollars) / 2
     within = chosen(size_cluster(run(), "time", budget_usd=middle))
-    assert within.dollars is not None
     assert within.dollars <= middle
 
 
@@ -75,11 +71,9 @@ def test_a_missed_deadline_names_the_closest_cluster_and_a_sufficient_one() -> N
         size_cluster(run(), "gpus", max_gpus=32, deadline_seconds=5 * DAY)
     error = caught.value
     assert error.exit_code == ExitCode.INFEASIBLE
-    assert error.closest is not None
     assert error.closest.gpus == 32
     assert "no cluster of at most 32 GPUs meets the deadline of 5 d; the closest one: " in error.message
     assert "too late" in error.message
-    assert error.reason is not None
     assert error.reason.params["cause"].params["missed"].code == "plan.too-late"
     (would_do,) = [problem for problem in error.problems if problem.where == "would do"]
     gpus = int(str(would_do.given).split()[0])
@@ -95,7 +89,6 @@ def test_the_closest_cluster_may_have_more_gpus_than_the_spec_if_a_deadline_alon
     with pytest.raises(SizingError) as caught:
         size_cluster(spec, "gpus", deadline_seconds=3600)
     error = caught.value
-    assert error.closest is not None
     planned = [Clusters(spec).plan(row.nodes, None).row for row in error.considered]
     fastest = min((row for row in planned if row.seconds), key=lambda row: row.seconds or 0.0)
     assert (error.closest.gpus, error.closest.seconds) == (fastest.gpus, fastest.seconds)
@@ -129,7 +122,6 @@ def test_a_limit_that_only_an_intermediate_size_meets_is_found() -> None:
 
 def test_the_text_of_a_missed_limit_has_the_difference_not_the_rounded_sum() -> None:
     seconds = size_cluster(run(cluster__nodes=1), "time").considered[0].seconds
-    assert seconds is not None
     with pytest.raises(SizingError, match="90 s too late") as caught:
         size_cluster(run(cluster__nodes=1), "gpus", max_gpus=8, deadline_seconds=seconds - 90)
     assert str(caught.value).count("$") == 2  # the miss and what would do, each once
@@ -191,7 +183,6 @@ def test_no_cluster_is_faster_than_its_bound_and_none_that_bounds_exclude_is_che
     assert len(every) > 1
     for nodes, row in every.items():
         least = clusters.at_least(nodes, None).row
-        assert row.seconds is not None
         assert (least.seconds or 0) < row.seconds < 4 * (least.seconds or 0)
         assert clusters.plan(nodes, None, 0.9 * (least.seconds or 0)).plan is None
         within = clusters.plan(nodes, None, row.seconds * (1 + 1e-9)).row

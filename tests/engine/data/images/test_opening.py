@@ -66,8 +66,6 @@ def test_an_evaluation_of_a_part_of_a_split_has_its_classes_in_proportion(images
     found: Counter[int] = Counter()
     for rank in range(2):
         for micro in reader(samples, at=at, rank=rank, size=8).in_order(64):
-            assert micro.targets is not None
-            assert micro.numbers is not None
             found.update(micro.targets.tolist())
             assert micro.targets.tolist() == [samples.read(number).label for number in micro.numbers.tolist()]
     assert sum(found.values()) == 64

@@ -120,8 +120,6 @@ def test_an_epoch_has_each_sample_once_and_other_changes_than_the_one_before() -
 
 def test_another_seed_has_another_order_and_other_changes() -> None:
     first, second = reader().batch(1), reader(seed=8).batch(1)
-    assert first.numbers is not None
-    assert second.numbers is not None
     assert not torch.equal(first.numbers, second.numbers)
     shared = set(first.numbers.flatten().tolist()) & set(second.numbers.flatten().tolist())
     assert shared
@@ -134,8 +132,6 @@ def test_pixels_targets_and_numbers_belong_to_the_same_sample() -> None:
     source = Pictures(20, side=16)
     read = reader(source, augment=AugmentSpec(random_resized_crop=None, horizontal_flip=0), size=14)
     batch = read.batch(2)
-    assert batch.numbers is not None
-    assert batch.targets is not None
     for row, number in enumerate(batch.numbers[0].tolist()):
         sample = source.read(number)
         expected = read.transform.evaluation(decode(sample.image, sample.place, 3))
@@ -154,8 +150,6 @@ def test_several_sources_are_mixed_and_each_has_its_own_epochs() -> None:
     batches = [reader(*sources, order=order, augment=AugmentSpec()).batch(number) for number in range(1, 5)]
     seen: dict[int, list[tuple[int, torch.Tensor]]] = {0: [], 1: []}
     for batch in batches:
-        assert batch.sources is not None
-        assert batch.numbers is not None
         for source, number, image in zip(
             batch.sources.flatten(), batch.numbers.flatten(), batch.images.flatten(0, 1), strict=True
         ):
@@ -171,7 +165,6 @@ def test_several_sources_are_mixed_and_each_has_its_own_epochs() -> None:
 
 def by_sample_number(batch: ImageStepBatch) -> dict[int, torch.Tensor]:
     """Return the first image of each sample of a batch."""
-    assert batch.numbers is not None
     found: dict[int, torch.Tensor] = {}
     for number, image in zip(batch.numbers.flatten().tolist(), batch.images.flatten(0, 1), strict=True):
         found.setdefault(number, image)
@@ -183,7 +176,6 @@ def test_views_of_an_image_are_changed_independently_and_follow_each_other() -> 
     assert two.images.shape == (1, 24, 16, 16, 3)
     assert torch.equal(two.images[:, :12], one.images)
     assert not any(torch.equal(two.images[0, row], two.images[0, 12 + row]) for row in range(12))
-    assert two.targets is not None
     assert two.targets.shape == (1, 12)
 
 
@@ -193,8 +185,6 @@ def test_numbers_as_labels_become_float_targets() -> None:
             return super().read(index)._replace(label=(0.5 * index, 1.0))
 
     batch = reader(Numbers()).batch(1)
-    assert batch.targets is not None
-    assert batch.numbers is not None
     assert batch.targets.dtype == torch.float32
     assert torch.equal(batch.targets[0, :, 0], 0.5 * batch.numbers[0])
 
@@ -209,7 +199,6 @@ def test_an_evaluation_reads_the_first_samples_in_order_without_random_changes(a
     for micro in (micro for each in zip(*rounds, strict=True) for micro in each):
         assert micro.mix is None
         assert micro.erased is None
-        assert micro.numbers is not None
         assert micro.images.shape[0] == at.micro_batch_size
         counts = torch.ones(len(micro.samples), dtype=torch.bool) if micro.real is None else micro.real
         real += micro.numbers[counts].tolist()
@@ -281,7 +270,6 @@ def test_reader_processes_read_the_same_bytes_and_each_batch_once(
         assert_same_batches(loader.take(number, range(number + 1, number + 5)), read.batch(number))
     by = [tuple(map(int, line.split())) for line in reads.read_text(encoding="utf-8").splitlines()]
     assert sorted(number for _, number in by if number < 12) == list(range(1, 12))
-    assert loader._processes is not None
     assert {process for process, _ in by} <= set(loader._processes.pids)
     for number in (20, 5):
         assert_same_batches(loader.take(number, [number + 1]), read.batch(number))
@@ -340,8 +328,6 @@ def test_every_format_is_read_as_its_source_has_it(kind: str, tmp_path: Path) ->
     train = open_images(index(source, tmp_path / "runs", settings))["train"]
     read = reader(train, size=8, augment=AugmentSpec(random_resized_crop=None, horizontal_flip=0))
     batch = pickle.loads(pickle.dumps(read)).batch(1)
-    assert batch.numbers is not None
-    assert batch.targets is not None
     for row, number in enumerate(batch.numbers[0].tolist()):
         sample = train.read(number)
         expected = read.transform.evaluation(decode(sample.image, sample.place, 3))
@@ -364,8 +350,6 @@ def test_digits_have_the_pixels_of_scikit_learn(tmp_path: Path) -> None:
     read = reader(train, channels=1, size=8, augment=plain)
     read = replace(read, transform=replace(read.transform, crop_ratio=1.0))
     batch, digits = read.batch(1), datasets.load_digits()
-    assert batch.numbers is not None
-    assert batch.targets is not None
     shades = np.stack([digits.images[number] for number in batch.numbers[0].tolist()])
     found = batch.images[0, ..., 0].numpy().astype(float)
     assert np.corrcoef(found.ravel(), shades.ravel())[0, 1] > 0.999

@@ -76,7 +76,6 @@ def read(spec: RunSpec, data: RunData, ranks: int, micro: int) -> list[tuple[int
         reader = open_reader(spec, data.samples, at, Mesh(data=Axis(ranks, rank)), order)
         for number in range(1, STEPS + 1):
             for batch in reader.batch(number).micro_batches():
-                assert batch.sources is not None
                 pixels = batch.images.permute(0, 2, 3, 1).numpy()
                 rows = zip(batch.samples.tolist(), batch.sources.tolist(), batch.numbers.tolist(), pixels, strict=True)
                 found |= {sample: (source, own, image.tobytes()) for sample, source, own, image in rows}

@@ -201,7 +201,6 @@ def test_mixed_pictures_name_the_other_class_and_its_share(folder: Path) -> None
     pairs = list(ShownImages(spec, layout, data, order).of_step(1, [(0, 0, 0), (0, 0, 1)], {0: Mesh()}))
     reader = image_reader(spec, data.samples, layout, Mesh(), order)  # type: ignore[arg-type]
     batch = reader.batch(1).micro_batches()[0]
-    assert batch.mix is not None
     share = float(batch.mix[0, 0])
     (first, picture), (second, _) = pairs
     assert first["mix"] == {"kind": "mixup", "share": share, "with": second["class"]}
