@@ -1,5 +1,3 @@
-"""The benchmark of frequent verbs: its dry runs succeed on any machine."""
-
 from pathlib import Path
 
 import pytest

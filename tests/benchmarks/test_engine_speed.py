@@ -1,5 +1,3 @@
-"""The figures of the engine's benchmark: fair ratios, and runs that can be planned."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""The simulation loses time to the expected causes, and as much as the plan expects."""
-
 import statistics
 
 import pytest

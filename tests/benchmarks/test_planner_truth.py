@@ -1,5 +1,3 @@
-"""Predictions and scores of rows of measurements: the planner's inputs, and rows that cannot be used."""
-
 import csv
 import dataclasses
 import json
@@ -131,12 +129,7 @@ def test_a_crashed_run_counts_as_not_fitting_and_not_in_the_errors(tmp_path: Pat
 
 def test_a_layout_that_the_planner_refuses_counts_as_one_that_does_not_run(tmp_path: Path) -> None:
     deep = GIVEN | {
-        "dp": "1",
-        "pp": "32",
-        "n_gpus": "32",
-        "n_nodes": "4",
-        "status": "crashed_or_oom",
-        "step_time_s": "",
+        **{"dp": "1", "pp": "32", "n_gpus": "32", "n_nodes": "4", "status": "crashed_or_oom", "step_time_s": ""},
     }
     outcome = judge(nanotron.TABLE, write(tmp_path, nanotron.TABLE.file, deep))
     found = score(set_named("nanotron-fits"), outcome).verdicts

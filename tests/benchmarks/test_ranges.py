@@ -1,5 +1,3 @@
-"""The measured errors of which the planner's ranges are made, on runs drawn from known distributions."""
-
 import math
 import random
 from pathlib import Path

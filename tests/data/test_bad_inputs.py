@@ -1,5 +1,3 @@
-"""Bad input of a preparation: each fault ends it with exit code 2 and its place, or is left out and counted."""
-
 import gzip
 import json
 import os

@@ -1,5 +1,3 @@
-"""The cache of remote blocks: no read waits for ever for another process."""
-
 from contextlib import ExitStack
 from pathlib import Path
 

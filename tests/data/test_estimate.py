@@ -1,5 +1,3 @@
-"""Estimates of tokens from a sample of files are near the exact counts, and exact once the data are prepared."""
-
 import gzip
 import json
 import random

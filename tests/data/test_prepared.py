@@ -1,5 +1,3 @@
-"""Datasets of the data of a spec: what is found, what is done again, and what earlier versions have left."""
-
 import errno
 import gzip
 import hashlib

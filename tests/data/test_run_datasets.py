@@ -1,5 +1,3 @@
-"""A run keeps the datasets that it has begun with, whatever becomes of the files of its sources."""
-
 import dataclasses
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Injected faults occur at the rank, step and attempt that they name, and nowhere else."""
-
 import contextlib
 import math
 import os

@@ -1,5 +1,3 @@
-"""Messages between ranks arrive unchanged, and decode to nothing else."""
-
 from pathlib import Path
 
 import pytest

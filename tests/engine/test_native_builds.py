@@ -1,5 +1,3 @@
-"""A killed build blocks no later build, and a running one is not disturbed."""
-
 import multiprocessing
 import os
 import signal

@@ -1,5 +1,3 @@
-"""A rank is bound to the cores near its GPU if they are known and sufficient for every rank."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The consensus between two steps: one all-reduce for the requests of all ranks and the measures of rank 0."""
-
 import contextlib
 import math
 import os

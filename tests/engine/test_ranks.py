@@ -1,5 +1,3 @@
-"""The harness of tests on several ranks: results in order, failures reported, no process left."""
-
 import os
 import signal
 

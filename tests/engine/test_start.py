@@ -1,5 +1,3 @@
-"""Imports at the start of a rank, which delay every attempt of a run."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Steps in every layout: a NaN gradient of any rank is not applied, and the validation loss is the same."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Packages whose plug-ins cannot be used: each is one error where it is named, and disturbs nothing else."""
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""Checks at submission, which fetch neither weights nor data; and where the files are fetched."""
-
 import contextlib
 import dataclasses
 import errno
@@ -7,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +44,13 @@ def submit(tmp_path: Path, *sets: str, verb: str = "submit", **options: object) 
     return scaletrain(verb, spec, *words, *(word for one in sets for word in ("--set", one)))
 
 
+def refused(tmp_path: Path, *sets: str, **options: Any) -> str:
+    """Return the error of a submission, in one line."""
+    ended = submit(tmp_path, *sets, **options)
+    assert ended.code == 2
+    return " ".join(ended.err.split())
+
+
 def made_spec(*sets: str) -> RunSpec:
     return parse_spec(tiny.spec_text(), file="run.yaml", base_dir=Path(), overrides=sets)
 
@@ -75,18 +81,14 @@ def test_what_is_wrong_in_a_repository_is_an_error_with_its_key_and_line(
     tiny.publish(hub)
     changed = {**tiny.model_files(), **files}
     hub.add(tiny.MODEL, {path: data for path, data in changed.items() if data is not None})
-    ended = submit(tmp_path)
-    shown = " ".join(ended.err.split())
-    assert ended.code == 2
+    shown = refused(tmp_path)
     assert expected in shown
     assert f"run.yaml:{line} {key} = hf://{tiny.MODEL}@main" in shown
 
 
 def test_weights_of_another_configuration_are_refused(hub: Hub, tmp_path: Path) -> None:
     tiny.publish(hub)
-    ended = submit(tmp_path, "model.rope_theta=500000")
-    assert ended.code == 2
-    assert "Set model.rope_theta: 10000.0" in ended.err
+    assert "Set model.rope_theta: 10000.0" in refused(tmp_path, "model.rope_theta=500000")
 
 
 @pytest.mark.parametrize(
@@ -128,11 +130,8 @@ def test_a_gated_model_needs_a_token_on_the_nodes_that_fetch_it(
     monkeypatch.setenv("HF_TOKEN", "hf_accepted")
     tiny.publish(hub, gated=True)
     slurm = ("cluster.scheduler=slurm", "env={HF_HOME: /local/hf}")
-    ended = submit(tmp_path, *slurm)
-    assert ended.code == 2
-    assert "the nodes that fetch it get no token. Export HF_TOKEN and name it in secret_env" in " ".join(
-        ended.err.split()
-    )
+    said = "the nodes that fetch it get no token. Export HF_TOKEN and name it in secret_env"
+    assert said in refused(tmp_path, *slurm)
     forget()
     ended = submit(tmp_path, *slurm, "secret_env=[HF_TOKEN]")
     assert ended.code == 0, ended.err
@@ -146,9 +145,8 @@ def test_tokens_that_files_beside_a_tokenizer_of_the_hub_declare_are_checked(hub
     declared = {"added_tokens_decoder": {"9999": {"content": "<|im_end|>", "special": True}}}
     files = {"tokenizer.json": tiny.tokenizer_json(), "tokenizer_config.json": json.dumps(declared).encode()}
     hub.add("acme/tokens", files)
-    ended = submit(tmp_path, "data.tokenizer={kind: file, path: hf://acme/tokens}")
-    assert ended.code == 2
-    assert "states <|im_end|> as token 9999, but it gets the id" in " ".join(ended.err.split())
+    shown = refused(tmp_path, "data.tokenizer={kind: file, path: hf://acme/tokens}")
+    assert "states <|im_end|> as token 9999, but it gets the id" in shown
 
 
 def test_an_adapter_of_the_hub_is_compared_with_the_spec(hub: Hub, tmp_path: Path) -> None:
@@ -158,17 +156,14 @@ def test_an_adapter_of_the_hub_is_compared_with_the_spec(hub: Hub, tmp_path: Pat
     files = {"adapter_config.json": config, "adapter_model.safetensors": factors, "adapter_model.bin": b""}
     hub.add("acme/adapter", files)
     adapter = "model.adapter={name: lora, rank: 16, weights: 'hf://acme/adapter'}"
-    ended = submit(tmp_path, adapter)
-    assert ended.code == 2
-    assert "model.adapter.weights = hf://acme/adapter" in " ".join(ended.err.split())
-    assert "rank" in ended.err
+    shown = refused(tmp_path, adapter)
+    assert "model.adapter.weights = hf://acme/adapter" in shown
+    assert "rank" in shown
     assert hub.downloads("adapter_config.json")
     assert submit(tmp_path, adapter.replace("16", "8")).code == 0
     hub.add("acme/other", {**files, "adapter_model.safetensors": tiny.factors(rank=4)})
-    ended = submit(tmp_path, adapter.replace("16", "8").replace("acme/adapter", "acme/other"))
-    assert ended.code == 2
     said = "q_proj.lora_A.weight = [4, 32]: the adapter of the spec has [8, 32]"
-    assert said in " ".join(ended.err.split())
+    assert said in refused(tmp_path, adapter.replace("16", "8").replace("acme/adapter", "acme/other"))
 
 
 def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> None:
@@ -178,9 +173,7 @@ def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> 
         ("model.weights=hf://datasets/a/b", "must name a model of the hub, not a data set"),
         ("data.source=hf://a b", "is not the name of a repository"),
     ):
-        ended = submit(tmp_path, setting, verb="validate")
-        assert ended.code == 2
-        assert expected in ended.err
+        assert expected in refused(tmp_path, setting, verb="validate")
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
@@ -188,10 +181,9 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
 ) -> None:
     tiny.publish(hub)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    ended = submit(tmp_path)
-    assert ended.code == 2
-    assert "require huggingface_hub" in ended.err
-    assert "pip install -c constraints.txt '.[hub]'" in " ".join(ended.err.split())
+    shown = refused(tmp_path)
+    assert "require huggingface_hub" in shown
+    assert "pip install -c constraints.txt '.[hub]'" in shown
 
 
 def test_the_record_keeps_the_commits_and_the_spec_what_the_user_wrote(hub: Hub) -> None:
@@ -276,9 +268,7 @@ def test_every_verb_works_offline_with_a_complete_cache(
         assert not hub.log
     forget()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
-    ended = submit(tmp_path, verb="plan")
-    assert ended.code == 2
-    assert f"does not know {tiny.MODEL}@main" in " ".join(ended.err.split())
+    assert f"does not know {tiny.MODEL}@main" in refused(tmp_path, verb="plan")
 
 
 @pytest.mark.parametrize("verb", ["validate", pytest.param("plan", marks=pytest.mark.long), "submit"])
@@ -303,9 +293,8 @@ def test_offline_mode_in_env_lets_no_verb_send_a_request(
     tiny.publish(hub)
     (tmp_path / "shared").mkdir()
     offline = ("cluster.scheduler=slurm", f"env={{HF_HOME: {tmp_path}/shared, HF_HUB_OFFLINE: '1'}}")
-    refused = submit(tmp_path, *offline, verb="plan")
-    assert refused.code == 2
-    assert f"the cache {tmp_path}/shared/hub does not know {tiny.MODEL}@main" in " ".join(refused.err.split())
+    said = f"the cache {tmp_path}/shared/hub does not know {tiny.MODEL}@main"
+    assert said in refused(tmp_path, *offline, verb="plan")
     spec = load_spec(tiny.write_spec(tmp_path), [one.replace("OFFLINE: '1'", "OFFLINE: '0'") for one in offline])
     for section in ("model", "data"):
         hub_fetch.fetched_spec(spec, section)
@@ -357,10 +346,8 @@ def test_without_the_library_a_pinned_listing_in_the_cache_gives_the_error_of_th
     assert submit(tmp_path, *sets).code == 0
     forget()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    ended = submit(tmp_path, *sets)
-    assert ended.code == 2
-    assert "Traceback" not in ended.err
-    shown = " ".join(ended.err.split())
+    shown = refused(tmp_path, *sets)
+    assert "Traceback" not in shown
     assert "model.weights" in shown
     assert "'.[hub]'" in shown
 
@@ -392,15 +379,9 @@ def test_a_cache_in_env_that_cannot_be_looked_at_is_not_used_here(
         monkeypatch.setattr(Path, "is_dir", is_dir)
     for text in (tiny.spec_text(), SPEC):
         with contextlib.suppress(SpecError):
-            parse_spec(
-                text,
-                file="run.yaml",
-                base_dir=Path(),
-                overrides=[
-                    f"env={json.dumps({'HF_HOME': home, 'HF_HUB_OFFLINE': '1'})}",
-                    f"cluster.scheduler={scheduler}",
-                ],
-            )
+            env = json.dumps({"HF_HOME": home, "HF_HUB_OFFLINE": "1"})
+            overrides = [f"env={env}", f"cluster.scheduler={scheduler}"]
+            parse_spec(text, file="run.yaml", base_dir=Path(), overrides=overrides)
     here = hub_environment({"HF_HOME": home}, (), {"HF_HUB_CACHE": "/mine"}, runs_here=False)
     assert here == {"HF_HUB_CACHE": "/mine"}
 

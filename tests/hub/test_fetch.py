@@ -1,5 +1,3 @@
-"""The fetch into the cache: counted, resumed, verified, offline, and the errors of each refusal."""
-
 import contextlib
 import hashlib
 import json
@@ -27,6 +25,12 @@ WEIGHTS = HubUse("model.weights", f"hf://{tiny.MODEL}", "weights")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
+@pytest.fixture
+def commit(hub: Hub) -> str:
+    """The commit of the model, which is published."""
+    return tiny.publish(hub)[0]
+
+
 def settings() -> HubSettings:
     return HubSettings.from_environment(os.environ)
 
@@ -45,8 +49,7 @@ def folder(commit: str) -> Path:
     return Path(local_path(WEIGHTS, settings(), commit))
 
 
-def test_a_second_fetch_sends_no_request(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_a_second_fetch_sends_no_request(hub: Hub, commit: str) -> None:
     done = run_fetch(commit)
     assert (done.state, done.received_bytes) == ("done", done.total_bytes)
     assert all(len(hub.downloads(name)) == 1 for name in (*SHARDS, "tokenizer.json"))
@@ -58,8 +61,7 @@ def test_a_second_fetch_sends_no_request(hub: Hub) -> None:
 
 
 @pytest.mark.long
-def test_the_library_finds_the_files_offline(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_the_library_finds_the_files_offline(hub: Hub, commit: str) -> None:
     fetch_here(commit)
     hub.status = 500
     script = "import sys, huggingface_hub; print(huggingface_hub.hf_hub_download(*sys.argv[1:], local_files_only=True))"
@@ -69,8 +71,7 @@ def test_the_library_finds_the_files_offline(hub: Hub) -> None:
 
 
 @pytest.mark.long
-def test_files_fetched_by_another_program_are_verified_and_not_fetched_again(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_files_fetched_by_another_program_are_verified_and_not_fetched_again(hub: Hub, commit: str) -> None:
     script = "import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.argv[1], ignore_patterns=['*.bin'])"
     subprocess.check_call([sys.executable, "-c", script, tiny.MODEL])
     hub.log.clear()
@@ -78,8 +79,7 @@ def test_files_fetched_by_another_program_are_verified_and_not_fetched_again(hub
     assert not [one for one in hub.log if one.method == "GET" and "/api/" not in one.path]
 
 
-def test_a_moved_branch_does_not_change_what_a_commit_gives(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_a_moved_branch_does_not_change_what_a_commit_gives(hub: Hub, commit: str) -> None:
     moved = hub.add(tiny.MODEL, tiny.model_files(seed=1))
     fetch_here(commit)
     assert (folder(commit) / SHARDS[0]).read_bytes() == dict(tiny.shards())[SHARDS[0]]
@@ -94,8 +94,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
 
 
-def test_a_cut_download_continues_where_it_ended(hub: Hub, small_chunks: None) -> None:
-    commit, _ = tiny.publish(hub)
+def test_a_cut_download_continues_where_it_ended(hub: Hub, commit: str, small_chunks: None) -> None:
     hub.chunk_bytes, hub.cut = 1000, {SHARDS[0]: 40_000}
     fetch_here(commit)
     first, second = hub.downloads(SHARDS[0])
@@ -125,16 +124,14 @@ def test_a_killed_fetch_continues_in_the_next_one(hub: Hub) -> None:
     assert done.received_bytes <= size - there + len("{}")
 
 
-def test_a_server_without_ranges_sends_the_file_again(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_a_server_without_ranges_sends_the_file_again(hub: Hub, commit: str) -> None:
     hub.ranges, hub.chunk_bytes, hub.cut = False, 1000, {SHARDS[0]: 40_000}
     fetch_here(commit)
     assert (folder(commit) / SHARDS[0]).read_bytes() == dict(tiny.shards())[SHARDS[0]]
 
 
 @pytest.mark.parametrize("name", [SHARDS[0], "tokenizer.json"])
-def test_a_file_with_another_hash_is_refused_and_removed(hub: Hub, name: str) -> None:
-    commit, _ = tiny.publish(hub)
+def test_a_file_with_another_hash_is_refused_and_removed(hub: Hub, commit: str, name: str) -> None:
     hub.corrupt = {name}
     with pytest.raises(HubError, match=f"{name} of .* differs from the .* after 3 downloads"):
         fetch_here(commit)
@@ -148,8 +145,7 @@ def test_a_file_with_another_hash_is_refused_and_removed(hub: Hub, name: str) ->
     assert (folder(commit) / name).read_bytes() == tiny.model_files()[name]
 
 
-def test_damage_and_loss_in_the_cache_are_repaired(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_damage_and_loss_in_the_cache_are_repaired(hub: Hub, commit: str) -> None:
     fetch_here(commit)
     blob = (folder(commit) / SHARDS[0]).resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"?")  # the same size
@@ -161,11 +157,10 @@ def test_damage_and_loss_in_the_cache_are_repaired(hub: Hub) -> None:
 
 
 def test_files_that_another_program_has_fetched_are_complete_without_a_request(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import snapshot_download
 
-    commit, _ = tiny.publish(hub)
     client.resolve(WEIGHTS.reference, settings())  # keeps the list of files
     snapshot_download(tiny.MODEL, revision=commit, cache_dir=settings().cache, endpoint=settings().endpoint)
     forget()
@@ -175,8 +170,9 @@ def test_files_that_another_program_has_fetched_are_complete_without_a_request(
     assert not hub.log
 
 
-def test_offline_needs_a_complete_cache_and_names_what_is_missing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit, _ = tiny.publish(hub)
+def test_offline_needs_a_complete_cache_and_names_what_is_missing(
+    hub: Hub, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetch_here(commit)
     forget()
     hub.log.clear()
@@ -194,9 +190,8 @@ def test_offline_needs_a_complete_cache_and_names_what_is_missing(hub: Hub, monk
 
 @pytest.mark.long
 def test_a_partial_snapshot_of_another_program_is_not_accepted_offline(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+    commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, _ = tiny.publish(hub)
     script = "import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=sys.argv[2:])"
     some = ("config.json", "model.safetensors.index.json", SHARDS[0])
     subprocess.check_call([sys.executable, "-c", script, tiny.MODEL, *some])
@@ -240,8 +235,7 @@ def folder_of(use: HubUse, commit: str) -> Path:
     return settings().snapshot(use.reference, commit)
 
 
-def test_without_the_network_the_cache_answers(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_without_the_network_the_cache_answers(hub: Hub, commit: str) -> None:
     fetch_here(commit)
     forget()
     hub.status = 503
@@ -306,25 +300,22 @@ def test_a_token_that_is_revoked_between_two_files_ends_the_fetch(hub: Hub, monk
     assert not caught.value.temporary
 
 
-def test_the_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_to_the_hub_alone(hub: Hub, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_good")
-    commit, _ = tiny.publish(hub)
     fetch_here(commit)
     assert {one.token for one in hub.log if "/cdn/" in one.path} == {None}
     assert {one.token for one in hub.log if "/resolve/" in one.path} == {"hf_good"}
     assert not [path for path in settings().cache.rglob("*") if path.is_file() and b"hf_good" in path.read_bytes()]
 
 
-def test_the_disk_is_checked_before_the_fetch(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit, _ = tiny.publish(hub)
+def test_the_disk_is_checked_before_the_fetch(hub: Hub, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**8}))
     with pytest.raises(HubError, match=r"have to be fetched to .*, and 100 MB are free there"):
         fetch_here(commit)
     assert not hub.downloads(SHARDS[0])
 
 
-def test_two_fetches_at_a_time_download_once(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_two_fetches_at_a_time_download_once(hub: Hub, commit: str) -> None:
     hub.chunk_bytes, hub.delay_seconds = 8192, 0.1
     results: list[FetchProgress] = []
     seen: set[str] = set()
@@ -344,8 +335,7 @@ def test_two_fetches_at_a_time_download_once(hub: Hub) -> None:
     assert "fetching" in seen
 
 
-def test_the_lock_of_a_process_that_is_stopped_blocks_for_a_limited_time(hub: Hub) -> None:
-    commit, _ = tiny.publish(hub)
+def test_the_lock_of_a_process_that_is_stopped_blocks_for_a_limited_time(commit: str) -> None:
     lock = settings().repo_folder(WEIGHTS.reference) / ".scaletrain.lock"
     lock.parent.mkdir(parents=True)
     holder = (
@@ -362,9 +352,8 @@ def test_the_lock_of_a_process_that_is_stopped_blocks_for_a_limited_time(hub: Hu
 
 
 def test_a_process_that_dies_in_the_fetch_is_an_error_that_may_be_retried(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+    commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, _ = tiny.publish(hub)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(FetchError, match="ended with 1"):
         run_fetch(commit)
@@ -391,9 +380,8 @@ def test_settings_follow_the_rules_of_the_library(tmp_path: Path) -> None:
         assert [str(ours.cache), ours.endpoint, ours.offline, ours.token] == json.loads(said), given
 
 
-def test_the_commit_of_a_branch_is_noted_only_with_its_files(hub: Hub) -> None:
+def test_the_commit_of_a_branch_is_noted_only_with_its_files(hub: Hub, commit: str) -> None:
     """Another program that works offline finds the older files, which are there, and not the newer ones."""
-    commit, _ = tiny.publish(hub)
     fetch_here(commit)
     forget()
     hub.add(tiny.MODEL, {**tiny.model_files(), "config.json": b"{}"})

@@ -1,5 +1,3 @@
-"""Sources of images in data sets of the hub: their files are fetched, and indexed as local ones."""
-
 import shutil
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Node agents fetch once per node before any rank starts; the ranks are those of the launcher's stand-in engine."""
-
 import contextlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""References to the hub: what is accepted, what they select, and that a glob means what it means in a local folder."""
-
 from pathlib import Path
 
 import pytest

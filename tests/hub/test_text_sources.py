@@ -1,5 +1,3 @@
-"""Sources of a mixture in data sets of the hub, in every format that is prepared."""
-
 from pathlib import Path
 
 import pytest
@@ -19,15 +17,8 @@ from tests.spec.samples import SPEC, load
 pytestmark = pytest.mark.usefixtures("fetched_here")
 
 FILES = {
-    "web/a.jsonl.zst": b"1",
-    "web/b.arrow": b"2",
-    "web/c.idx": b"3",
-    "web/c.bin": b"4",
-    "web/other.bin": b"5",
-    "web/README.md": b"6",
-    "web/picture.png": b"7",
-    "tokens/d.npy": b"8",
-    "tokens/e.data": b"9",
+    **{"web/a.jsonl.zst": b"1", "web/b.arrow": b"2", "web/c.idx": b"3", "web/c.bin": b"4", "web/other.bin": b"5"},
+    **{"web/README.md": b"6", "web/picture.png": b"7", "tokens/d.npy": b"8", "tokens/e.data": b"9"},
 }
 
 

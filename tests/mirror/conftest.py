@@ -58,6 +58,14 @@ class MirroredRun:
     def mirror(self) -> Mirror:
         return Mirror(self.run, self.record, self.store)
 
+    def mirror_of(self, *steps: int) -> Mirror:
+        """Commit checkpoints, and return a mirror that has looked at each."""
+        mirror = self.mirror()
+        for step in steps:
+            self.commit(step)
+            mirror.look()
+        return mirror
+
     def commit(self, step: int, sizes: tuple[int, ...] = (70_000, 30_000), *, seed: int = 0) -> Checkpoint:
         """Commit a checkpoint of random files, log its step and record its event."""
         folder = self.run.checkpoints

@@ -1,5 +1,3 @@
-"""The mirroring process is killed at random points: what the mirror then holds is whole, or is not a checkpoint."""
-
 import os
 import random
 from pathlib import Path

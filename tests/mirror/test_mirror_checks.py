@@ -1,5 +1,3 @@
-"""Settings of a mirror that cannot work are found before anything is queued."""
-
 import os
 from importlib.machinery import ModuleSpec
 from pathlib import Path

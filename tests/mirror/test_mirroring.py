@@ -14,12 +14,13 @@ from scaletrain_cli.launch.mirroring import mirror_now
 from scaletrain_cli.mirror import object_store, stores
 from scaletrain_cli.mirror.checkpoints import list_folders, read_mirrored
 from scaletrain_cli.mirror.claims import read_claims
-from scaletrain_cli.mirror.history import newest_index, restore_history
-from scaletrain_cli.mirror.stores import LocalFileError, Throttle, hashed_blocks
+from scaletrain_cli.mirror.history import HistoryWriter, newest_index, restore_history
+from scaletrain_cli.mirror.stores import FolderStore, LocalFileError, Throttle, hashed_blocks
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
 from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.mirror_state import read_mirror_state
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import mark_clean
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy
@@ -57,8 +58,7 @@ def test_a_checkpoint_is_copied_with_its_manifest_last_and_the_history_before(mi
 
 def test_the_manifest_is_the_last_object_of_a_checkpoint(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
     made = make_mirrored()
-    made.commit(10)
-    made.mirror().look()
+    made.mirror_of(10)
     order = uploads(s3)
     manifest = order.index("manifest.json")
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(order[:manifest])
@@ -71,9 +71,7 @@ def test_history_is_restored_as_it_was(mirrored: MirroredRun, tmp_path: Path) ->
     (mirrored.run.path / "code" / "abc.patch").write_text("a patch")
     (mirrored.run.path / "secrets.json").write_text('{"KEY": "hidden"}')
     (mirrored.run.path / "stop").touch()
-    mirrored.commit(10)
-    mirror = mirrored.mirror()
-    mirror.look()
+    mirror = mirrored.mirror_of(10)
     mirrored.commit(20)
     mirror.look()
     index = newest_index(mirrored.store, read_claims(mirrored.store))
@@ -102,9 +100,7 @@ def test_the_mirror_has_a_retention_of_its_own(make_mirrored: MakeMirrored, tmp_
 
 
 def test_the_only_mirrored_checkpoint_stays_when_none_is_left_here(mirrored: MirroredRun) -> None:
-    mirrored.commit(10)
-    mirror = mirrored.mirror()
-    mirror.look()
+    mirror = mirrored.mirror_of(10)
     mirrored.remove(10)
     mirror.look(is_last=True)
     mirrored.mirror().look(is_last=True)
@@ -113,10 +109,7 @@ def test_the_only_mirrored_checkpoint_stays_when_none_is_left_here(mirrored: Mir
 
 def test_fewest_steps_between_copies_and_the_last_one_at_the_end(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(str(tmp_path / "disk"), "checkpoint.mirror.every=25", "checkpoint.mirror.keep=9")
-    mirror = made.mirror()
-    for step in (10, 20, 30, 40):
-        made.commit(step)
-        mirror.look()
+    mirror = made.mirror_of(10, 20, 30, 40)
     assert made.steps() == [10, 40]
     made.commit(50)
     mirror.look()
@@ -166,10 +159,7 @@ def test_a_checkpoint_that_training_marks_clean_is_clean_in_the_mirror(mirrored:
 
 @at_both_places
 def test_rolled_back_checkpoints_leave_the_mirror(mirrored: MirroredRun) -> None:
-    mirror = mirrored.mirror()
-    for step in (10, 20):
-        mirrored.commit(step)
-        mirror.look()
+    mirror = mirrored.mirror_of(10, 20)
     record_event(mirrored.run, "rolled-back", from_step=25, to_step=10, skip=[11, 12])
     mirrored.remove(20)
     mirrored.commit(15)
@@ -188,10 +178,7 @@ def test_after_a_start_from_scratch_the_mirror_has_the_new_checkpoints(
     make_mirrored: MakeMirrored, tmp_path: Path
 ) -> None:
     made = make_mirrored(str(tmp_path / "disk"), "checkpoint.mirror.keep=2")
-    mirror = made.mirror()
-    for step in (4000, 5000):
-        made.commit(step)
-        mirror.look()
+    mirror = made.mirror_of(4000, 5000)
     start_from_scratch(made)
     mirror = made.mirror()  # the process of the next attempt
     mirror.look()
@@ -209,8 +196,7 @@ def test_a_step_that_is_saved_again_after_a_start_from_scratch_is_valid(
     make_mirrored: MakeMirrored, tmp_path: Path
 ) -> None:
     made = make_mirrored(str(tmp_path / "disk"))
-    made.commit(10)
-    made.mirror().look()
+    made.mirror_of(10)
     start_from_scratch(made)
     made.commit(10)  # the same bytes
     mirror = made.mirror()
@@ -226,10 +212,7 @@ def test_after_a_rollback_the_mirror_has_the_checkpoints_that_follow(
     make_mirrored: MakeMirrored, tmp_path: Path, setting: str
 ) -> None:
     made = make_mirrored(str(tmp_path / "disk"), f"checkpoint.mirror.{setting}")
-    mirror = made.mirror()
-    for step in (4000, 5000):
-        made.commit(step)
-        mirror.look()
+    mirror = made.mirror_of(4000, 5000)
     made.commit(3900)
     for step in (4000, 5000):
         made.remove(step)
@@ -247,9 +230,7 @@ def test_after_a_rollback_the_mirror_has_the_checkpoints_that_follow(
 
 
 def test_a_checkpoint_that_is_rolled_back_while_it_is_copied_is_not_valid(mirrored: MirroredRun) -> None:
-    mirror = mirrored.mirror()
-    mirrored.commit(10)
-    mirror.look()
+    mirror = mirrored.mirror_of(10)
     mirrored.commit(20)
     before_commit = mirror._before_commit
 
@@ -419,3 +400,22 @@ def test_the_verb_uses_the_store_that_the_env_of_the_spec_names(
     made.commit(10)
     spec = made.record.spec.model_copy(update={"env": {"AWS_ENDPOINT_URL": s3.url}})
     assert mirror_now(made.run, replace(made.record, spec=spec)).steps == [10]
+
+
+def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_where_they_come_back(
+    tmp_path: Path,
+) -> None:
+    run, store = RunDir(tmp_path / "run"), FolderStore(tmp_path / "mirror")
+    modes = {"run.json": 0o640, "code/0123.tar.gz": 0o600, "code/0123.sha256": 0o640}
+    for name, mode in modes.items():
+        path = run.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        path.chmod(mode)
+    HistoryWriter(store, run, 1, Throttle(1e12)).write()
+    blobs = {path.read_text(): path.stat().st_mode & 0o777 for path in (tmp_path / "mirror" / "blobs").iterdir()}
+    index = newest_index(store, [])
+    assert index is not None
+    restore_history(store, index, tmp_path / "back")
+    restored = {name: (tmp_path / "back" / name).stat().st_mode & 0o777 for name in modes}
+    assert blobs == restored == modes

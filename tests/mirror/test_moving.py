@@ -1,5 +1,3 @@
-"""Bringing a run back from its mirror, and the claim that keeps two places from training it."""
-
 import json
 import shutil
 from pathlib import Path
@@ -42,10 +40,7 @@ from tests.mirror.conftest import MakeMirrored, MirroredRun, at_both_places, cla
 def mirrored(make_mirrored: MakeMirrored, place: str) -> MirroredRun:
     """A run with two mirrored checkpoints."""
     made = make_mirrored(place)
-    mirror = made.mirror()
-    for step in (10, 20):
-        made.commit(step)
-        mirror.look()
+    mirror = made.mirror_of(10, 20)
     mirror.look(is_last=True)
     return made
 
@@ -155,9 +150,8 @@ def test_a_damaged_file_in_the_mirror_is_passed_over(mirrored: MirroredRun, tmp_
     content = bytearray(mirrored.store.read(name) or b"")
     content[7] ^= 1
     mirrored.store.write(name, bytes(content))
-    restored = move_here(
-        find_to_move(mirrored.to, "moving", take_over=True, root=tmp_path / "second"), root=tmp_path / "second"
-    )
+    root = tmp_path / "second"
+    restored = move_here(find_to_move(mirrored.to, "moving", take_over=True, root=root), root=root)
     assert restored.checkpoint.step == 10
     assert len(restored.passed_over) == 1
     assert name in restored.passed_over[0]
@@ -166,10 +160,7 @@ def test_a_damaged_file_in_the_mirror_is_passed_over(mirrored: MirroredRun, tmp_
 
 def test_a_checkpoint_that_a_live_owner_deletes_meanwhile_gives_way_to_its_newer_one(tmp_path: Path) -> None:
     made = make_live(tmp_path)
-    mirror = made.mirror()
-    for step in (10, 15):
-        made.commit(step)
-        mirror.look()
+    mirror = made.mirror_of(10, 15)
     found = find_to_move(made.to, "moving", take_over=True, root=tmp_path / "second")
     assert found.folders[0].step == 15
     made.commit(16)
@@ -183,9 +174,7 @@ def test_a_checkpoint_that_a_live_owner_deletes_meanwhile_gives_way_to_its_newer
 
 def test_a_checkpoint_that_is_committed_before_the_claim_is_not_lost(tmp_path: Path) -> None:
     made = make_live(tmp_path)
-    mirror = made.mirror()
-    made.commit(15)
-    mirror.look()
+    mirror = made.mirror_of(15)
     checks: list[int] = []
 
     def check(draft: RunDir) -> None:
@@ -201,9 +190,7 @@ def test_a_checkpoint_that_is_committed_before_the_claim_is_not_lost(tmp_path: P
 
 def test_a_mirror_that_always_changes_is_not_taken_over(tmp_path: Path) -> None:
     made = make_live(tmp_path)
-    mirror = made.mirror()
-    made.commit(11)
-    mirror.look()
+    mirror = made.mirror_of(11)
 
     def check(draft: RunDir) -> None:
         made.commit(made.here()[-1] + 1)
@@ -354,8 +341,7 @@ def test_a_mirror_may_be_given_by_a_relative_path(
     make_mirrored: MakeMirrored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_mirrored(str(tmp_path / "other-disk"))
-    made.commit(10)
-    made.mirror().look()
+    made.mirror_of(10)
     (tmp_path / "other-disk").rename(tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
     found = find_to_move("./copy", "moving", take_over=True, root=tmp_path / "second")
@@ -372,8 +358,7 @@ def test_the_settings_of_the_new_place_are_written_before_the_claim(
     make_mirrored: MakeMirrored, tmp_path: Path
 ) -> None:
     made = make_mirrored(str(tmp_path / "other-disk"))
-    made.commit(10)
-    made.mirror().look()
+    made.mirror_of(10)
     shutil.copytree(tmp_path / "other-disk", tmp_path / "copy")
 
     def check(draft: RunDir) -> None:

@@ -1,5 +1,3 @@
-"""A run moves to pods whose volume the submitting machine does not see, and back to that machine."""
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

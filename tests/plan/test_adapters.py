@@ -1,5 +1,3 @@
-"""Factors of adapters in the planner's list of parameters, and adapters that a model does not support."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

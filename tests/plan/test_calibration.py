@@ -1,5 +1,3 @@
-"""Measured step times correct those of later plans, as far as they apply."""
-
 from dataclasses import replace
 
 import pytest

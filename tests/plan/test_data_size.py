@@ -1,5 +1,3 @@
-"""The size of the training data, estimated from files and counted by the engine."""
-
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Frameworks and workloads own their rules: no module of the planner compares their names."""
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The tensors that the planner counts are those of the engine's modules: in each stage and sharding, in order."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""make_plan: the choice, the reasons, and plans that experts would choose."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Any valid spec gives a finite plan or a ScaletrainError, quickly; nothing else."""
-
 import json
 import math
 from typing import Any

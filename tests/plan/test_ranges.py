@@ -1,5 +1,3 @@
-"""The ranges of a plan's figures: where they come from, and that runs which may stall widen them."""
-
 import json
 import math
 import random

@@ -1,5 +1,3 @@
-"""Every reason code of the planner has one text, and every text has a code that the planner gives."""
-
 import ast
 import re
 from collections.abc import Iterator

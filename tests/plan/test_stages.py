@@ -1,5 +1,3 @@
-"""Pipeline stages: which blocks and parameters they hold, and how many micro-batches."""
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,3 @@
-"""Secrets in a spec are rejected by name or by form, and their values are never shown."""
-
 import hashlib
 import io
 import json

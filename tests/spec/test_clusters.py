@@ -1,5 +1,3 @@
-"""The user's clusters file: defaults, overrides, and errors in the file."""
-
 import pwd
 from pathlib import Path
 
@@ -147,10 +145,8 @@ def test_verbs_accept_a_cluster_name(configured: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     assert scaletrain("validate", path, "--cluster", "other", "--json").data["spec"]["cluster"]["nodes"] == 2
     assert scaletrain("plan", path, "--cluster", "other", "--json").data["layout"]["world_size"] == 8
-    assert (
-        "--gpus-per-node=4"
-        in scaletrain("submit", path, "--cluster", "other", "--dry-run", "--set=data.source=python-stdlib").out
-    )
+    submitted = scaletrain("submit", path, "--cluster", "other", "--dry-run", "--set=data.source=python-stdlib")
+    assert "--gpus-per-node=4" in submitted.out
     assert scaletrain("plan", path, "--cluster", "nowhere").code == 2
 
 
@@ -160,14 +156,8 @@ def test_a_user_without_a_home_folder_has_no_clusters_file(monkeypatch: pytest.M
     def unknown(uid: int) -> None:
         raise KeyError(uid)
 
-    for name in (
-        "HOME",
-        "XDG_CONFIG_HOME",
-        "XDG_STATE_HOME",
-        "XDG_CACHE_HOME",
-        "XDG_RUNTIME_DIR",
-        "SCALETRAIN_CLUSTERS",
-    ):
+    folders = ("CONFIG_HOME", "STATE_HOME", "CACHE_HOME", "RUNTIME_DIR")
+    for name in ("HOME", "SCALETRAIN_CLUSTERS", *(f"XDG_{folder}" for folder in folders)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert not clusters_file().exists()

@@ -1,5 +1,3 @@
-"""A spec error lists all problems, each with location, given value, allowed values and the closest name."""
-
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The JSON Schema accepts every file that loads, and rejects common mistakes."""
-
 import io
 from collections import Counter
 from collections.abc import Iterator

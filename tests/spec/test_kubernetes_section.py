@@ -1,5 +1,3 @@
-"""cluster.kubernetes: values that are rejected when the spec is loaded, with the remedy."""
-
 import pytest
 
 from scaletrain_cli.spec.kubernetes import KubernetesSpec

@@ -1,5 +1,3 @@
-"""Dimensions from presets and Hugging Face config.json; keys of the spec take precedence."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""cluster.nodes as a range: both forms load, a resolved spec round-trips, and wrong tables are rejected."""
-
 import json
 
 import pytest

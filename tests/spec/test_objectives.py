@@ -1,5 +1,3 @@
-"""The objective of training: its settings, what contradicts them, and what a batch counts."""
-
 import pytest
 
 from tests.spec.samples import SPEC, load, problem

@@ -1,5 +1,3 @@
-"""Sizes, durations, counts and rates as people write them."""
-
 import contextlib
 
 import pytest

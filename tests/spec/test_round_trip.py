@@ -1,5 +1,3 @@
-"""The resolved spec is unchanged after it is written to run.json and read back."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The file of a spec may be a pipe, and no file that is named by mistake makes a verb wait for ever."""
-
 import os
 from pathlib import Path
 

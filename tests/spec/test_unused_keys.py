@@ -1,5 +1,3 @@
-"""A key that has no effect with the other keys of its spec is rejected at its line, unless it has its default."""
-
 import json
 import re
 import typing

@@ -1,5 +1,3 @@
-"""Specs of vision networks: sources of dimensions, problems, and units."""
-
 import io
 import json
 from pathlib import Path

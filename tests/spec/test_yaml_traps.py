@@ -1,5 +1,3 @@
-"""Traps of YAML: numbers read as text, text read as booleans, times read as numbers, and YAML bombs."""
-
 import pytest
 
 from tests.spec.samples import SPEC, error, load, problems

@@ -1,5 +1,3 @@
-"""A tracker gets every step once, in order, and its errors do not affect training."""
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -1,5 +1,3 @@
-"""Lines of metrics.jsonl are written in a thread: none is lost, their order is kept, and errors are raised."""
-
 import errno
 import os
 import signal

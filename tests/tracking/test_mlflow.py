@@ -1,5 +1,3 @@
-"""MLflow's database in the run directory: a process that is killed while it is created does not spoil it."""
-
 import shutil
 import sqlite3
 import subprocess

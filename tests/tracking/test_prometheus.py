@@ -1,5 +1,3 @@
-"""Metrics of a run for Prometheus: both formats by the parsers of prometheus_client, and Grafana's dashboard."""
-
 import dataclasses
 import json
 import re
@@ -45,22 +43,10 @@ FIGURES = RunFigures(
     measured_ranks=512,
 )
 VALUES = {
-    "step": 12,
-    "attempt": 2,
-    "loss": float("nan"),
-    "validation_loss": 5.5,
-    "grad_norm": 1e-12,
-    "learning_rate": 3e-4,
-    "loss_scale": 65536.0,
-    "step_seconds": 1.25,
-    "data_wait": 0.0,
-    "tokens_per_second": 1e6,
-    "samples_per_second": 10.0,
-    "mfu": 0.4,
-    "memory_bytes": 1 << 33,
-    "time": 1795440168.566,
-    'loss/a "quoted"\nsource\\': 4.5,
-    "loss/b": 4.0,
+    **{"step": 12, "attempt": 2, "loss": float("nan"), "validation_loss": 5.5, "grad_norm": 1e-12},
+    **{"learning_rate": 3e-4, "loss_scale": 65536.0, "step_seconds": 1.25, "data_wait": 0.0, "tokens_per_second": 1e6},
+    **{"samples_per_second": 10.0, "mfu": 0.4, "memory_bytes": 1 << 33, "time": 1795440168.566},
+    **{'loss/a "quoted"\nsource\\': 4.5, "loss/b": 4.0},
 }
 LABELS = {"run": 'run "1"', "name": "small", "tracking_id": "abcdefgh"}
 FOUND = families(LABELS, VALUES, FIGURES, {"checkpoint": 3, "spike": 1}, training=True)

@@ -1,5 +1,3 @@
-"""Exit reasons: from the rank itself, from its agent, and from the classification of all reports."""
-
 import errno
 import json
 import os

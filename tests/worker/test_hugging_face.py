@@ -1,5 +1,3 @@
-"""Hugging Face Trainer under the callback: preempted, resumed, interrupted by NaN, with checkpoints of the run."""
-
 import json
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""Lightning's Trainer under the adapter: preempted, resumed, and stopped by a loss that is not a number."""
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Progress lines: written by a training program, and read by programs that follow its log."""
-
 import json
 import math
 

@@ -1,5 +1,3 @@
-"""Figures of a run for trackers, from a run directory whose answers are known."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Signals are received whatever the main thread does, and however many there are."""
-
 import signal
 import subprocess
 import sys

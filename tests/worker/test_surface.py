@@ -1,5 +1,3 @@
-"""The surface that users' training programs import: its names, signatures, version and cost."""
-
 import inspect
 import os
 import subprocess

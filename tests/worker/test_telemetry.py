@@ -1,5 +1,3 @@
-"""A rank sends what it measures through the pipe of its heartbeat, and nothing that a reader may do delays it."""
-
 import contextlib
 import math
 import os

@@ -1,5 +1,3 @@
-"""The external sort and the files of sections."""
-
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Every bad sample is named with its file, its member or row, and the reason; on_bad: skip leaves out it alone."""
-
 import io
 import json
 import os

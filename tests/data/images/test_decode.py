@@ -1,5 +1,3 @@
-"""Images become the same pixels as with Pillow's own functions, upright, and a bad one is named with its place."""
-
 from io import BytesIO
 from typing import Any
 

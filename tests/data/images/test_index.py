@@ -1,5 +1,3 @@
-"""An index has the same bytes for any number of processes, appears whole, and is found until its source changes."""
-
 import json
 import os
 import signal

@@ -22,8 +22,6 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.image_files import splits_by_folder
 from tests.data.images.pictures import image_bytes, index, write_folder, write_shard, write_shards, write_table
 
-ALL = ImageSettings(validation_share=0.0)
-
 
 def train(folder: Path) -> IndexedImages:
     return open_images(folder)["train"]

@@ -1,5 +1,3 @@
-"""The images of evaluation.zero_shot: which of them are indexed, and the names of their classes."""
-
 from pathlib import Path
 
 import pytest

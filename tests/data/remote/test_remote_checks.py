@@ -1,5 +1,3 @@
-"""Remote sources that a run could not use are refused before it is queued, with the line of the key."""
-
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Images in an object store: indexed in place, and read at random through the cache while requests fail."""
-
 import random
 from dataclasses import replace
 from pathlib import Path

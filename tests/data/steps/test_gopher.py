@@ -15,16 +15,9 @@ from scaletrain_cli.data.steps import Removed
 from tests.data.steps.sections import rule, run, section, step
 
 QUALITY = {
-    "min_words": None,
-    "max_words": None,
-    "min_mean_word_length": None,
-    "max_mean_word_length": None,
-    "max_hashes_per_word": None,
-    "max_ellipses_per_word": None,
-    "max_bullet_lines": None,
-    "max_ellipsis_lines": None,
-    "min_alphabetic_words": None,
-    "min_stop_words": None,
+    **{"min_words": None, "max_words": None, "min_mean_word_length": None, "max_mean_word_length": None},
+    **{"max_hashes_per_word": None, "max_ellipses_per_word": None, "max_bullet_lines": None},
+    **{"max_ellipsis_lines": None, "min_alphabetic_words": None, "min_stop_words": None},
 }
 REPETITION = {key: None for key in section("gopher_repetition").model_dump() if key.startswith("max_")}
 PROSE = (

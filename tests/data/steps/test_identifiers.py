@@ -1,5 +1,3 @@
-"""The step identifiers: what it replaces, what it leaves alone, and the time that a hostile line takes."""
-
 import ipaddress
 import random
 import re

@@ -1,5 +1,3 @@
-"""The step language: labeled sentences, limits, and the list of its languages."""
-
 import sys
 
 import pytest

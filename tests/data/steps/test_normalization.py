@@ -1,5 +1,3 @@
-"""The step normalization, with the Unicode database of Python as the reference."""
-
 import unicodedata
 
 import pytest

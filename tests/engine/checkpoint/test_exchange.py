@@ -1,5 +1,3 @@
-"""The exchange of optimizer states where another set of parameters begins to train."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""An exported checkpoint has the format of Hugging Face's loaders and the weights that were saved."""
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""An exported folder has the special tokens, the chat templates and all tokenizer files of the folder it comes from."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""The random state of a rank in a checkpoint: the same numbers follow, and loading it executes nothing."""
-
 import io
 import json
 import random

@@ -1,5 +1,3 @@
-"""The step that an attempt resumes from: never 0 if there is, or should be, a checkpoint."""
-
 import shutil
 import threading
 import time

@@ -1,5 +1,3 @@
-"""The steps at which checkpoints are due, and how measured saves change them."""
-
 import pytest
 
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule

@@ -1,5 +1,3 @@
-"""The elements that two slices share, compared with numbering every element of the whole matrix."""
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""The ranks of every layout together read the same batch, and count the same tokens."""
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Batches are read ahead, in a thread or in processes, and no result depends on who reads them or when."""
-
 import itertools
 import os
 import signal

@@ -1,14 +1,16 @@
-"""The samples of a run that mixes sources: by weights, epochs and stages, and through the changes of its resumes."""
-
+import itertools
 import pickle
 from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_skip_ranges
 from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, sources_before, stages_of_run
-from scaletrain_cli.engine.data.permutation import sample_at
-from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
+from scaletrain_cli.engine.data.permutation import permute, sample_at, samples_at
+from scaletrain_cli.engine.data.sample_order import mixture_of_run, places_in_batch, sample_order
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.submit import create_run
@@ -18,6 +20,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.sources import SourceSpec
 from tests.data.test_mixture import webster
+from tests.engine.data.images.pictures import layout
 from tests.launch.conftest import make_plan, make_spec
 
 SIZES = {"web": 700, "code": 90, "books": 333}
@@ -230,3 +233,88 @@ def test_a_mixture_that_is_replaced_before_the_first_step_leaves_no_trace(run: t
     for batch in (1, 7):
         shares = mixture_of_run(folder, revised, sizes, batch).validation_shares(sizes)
         assert shares == {"books": 0.25, "code": 0.75}
+
+
+@given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
+def test_permute_is_a_permutation(size: int, key: int) -> None:
+    assert sorted(permute(index, size=size, key=key) for index in range(size)) == list(range(size))
+
+
+@given(seed=st.integers(0, 2**63 - 1), samples=st.integers(1, 300))
+def test_every_epoch_visits_every_sample_once(seed: int, samples: int) -> None:
+    for epoch in range(3):
+        seen = [sample_at(epoch * samples + i, seed=seed, samples=samples) for i in range(samples)]
+        assert sorted(seen) == list(range(samples))
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return [sample_at(epoch * 500 + i, seed=seed, samples=500) for i in range(500)]
+
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (0, 1)}) == 6
+
+
+def test_every_layout_divides_all_samples_of_a_batch() -> None:
+    for data, micro in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1)):
+        batches = [batch for rank in range(data) for batch in places_in_batch(layout(24, data, micro), rank)]
+        assert all(len(batch) == micro for batch in batches)
+        assert sorted(place for batch in batches for place in batch) == list(range(24))
+
+
+@pytest.mark.parametrize(("samples", "seed"), [(1, 0), (2, 3), (7, 1), (1000, 2**63), (70_001, 5)])
+def test_many_samples_are_those_of_each_position(samples: int, seed: int) -> None:
+    for first, count in ((0, 50), (samples - 1, 3 * min(samples, 40)), (10**12, 33)):
+        expected = [sample_at(first + place, seed=seed, samples=samples) for place in range(count)]
+        assert samples_at(first, count, seed=seed, samples=samples).tolist() == expected
+
+
+window = st.tuples(st.integers(1, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))
+windows = st.lists(window, max_size=8)
+
+
+def batches_of(found: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> set[int]:
+    return {number for first, last in found for number in range(first, last + 1)}
+
+
+def test_without_skip_ranges_a_step_trains_on_the_batch_of_its_number() -> None:
+    assert [batch_number(step, ()) for step in (1, 2, 900)] == [1, 2, 900]
+
+
+def test_a_skip_range_includes_both_ends() -> None:
+    assert [batch_number(step, ((3, 5),)) for step in (1, 2, 3, 4)] == [1, 2, 6, 7]
+
+
+@given(windows)
+def test_steps_take_the_batches_outside_of_skip_ranges_in_order(found: list[tuple[int, int]]) -> None:
+    skipped = batches_of(found)
+    allowed = [number for number in range(1, 400) if number not in skipped]
+    assert [batch_number(step, merged_skip_ranges(found)) for step in range(1, 200)] == allowed[:199]
+
+
+@given(windows)
+def test_merged_skip_ranges_hold_the_same_batches_in_order_and_are_not_adjacent(found: list[tuple[int, int]]) -> None:
+    few = merged_skip_ranges(found)
+    assert batches_of(few) == batches_of(found)
+    assert all(before[1] + 1 < after[0] for before, after in itertools.pairwise(few))
+    assert merged_skip_ranges(few) == few
+
+
+@given(windows, window, st.integers(1, 200))
+def test_a_later_skip_range_does_not_change_earlier_steps(
+    found: list[tuple[int, int]], ahead: tuple[int, int], step: int
+) -> None:
+    before = batch_number(step, merged_skip_ranges(found))
+    if before < ahead[0]:
+        assert batch_number(step, merged_skip_ranges([*found, ahead])) == before
+
+
+def test_ranges_keep_the_batches_of_a_checkpoint_if_its_steps_have_the_same_ones() -> None:
+    assert keeps_batches(0, [], [(1, 3)])
+    assert keeps_batches(5, [], [(6, 6)])
+    assert not keeps_batches(5, [], [(5, 5)])
+    assert keeps_batches(5, [(2, 3)], [(2, 2), (3, 3), (8, 8)])  # trained are 1, 4, 5, 6, 7
+    assert not keeps_batches(5, [(2, 3)], [(2, 3), (7, 7)])
+    assert not keeps_batches(5, [(2, 3)], [(3, 4)])
+    assert not keeps_batches(5, [(2, 3)], [])
+    assert keeps_batches(5, [(2, 3), (90, 99)], [(2, 3)])
+    assert keeps_batches(5, iter([(2, 3)]), iter([(2, 3)]))  # as those of a checkpoint's state are given

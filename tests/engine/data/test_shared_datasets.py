@@ -1,5 +1,3 @@
-"""Prepared data in a runs root of several users: read by all, changed by their owner only."""
-
 import contextlib
 import fcntl
 import itertools

@@ -22,7 +22,6 @@ from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.cli.command_line import scaletrain
 from tests.drills.campaign.forked_attempts import ForkedRun, be_rank
 
-STEPS = 5
 _SPEC = """
 schema: scaletrain/v1
 name: shown

@@ -1,5 +1,3 @@
-"""The command line of lm-evaluation-harness, and what is read from its results."""
-
 import sys
 from pathlib import Path
 

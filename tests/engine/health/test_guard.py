@@ -1,5 +1,3 @@
-"""The whole guard: what it reports, when a checkpoint is clean, and that a checkpoint holds its state."""
-
 import json
 
 from scaletrain_cli.engine.health.guard import Guard

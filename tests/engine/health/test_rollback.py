@@ -1,5 +1,3 @@
-"""Actions of the guard, with a real run directory and stand-ins for the rest."""
-
 import math
 import time
 from collections.abc import Callable

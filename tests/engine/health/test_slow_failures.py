@@ -1,5 +1,3 @@
-"""Slow failures are reported once, and healthy runs never."""
-
 import random
 
 from scaletrain_cli.engine.health.guard import DeadGradients, FlatLoss, LossScaleCollapse

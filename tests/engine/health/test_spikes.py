@@ -1,5 +1,3 @@
-"""A spike is a run of steps far above the medians, and does not enter the medians."""
-
 import json
 import math
 import random

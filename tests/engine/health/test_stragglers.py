@@ -1,5 +1,3 @@
-"""Stragglers: which rank is slow, and when that is reported."""
-
 from scaletrain_cli.engine.health.stragglers import Straggler, StragglerConfirmation, slowest
 
 

@@ -1,5 +1,3 @@
-"""The limits within which a rank must report again, where a phase takes longer than its usual one."""
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""GradCache finds the gradients of one big batch: with dropout, over ranks, and under each ZeRO stage."""
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

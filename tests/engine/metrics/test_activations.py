@@ -1,5 +1,3 @@
-"""The activations that blocks save are those of the plan, for every mode of recomputation."""
-
 from functools import partial
 
 import pytest

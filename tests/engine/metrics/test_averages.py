@@ -1,5 +1,3 @@
-"""Averaged weights are part of the model states that a plan counts."""
-
 from pathlib import Path
 
 import torch

@@ -1,5 +1,3 @@
-"""Waits for data: which rank is reported, and when."""
-
 from pathlib import Path
 from typing import Any
 

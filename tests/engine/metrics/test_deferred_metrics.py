@@ -1,5 +1,3 @@
-"""Deferred measures arrive completely, in order and exactly."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Every second of an attempt is counted once, and a kill loses few of them."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Within a step the host waits for the device once, to check the gradient, after all micro-batches are enqueued."""
-
 from __future__ import annotations
 
 import contextlib

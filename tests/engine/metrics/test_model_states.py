@@ -1,5 +1,3 @@
-"""The bytes of model states on two ranks in each ZeRO stage, counted exactly."""
-
 import warnings
 from typing import Any
 

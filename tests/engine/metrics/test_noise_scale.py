@@ -1,5 +1,3 @@
-"""The gradient noise scale of a synthetic problem whose noise is known."""
-
 import math
 from itertools import pairwise
 

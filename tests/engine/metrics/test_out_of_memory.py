@@ -1,5 +1,3 @@
-"""A rank out of memory reports planned and measured bytes once, and the error is raised again."""
-
 import json
 import pickle
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""An attempt is measured after its first update, and its memory is that of the plan."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Requests for profiles: looked for once a second, taken once, refused with a reason; failures do not end training."""
-
 import contextlib
 import errno
 import math

@@ -1,5 +1,3 @@
-"""Measures that each rank sends while it trains; nothing that is trained depends on them."""
-
 import contextlib
 import io
 import threading

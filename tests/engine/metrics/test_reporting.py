@@ -1,5 +1,3 @@
-"""The metrics of rank 0 for runs on images: throughput in images, accuracy beside the validation loss."""
-
 import logging
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Phases of a step: by events that are read after they have passed, and by host clocks."""
-
 import itertools
 import threading
 from typing import Any

@@ -1,5 +1,3 @@
-"""Documents of a packed sequence: each is computed as if it were alone, as Hugging Face computes it."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Each field of the model section changes the network, is rejected, or is listed as a field of other models."""
-
 from functools import cache
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""DeepSeek-V3's files: matrices in fp8 with a scale per block, and layers that predict further tokens."""
-
 import json
 import logging
 from pathlib import Path

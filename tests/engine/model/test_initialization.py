@@ -1,5 +1,3 @@
-"""Initial weights: one value per element in every layout, of the right deviation, drawn in chunks."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Products of linear layers, and that ZeRO-3 may free the weights it has gathered for them."""
-
 from typing import Any
 
 import pytest

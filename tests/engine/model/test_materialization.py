@@ -1,5 +1,3 @@
-"""Real weights of a model on the meta device: ties and marks are kept, and under ZeRO-3 no rank holds all."""
-
 from types import SimpleNamespace
 
 import pytest

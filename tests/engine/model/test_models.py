@@ -1,5 +1,3 @@
-"""The models: Hugging Face names, a loss near ln V at the start, causal attention."""
-
 import math
 from functools import partial
 from unittest.mock import patch

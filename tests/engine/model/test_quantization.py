@@ -1,5 +1,3 @@
-"""Quantized base models: which layers, how many bytes, and the products of the 4-bit kernels on a CPU."""
-
 import pytest
 import torch
 from torch import nn

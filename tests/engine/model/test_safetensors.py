@@ -1,5 +1,3 @@
-"""Hugging Face files of four families: every rank reads its shard, and differences are reported."""
-
 import json
 from pathlib import Path
 from typing import Any

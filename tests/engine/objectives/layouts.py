@@ -51,7 +51,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dpo by length": (*_DPO, "training.dpo.length_normalized=true"),
     "dpo by length dynamic": (*_DPO, "training.dpo.length_normalized=true", *_DYNAMIC),
 }
-_AXES = ("data", "tensor", "pipeline", "sequence", "context")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     name: (f"layout.zero_stage={name[4]}", f"layout.activation_checkpointing={mode}", *sizes)
     for name, mode, sizes in (

@@ -1,8 +1,7 @@
 """Rows of examples and preference pairs of chance tokens, and training on them in any layout."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -149,15 +148,5 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
 
 
-def without_prompts(rows: RowSequences) -> RowSequences:
-    """Return the rows with every token of weight 1 except the first of each document."""
-    weights = np.ones(len(rows.tokens), np.float32)
-    weights[np.concatenate([[0], rows.document_ends[:-1]])] = 0
-    return replace(rows, weights=weights)
-
-
 def rank() -> int:
     return dist.get_rank()
-
-
-Settings = dict[str, Any]

@@ -1,5 +1,3 @@
-"""Measures of validations of images and pairs beside the loss are the same on any number of ranks."""
-
 from pathlib import Path
 from typing import Any
 

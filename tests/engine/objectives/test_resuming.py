@@ -1,15 +1,13 @@
-"""Fine-tuning on prepared files, interrupted and resumed in other processes, continues to the bit."""
-
 import json
 import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import parse_spec
+from tests.engine.parity.comparison import assert_same
 from tests.engine.parity.layouts import train_in_layout
 
 SPEC = """
@@ -62,9 +60,7 @@ def test_interrupted_fine_tuning_continues_to_the_bit(case: str, tmp_path: Path)
     prepare_rows(spec, runs_root())
     whole = train_in_layout(spec).trained
     resumed = train_in_layout(spec, 1).trained
-    assert resumed.losses == whole.losses
-    assert resumed.norms == whole.norms
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert_same(resumed, whole)
     if objective == "dpo":
         assert whole.losses[0] == pytest.approx(0.6931, abs=1e-4)
         files = sorted(runs_root().glob("*/reference/train"))

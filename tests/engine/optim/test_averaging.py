@@ -1,5 +1,3 @@
-"""Averages of weights in every ZeRO stage; their use for an evaluation has no side effect."""
-
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any

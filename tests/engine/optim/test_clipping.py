@@ -1,5 +1,3 @@
-"""Clipping by value, and by an adaptive norm."""
-
 import math
 from typing import Any
 

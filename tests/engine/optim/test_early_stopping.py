@@ -1,5 +1,3 @@
-"""Training stops when the validation loss no longer falls."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Parameters with limits stay within them, in the master weights and in the forward pass of every ZeRO stage."""
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""fp16 under ZeRO: an overflow skips a step and halves the scale, growth changes nothing, the minimum is an error."""
-
 from typing import Any
 
 import pytest
@@ -110,11 +108,7 @@ def test_the_spec_sets_the_scale() -> None:
     assert precision_config(spec_of(**scale)) == {
         "data_types": {"grad_accum_dtype": "fp32"},
         "fp16": {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": 12,
-            "loss_scale_window": 7,
-            "hysteresis": 3,
+            **{"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 7, "hysteresis": 3},
             "min_loss_scale": 2,
         },
     }

@@ -1,5 +1,3 @@
-"""A restart continues bit-exactly with every optimizer."""
-
 from pathlib import Path
 
 import pytest

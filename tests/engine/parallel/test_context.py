@@ -1,5 +1,3 @@
-"""Ring attention is the attention of one rank; each context rank has as much of it to compute."""
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Sharded experts train as in one process, under every ZeRO stage and with every other kind of parallelism."""
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple

@@ -1,14 +1,13 @@
-"""The tied embedding, the one weight that two pipeline stages share."""
-
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import MicroBatch
-from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.parallel.mesh import Axis, build_mesh
+from scaletrain_cli.engine.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
@@ -50,3 +49,12 @@ def test_a_tied_embedding_stays_one_weight_on_the_first_and_the_last_stage(preci
     (begun, first), (_, last) = on_ranks(2, _tied_weight_after_a_step, [f"training.precision={precision}", *scale])
     assert not torch.equal(begun, first)
     assert torch.equal(first, last)
+
+
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
+def test_a_sharded_layer_uses_the_linear_function_that_zero3_replaces(
+    layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = layer(nn.Linear(4, 4, bias=False), Axis(size=2, rank=0))
+    monkeypatch.setattr("torch.nn.functional.linear", lambda x, weight, bias=None: torch.full((1,), 7.0))
+    assert cut(torch.ones(1, 4)).item() == 7.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from tests.engine.parity.reference import Trained
 
 
@@ -22,6 +24,12 @@ class Difference:
 
 FP32 = Difference(loss=1e-5, norm=1e-4, weight=1e-5)
 BF16 = Difference(loss=2e-2, norm=float("inf"), weight=float("inf"))
+
+
+def assert_same(resumed: Trained, whole: Trained) -> None:
+    """Raise AssertionError unless two runs have the same losses, norms and weights to the bit."""
+    assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
+    assert all(torch.equal(resumed.weights[name], values) for name, values in whole.weights.items())
 
 
 def difference(layout: Trained, reference: Trained) -> Difference:

@@ -17,7 +17,7 @@ from scaletrain_cli.rundir.record import write_record
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.engine.model.adapted_models import ours
-from tests.engine.parity.comparison import difference
+from tests.engine.parity.comparison import assert_same, difference
 from tests.engine.parity.layouts import RankReport, train_in_layout, train_rank, whole_weights
 from tests.engine.parity.reference import Trained
 from tests.engine.parity.rows import Row
@@ -131,8 +131,7 @@ def test_an_interrupted_run_continues_bit_exactly(dataset: Path, tmp_path: Path)
     # Of the factors, B is 0 until after the first step, and until then A has no gradient and no moments.
     whole, resumed = train_in_layout(spec).trained, train_in_layout(spec, 3).trained
 
-    assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert_same(resumed, whole)
 
 
 def test_a_run_starts_from_an_adapter_of_peft(dataset: Path, tmp_path: Path) -> None:

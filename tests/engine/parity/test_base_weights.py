@@ -19,7 +19,7 @@ from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from tests.cli.command_line import scaletrain
-from tests.engine.parity.comparison import FP32, difference
+from tests.engine.parity.comparison import FP32, assert_same, difference
 from tests.engine.parity.layouts import train_in_layout
 from tests.engine.parity.reference import train_alone
 from tests.engine.parity.rows import STEPS, Row
@@ -72,8 +72,7 @@ def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
     whole = train_in_layout(spec_of(row, dataset, base, steps=steps)).trained
     shutil.rmtree(runs_root())
     resumed = train_in_layout(spec_of(row, dataset, base, steps=steps), 3).trained
-    assert resumed.losses == whole.losses
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert_same(resumed, whole)
 
     checkpoint, spec = newest()
     stored = {name for file in checkpoint.files if file.startswith("rank") for name in slices(checkpoint.path / file)}
@@ -91,10 +90,7 @@ def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
 
     run_id = checkpoint.path.parent.parent.name
     assert scaletrain("checkpoint", "verify", run_id).code == 0
-    file = sorted(base.glob("*.safetensors"))[0]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    file = change_a_file(base)
     ended = scaletrain("checkpoint", "verify", run_id)
     assert ended.code == 1
     assert f"{file.name} is not the file that was in" in ended.out
@@ -105,19 +101,21 @@ def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
         exported(checkpoint, spec, tmp_path / "again")
 
 
+def change_a_file(folder: Path) -> Path:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return file
+
+
 def slices(path: Path) -> list[str]:
     return list(ShardFile(path).header.slices)
 
 
 @pytest.mark.long
 def test_a_run_does_not_resume_on_other_weights(dataset: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def change_a_file() -> None:
-        file = sorted(base.glob("*.safetensors"))[0]
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-
     spec = spec_of(Row(0), dataset, base, steps=4)
     with pytest.raises(RanksFailedError, match="was trained on other weights than those in"):
-        train_in_layout(spec, 1, between=change_a_file)
+        train_in_layout(spec, 1, between=lambda: change_a_file(base))
     assert json.loads((base / "config.json").read_text())["model_type"] == "llama"

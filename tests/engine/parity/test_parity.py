@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.parity.comparison import BF16, FP32, Difference, difference
+from tests.engine.parity.comparison import BF16, FP32, Difference, assert_same, difference
 from tests.engine.parity.layouts import LayoutRun, stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import LOCAL_SGD, MUON, Row, families, features, grid, in_bf16, rings
@@ -46,42 +46,21 @@ RESUMED = [
 ]
 RESUMED += [pytest.param(NAMED[name], marks=pytest.mark.long) for name in _ALSO_RESUMED]
 ROWS = [*CUT, *FEATURES]
+IN_LONG = (
+    "zero1 tp2 pp2 sp2 ga4 dropout, zero2 dp2 offload optimizer, zero2 tp2 ga4 label smoothing, "
+    "zero3 dp2 tp2 olmo2, zero1 dp2 pp2 ga4 split, zero3 dp2 sp2 document mask, zero1 tp2 pp2 sp2 ga4 deepseek, "
+    "zero3 dp2 tp2 deepseek, zero1 tp2 pp2 sp2 ga4 muon, zero1 dp2 tp2 muon experts, zero1 dp2 tp2 muon gpt, "
+    "zero3 dp2 tp2 phi3 muon, zero3 dp4 tp2 local sgd, zero2 dp2 tp2 local sgd muon, zero3 cp4, zero2 dp2 sp2 cp2, "
+    "zero1 tp2 pp2 cp2 ga4 selective, zero2 dp2 cp2 groups of experts, zero2 dp2 sp2 cp2 deepseek, "
+    "zero3 dp4 groups of shards, zero2 dp2 cp2 groups of shards, zero3 tp2 cp2 muon, zero1 dp2 cp2 local sgd, "
+    "zero3 dp2 sp2 cp2 local sgd muon, zero3 dp4 second weights, zero3 dp4 ga2 full second weights"
+).split(", ")
 LONG = [
     EVERY_AXIS,
     Row(2, data=2, sequence=2, accumulation=4),
     Row(1, data=2, tensor=2, checkpointing="selective"),
-    NAMED["zero1 tp2 pp2 sp2 ga4 dropout"],
-    NAMED["zero2 dp2 offload optimizer"],
-    NAMED["zero2 tp2 ga4 label smoothing"],
-    NAMED["zero3 dp2 tp2 olmo2"],
-    NAMED["zero1 dp2 pp2 ga4 split"],
-    NAMED["zero3 dp2 sp2 document mask"],
-    *(row for row in NAMED.values() if "documents" in row.name),
-    *(
-        NAMED[name]
-        for name in (
-            "zero3 cp4",
-            "zero2 dp2 sp2 cp2",
-            "zero1 tp2 pp2 cp2 ga4 selective",
-            "zero2 dp2 cp2 groups of experts",
-            "zero2 dp2 sp2 cp2 deepseek",
-            "zero3 dp4 groups of shards",
-            "zero2 dp2 cp2 groups of shards",
-            "zero3 tp2 cp2 muon",
-            "zero1 dp2 cp2 local sgd",
-            "zero3 dp2 sp2 cp2 local sgd muon",
-            "zero3 dp4 second weights",
-            "zero3 dp4 ga2 full second weights",
-        )
-    ),
-    NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"],
-    NAMED["zero3 dp2 tp2 deepseek"],
-    NAMED["zero1 tp2 pp2 sp2 ga4 muon"],
-    NAMED["zero1 dp2 tp2 muon experts"],
-    NAMED["zero1 dp2 tp2 muon gpt"],
-    NAMED["zero3 dp2 tp2 phi3 muon"],
-    NAMED["zero3 dp4 tp2 local sgd"],
-    NAMED["zero2 dp2 tp2 local sgd muon"],
+    *(row for name, row in NAMED.items() if "documents" in name),
+    *(NAMED[name] for name in IN_LONG),
 ]
 rows = pytest.mark.parametrize(
     "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)], ids=lambda row: row.name
@@ -152,9 +131,7 @@ def test_a_layout_resumed_in_other_processes_continues_bit_exactly(row: Row, dat
     # Groups of local SGD synchronize at steps 3 and 6: each has weights of its own again, and all the outer momentum.
     after, steps = (4, 7) if LOCAL_SGD[0] in row.overrides else (1, STEPS)
     resumed, whole = train_in_layout(row.spec(dataset, steps), after).trained, undisturbed(row, steps).trained
-    assert resumed.losses == whole.losses
-    assert resumed.norms == whole.norms
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert_same(resumed, whole)
 
 
 def test_the_reference_clips_at_some_steps_and_not_at_others(dataset: Path, alone) -> None:

@@ -1,5 +1,3 @@
-"""The rule of the learning-rate range test on curves whose best rate is known."""
-
 import math
 import random
 from collections.abc import Callable

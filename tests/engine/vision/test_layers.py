@@ -1,5 +1,3 @@
-"""The layers of networks for images: every trained parameter is in one, and the names are those of the parts."""
-
 import math
 from collections.abc import Callable
 from typing import Any

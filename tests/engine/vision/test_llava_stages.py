@@ -1,5 +1,3 @@
-"""A LLaVA trains its projector first, then the language model too: from rows on disk, interrupted, and exported."""
-
 import json
 from pathlib import Path
 from typing import Any

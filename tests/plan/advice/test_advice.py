@@ -1,5 +1,3 @@
-"""Warnings appear only with a cause, and assumptions are those of the run."""
-
 from typing import Any
 
 from scaletrain_cli.plan import RunPlan, make_plan

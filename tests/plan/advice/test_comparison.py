@@ -1,5 +1,3 @@
-"""Plans side by side: names that distinguish runs, and reasons for runs that do not fit."""
-
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -40,13 +38,8 @@ def test_a_run_that_does_not_fit_has_a_reason_and_the_others_a_plan() -> None:
     assert odd.plan is None
     assert "layout.data_parallel = 3" in str(odd.reason)
     assert odd.to_json() == {
-        "name": "odd",
-        "feasible": False,
-        "reason": str(odd.reason),
-        "code": "plan.cluster-does-not-divide",
-        "params": ANY,
-        "plan": None,
-        "problems": ANY,
+        **{"name": "odd", "feasible": False, "reason": str(odd.reason), "code": "plan.cluster-does-not-divide"},
+        **{"params": ANY, "plan": None, "problems": ANY},
     }
     assert none_feasible([fits, odd]) is None
     error = none_feasible([too_large, odd])

@@ -1,5 +1,3 @@
-"""Demands of a plan on storage and on the readers of batches."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""The explanation agrees with the plan, and its questions are in the order in which a person decides."""
-
 import json
 from typing import Any
 

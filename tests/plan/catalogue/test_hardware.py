@@ -1,5 +1,3 @@
-"""The catalogue is complete, sourced, and plausible."""
-
 import json
 from pathlib import Path
 
@@ -98,11 +96,7 @@ def test_an_unknown_name_is_a_usage_error_with_the_nearest_one() -> None:
 
 def test_a_table_describes_an_accelerator_that_the_catalogue_lacks() -> None:
     table = {
-        "name": "mine",
-        "memory": "48GB",
-        "bf16_flops": 2e14,
-        "fp32_flops": 5e13,
-        "memory_bandwidth": "1TB/s",
+        **{"name": "mine", "memory": "48GB", "bf16_flops": 2e14, "fp32_flops": 5e13, "memory_bandwidth": "1TB/s"},
         "intra_node_bandwidth": "32GB/s",
     }
     device = find_accelerator(spec_of(cluster__gpu=table).cluster)

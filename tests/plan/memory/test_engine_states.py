@@ -1,5 +1,3 @@
-"""Model states of the engine: to the byte what four ranks hold, in every sharding of a model."""
-
 import warnings
 from typing import Any, NamedTuple
 

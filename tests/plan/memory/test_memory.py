@@ -1,5 +1,3 @@
-"""Peak memory: its parts, the fullest rank, and its dependence on the layout."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""The probability of running out of memory, and the verdict."""
-
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
 from scaletrain_cli.plan.memory.device_memory import comfortable_bytes, out_of_memory_probability, usable_bytes, verdict

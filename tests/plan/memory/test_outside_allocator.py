@@ -1,5 +1,3 @@
-"""Device memory beside the tensors: context and NCCL."""
-
 from typing import Any
 
 from scaletrain_cli.plan.axes import resolve_axes

@@ -1,5 +1,3 @@
-"""Checkpoint interval, goodput, grace period and cost."""
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Plans of every size of a range: the same batch, unusable sizes with their reason, and when a restart pays."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Runs simulated on recorded spot markets: cost, lost work and waiting; and files that are no trace."""
-
 import gzip
 import json
 import math

@@ -1,5 +1,3 @@
-"""Each setting that the engine cannot run is one problem with a remedy."""
-
 from typing import Any
 
 import pytest

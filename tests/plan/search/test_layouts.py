@@ -1,5 +1,3 @@
-"""Batch arithmetic and divisibility."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""The search finds what sizing every layout would find, its bounds hold, and every layout is counted."""
-
 import math
 import random
 from collections.abc import Sequence

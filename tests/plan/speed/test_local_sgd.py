@@ -1,5 +1,3 @@
-"""Local SGD in a plan: the network between groups is used once in some steps, and the plan says when that pays."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Attention within documents and windows: kernels that skip scores, kernels that take a mask, and what both cost."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Time, bytes and memory of Muon's orthogonalization in a plan."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Time of dpo: the pass that computes the reference, and logits that are computed again."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,9 @@ from tests.plan.specs import DATA_ALONE, spec_of
 
 PINNED: dict[str, Any] = {
     **DATA_ALONE,
-    "model__seq_len": 2048,
-    "model__weights": "/weights",
-    "layout__zero_stage": 2,
-    "layout__activation_checkpointing": "none",
-    "training__compile": False,
-    "training__global_batch_size": 64,
-    "training__micro_batch_size": 1,
-    "training__objective": "dpo",
-    "training__cross_entropy": "whole",
+    **{"model__seq_len": 2048, "model__weights": "/weights", "layout__zero_stage": 2},
+    **{"layout__activation_checkpointing": "none", "training__compile": False, "training__global_batch_size": 64},
+    **{"training__micro_batch_size": 1, "training__objective": "dpo", "training__cross_entropy": "whole"},
 }
 
 

@@ -1,5 +1,3 @@
-"""Memory, time and plan of vision networks."""
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Model states and activations of vision networks: what ranks of the engine hold is what is planned."""
-
 import warnings
 from typing import Any, NamedTuple
 

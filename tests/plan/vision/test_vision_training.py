@@ -1,5 +1,3 @@
-"""Plans of what the engine trains: frozen parts and stages, GradCache, BatchNorm, LLaVA, and the image loader."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""The samples of a run are in a fixed random order of each split, whatever the order of the files is."""
-
 import dataclasses
 import pickle
 from collections import Counter

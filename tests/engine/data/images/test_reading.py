@@ -1,5 +1,3 @@
-"""The images of a batch, and their changes, depend on the seed and on numbers, and on nothing that reads them."""
-
 import gc
 import pickle
 import weakref

@@ -1,5 +1,3 @@
-"""Several sources of images in one run: their order, classes, labels, and the loss of each."""
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
