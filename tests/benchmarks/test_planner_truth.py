@@ -280,7 +280,7 @@ def test_a_program_that_keeps_its_output_holds_the_logits_too(tmp_path: Path) ->
     assert keeps.memory.logits - plain.memory.logits == 8 * 4096 * 32000 * 4
 
 
-def test_a_program_without_memory_efficient_linear_keeps_the_weights_of_blocks_that_are_not_recomputed(
+def test_a_program_without_memory_efficient_linear_keeps_weights_of_blocks_not_recomputed(
     tmp_path: Path,
 ) -> None:
     rows = [DEEPSPEED | {"mbs": "2", "set": "chenyaofo-deepspeed", "act_recompute": mode} for mode in ("none", "full")]

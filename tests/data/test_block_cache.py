@@ -8,9 +8,7 @@ from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.safe_files import locked
 
 
-def test_a_block_is_read_although_a_stopped_process_holds_all_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_read_while_a_stopped_process_holds_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_cache, "_LOCK_SECONDS", 0.0)
     cache = BlockCache(tmp_path / "cache", 1000)
     cache.require_usable(create=True)

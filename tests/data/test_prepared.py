@@ -116,9 +116,7 @@ def test_a_file_that_is_renamed_is_read_as_what_its_name_says(tokenizer: Path, t
     assert prepare_data(spec, runs, 1, ignore)["source"] == found
 
 
-def test_a_changed_mixture_keeps_the_tokenizer_and_the_datasets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_mixture_keeps_tokenizer_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained, "MOST_CHARACTERS", 8000)
     for name, start in (("web", 0), ("books", 500)):
         (tmp_path / f"{name}.jsonl").write_bytes(texts(100, start))
@@ -190,9 +188,7 @@ def test_relative_paths_are_below_the_given_folder(tokenizer: Path, tmp_path: Pa
         (["a.ndjson", "b.text", "README.md"], "auto", ["a.ndjson", "b.text"]),
     ],
 )
-def test_the_files_of_a_folder_are_chosen_by_format(
-    names: list[str], named: str, chosen: list[str], tmp_path: Path
-) -> None:
+def test_the_format_chooses_files_of_a_folder(names: list[str], named: str, chosen: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b"x")
     found = find_text(str(tmp_path), named=named)
@@ -208,9 +204,7 @@ def test_a_path_with_a_format_is_read_whatever_its_name(tmp_path: Path) -> None:
         source_files(SourceSpec(name="x", path="rows.json"), tmp_path, "data.sources.1.path")
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_turned_off_and_its_content_counts(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_truncation_and_padding_of_a_tokenizer_are_off_and_its_content_counts(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "web.jsonl").write_bytes(texts(40))
     spec = data(tokenizer, source=str(tmp_path / "web.jsonl"))
     whole = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
@@ -290,9 +284,7 @@ def test_the_progress_names_the_steps_that_a_stage_applies(tokenizer: Path, tmp_
     assert {"tokenize web (after identifiers)", "tokenize code"} <= stages.keys()
 
 
-def test_a_corpus_that_was_renamed_is_prepared_with_other_settings_and_reported_at_its_new_place(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_a_renamed_corpus_is_prepared_with_other_settings_at_its_new_place(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     for number in range(2):
         rows = texts(20, 20 * number) + b"{\n" + texts(3) + json.dumps({"text": f"short {number}"}).encode()
@@ -314,9 +306,7 @@ def test_a_corpus_that_was_renamed_is_prepared_with_other_settings_and_reported_
     }
 
 
-def test_of_two_equal_sources_the_first_keeps_all_documents_and_the_second_none(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_of_two_equal_sources_the_first_keeps_all_documents_the_second_none(tokenizer: Path, tmp_path: Path) -> None:
     for name in ("web", "copy"):
         (tmp_path / f"{name}.jsonl").write_bytes(texts(40))
     sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "copy")]

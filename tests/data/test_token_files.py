@@ -94,9 +94,7 @@ def _other_hashes(path: Path) -> None:
         ("000000/train.bin.blake2b", Path.unlink),
     ],
 )
-def test_a_damaged_shard_is_named_when_the_source_is_opened(
-    dataset: Path, name: str, damage: Callable[[Path], object]
-) -> None:
+def test_a_damaged_shard_is_named_at_opening(dataset: Path, name: str, damage: Callable[[Path], object]) -> None:
     damage(dataset / name)
     with pytest.raises(CorruptDataError, match=name.split("/")[0]):
         open_source(dataset)

@@ -57,9 +57,7 @@ def test_ranks_without_gpus_are_spread_over_the_nodes() -> None:
     assert spread(3, [0, 1]) == [0, 0, 1]
 
 
-def test_a_rank_is_bound_only_on_machines_with_several_numa_nodes_and_unless_turned_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_bound_with_several_numa_nodes_unless_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[frozenset[int]] = []
     monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: set(ALL))
     monkeypatch.setattr(numa.os, "sched_setaffinity", lambda _, cores: bound.append(cores))

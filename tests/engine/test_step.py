@@ -157,9 +157,7 @@ def _losses_of_rows() -> tuple[list[float], float, float, float]:
     ],
     ids=["replicas", "ZeRO-3 in chunks", "tensor in chunks", "sequence"],
 )
-def test_each_source_has_the_mean_loss_of_its_labels_and_training_is_the_same(
-    keys: tuple[str, ...], chunk: int | None
-) -> None:
+def test_sources_have_the_mean_loss_of_their_labels_and_train_alike(keys: tuple[str, ...], chunk: int | None) -> None:
     ((rows, loss, norm, following),) = on_ranks(1, _losses_of_rows)
     counts = [16, 13, 16, 16]
     books = sum(rows[row] * counts[row] for row in (0, 2, 3)) / 48

@@ -15,9 +15,7 @@ from tests.plan.specs import spec_of
 HEADING = "An accelerator"
 
 
-def test_an_accelerator_described_for_a_cluster_is_planned_without_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_described_accelerator_is_planned_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = write_files("extending.md", HEADING, tmp_path)
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(written["clusters.yaml"]))
     plan = scaletrain("plan", written["run.yaml"], "--cluster", "lab", "--json").data

@@ -10,7 +10,7 @@ from tests.forked import scaletrain
 
 
 @pytest.mark.long
-def test_a_run_trains_with_an_optimizer_of_another_package_and_takes_the_memory_that_was_planned(
+def test_a_run_trains_with_an_optimizer_of_another_package_in_the_planned_memory(
     tmp_path: Path,
 ) -> None:
     cli = Cli(tmp_path, "An optimizer")

@@ -123,9 +123,7 @@ def test_a_repository_that_cannot_be_read_is_refused_before_anything_is_created(
     assert "hf_" not in (ended.out + ended.err).replace("hf_config", "")
 
 
-def test_a_gated_model_needs_a_token_on_the_nodes_that_fetch_it(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gated_model_needs_a_token_on_its_nodes(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.tokens |= {"hf_accepted"}
     monkeypatch.setenv("HF_TOKEN", "hf_accepted")
     tiny.publish(hub, gated=True)
@@ -176,9 +174,7 @@ def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> 
         assert expected in refused(tmp_path, setting, verb="validate")
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named_with_its_command(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.publish(hub)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     shown = refused(tmp_path)
@@ -253,9 +249,7 @@ def test_pods_fetch_to_a_volume_of_their_own_unless_env_names_another_place(hub:
 
 
 @pytest.mark.usefixtures("fetched_here")
-def test_every_verb_works_offline_with_a_complete_cache(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_verb_works_offline_with_a_full_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.publish(hub)
     spec = load_spec(tiny.write_spec(tmp_path))
     for section in ("model", "data"):
@@ -286,9 +280,7 @@ def test_the_endpoint_in_env_is_used_by_every_verb_as_on_the_nodes(
     assert len(resolve_commits(spec, os.environ)) == 2
 
 
-def test_offline_mode_in_env_lets_no_verb_send_a_request(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_in_env_lets_no_verb_send_a_request(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache in env is used here, too, if its folder exists here."""
     tiny.publish(hub)
     (tmp_path / "shared").mkdir()
@@ -307,9 +299,7 @@ def test_offline_mode_in_env_lets_no_verb_send_a_request(
 
 
 @pytest.mark.parametrize("of_nodes", ["HF_HUB_OFFLINE: '1'", "HF_ENDPOINT: 'http://127.0.0.1:9'"])
-def test_a_cache_or_a_mirror_that_only_the_nodes_see_is_a_note_and_a_full_commit_hash_needs_no_request(
-    hub: Hub, tmp_path: Path, of_nodes: str
-) -> None:
+def test_what_only_nodes_see_is_a_note_and_a_full_commit_asks_nobody(hub: Hub, tmp_path: Path, of_nodes: str) -> None:
     model, _ = tiny.publish(hub)
     sets = [
         "model.hf_config=null",
@@ -328,17 +318,13 @@ def test_a_cache_or_a_mirror_that_only_the_nodes_see_is_a_note_and_a_full_commit
 
 
 @pytest.mark.long
-def test_a_model_is_planned_by_its_name_from_the_endpoint_in_env(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_planned_from_the_endpoint_in_env(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.publish(hub)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert scaletrain("plan", f"hf://{tiny.MODEL}", "--set", f"env.HF_ENDPOINT={hub.url}").code == 0
 
 
-def test_without_the_library_a_pinned_listing_in_the_cache_gives_the_error_of_the_extra(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_the_extra_is_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = tiny.publish(hub)
     sets = tuple(
         f"{key}=hf://{tiny.MODEL}@{model}" for key in ("model.hf_config", "model.weights", "data.tokenizer.path")
@@ -420,9 +406,7 @@ def test_a_model_by_name_is_read_as_for_a_run_by_the_scheduler(hub: Hub, tmp_pat
     assert (tmp_path / "none").exists()
 
 
-def test_a_silent_mirror_is_asked_once_for_each_repository(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_mirror_is_asked_once_a_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The repository of the model is named by two keys, and the notes look at it once more."""
     asked: list[str] = []
 

@@ -170,9 +170,7 @@ def test_files_that_another_program_has_fetched_are_complete_without_a_request(
     assert not hub.log
 
 
-def test_offline_needs_a_complete_cache_and_names_what_is_missing(
-    hub: Hub, commit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_needs_a_full_cache_and_names_the_rest(hub: Hub, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_here(commit)
     forget()
     hub.log.clear()
@@ -189,9 +187,7 @@ def test_offline_needs_a_complete_cache_and_names_what_is_missing(
 
 
 @pytest.mark.long
-def test_a_partial_snapshot_of_another_program_is_not_accepted_offline(
-    commit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_snapshot_of_another_program_is_refused_offline(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=sys.argv[2:])"
     some = ("config.json", "model.safetensors.index.json", SHARDS[0])
     subprocess.check_call([sys.executable, "-c", script, tiny.MODEL, *some])
@@ -351,9 +347,7 @@ def test_the_lock_of_a_process_that_is_stopped_blocks_for_a_limited_time(commit:
             process.kill()
 
 
-def test_a_process_that_dies_in_the_fetch_is_an_error_that_may_be_retried(
-    commit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_in_the_fetch_is_an_error_to_retry(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(FetchError, match="ended with 1"):
         run_fetch(commit)

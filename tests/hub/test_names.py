@@ -68,9 +68,7 @@ def test_the_plan_by_name_is_that_of_the_spec_that_init_writes(llama: Hub, tmp_p
     assert by_file == by_name
 
 
-def test_init_names_the_token_of_a_gated_model_and_keeps_a_given_revision(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_names_the_token_of_a_gated_model_and_keeps_a_revision(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_accepted")
     hub.tokens |= {"hf_accepted"}
     commit = hub.add("meta/gated", {"config.json": json.dumps(LLAMA).encode()}, gated=True)

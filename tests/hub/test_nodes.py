@@ -118,9 +118,7 @@ def test_a_signal_ends_the_fetch_and_the_next_attempt_starts_the_ranks(
     assert (snapshot / SHARDS[0]).read_bytes() == dict(tiny.shards())[SHARDS[0]]
 
 
-def test_a_signal_after_another_node_has_started_its_ranks_reaches_the_ranks(
-    make: MakeHubRun, start: StartAgent, tmp_path: Path
-) -> None:
+def test_a_signal_after_another_node_started_reaches_ranks(make: MakeHubRun, start: StartAgent, tmp_path: Path) -> None:
     """This node does not see yet that the other one is ready; without it, the ranks there would wait for its ranks."""
     made = make(nodes=2, stay={"1:0": 1, "1:1": 1})  # its own ranks would finish before a signal that is late
     late, other = start(made, "shared", 0, late="fetching"), start(made, "shared", 1)
@@ -211,9 +209,7 @@ def test_a_refusal_ends_the_attempt_with_its_reason_and_without_a_rank(
     assert not agent.ranks
 
 
-def test_a_cache_that_env_names_and_no_node_can_write_ends_the_run(
-    hub: Hub, make: MakeHubRun, start: StartAgent, tmp_path: Path
-) -> None:
+def test_an_unwritable_cache_in_env_ends_the_run(hub: Hub, make: MakeHubRun, start: StartAgent, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = make(1, f"env={{HF_HOME: {tmp_path}/file/hf}}")
     agent = start(made, "node")

@@ -35,9 +35,7 @@ def losses(run: RunDir) -> list[Any]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_a_run_from_the_hub_trains_as_from_local_files_offline_and_after_the_branch_has_moved(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_run_from_the_hub_trains_as_from_local_files_offline_after_the_branch_moved(hub: Hub, tmp_path: Path) -> None:
     model, _ = tiny.publish(hub)
     runs = tmp_path / "runs"
     spec = str(tiny.write_spec(tmp_path))

@@ -174,9 +174,7 @@ def start_from_scratch(mirrored: MirroredRun) -> None:
     record_event(mirrored.run, "from-scratch")
 
 
-def test_after_a_start_from_scratch_the_mirror_has_the_new_checkpoints(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_after_a_start_from_scratch_the_mirror_has_new_checkpoints(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(str(tmp_path / "disk"), "checkpoint.mirror.keep=2")
     mirror = made.mirror_of(4000, 5000)
     start_from_scratch(made)
@@ -192,9 +190,7 @@ def test_after_a_start_from_scratch_the_mirror_has_the_new_checkpoints(
     assert mirror.state.step == 300
 
 
-def test_a_step_that_is_saved_again_after_a_start_from_scratch_is_valid(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_a_step_saved_again_after_a_start_from_scratch_is_valid(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(str(tmp_path / "disk"))
     made.mirror_of(10)
     start_from_scratch(made)
@@ -208,9 +204,7 @@ def test_a_step_that_is_saved_again_after_a_start_from_scratch_is_valid(
 
 
 @pytest.mark.parametrize("setting", ["every=1000", "keep=1"])
-def test_after_a_rollback_the_mirror_has_the_checkpoints_that_follow(
-    make_mirrored: MakeMirrored, tmp_path: Path, setting: str
-) -> None:
+def test_the_mirror_follows_a_rollback(make_mirrored: MakeMirrored, tmp_path: Path, setting: str) -> None:
     made = make_mirrored(str(tmp_path / "disk"), f"checkpoint.mirror.{setting}")
     mirror = made.mirror_of(4000, 5000)
     made.commit(3900)
@@ -291,9 +285,7 @@ def test_no_more_bytes_per_second_than_allowed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.long
-def test_what_a_large_file_has_in_the_store_is_verified_without_reading_it(
-    s3: FaultyProxy, make_mirrored: MakeMirrored
-) -> None:
+def test_what_a_large_file_has_in_the_store_is_verified_unread(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
     made = make_mirrored()
     made.commit(10, (2 * _PART + 77, 2 * _PART, 100))
     assert made.mirror().look()
@@ -303,9 +295,7 @@ def test_what_a_large_file_has_in_the_store_is_verified_without_reading_it(
 
 
 @pytest.mark.parametrize("size", [20_000, _PART + 5])
-def test_bytes_that_change_on_the_way_are_found_and_sent_again(
-    s3: FaultyProxy, make_mirrored: MakeMirrored, size: int
-) -> None:
+def test_bytes_changed_on_the_way_are_found_and_sent(s3: FaultyProxy, make_mirrored: MakeMirrored, size: int) -> None:
     made, faults = make_mirrored(), iter(["changed-upload"])
     s3.fault = lambda request: next(faults, None) if request.method == "PUT" and "rank-" in request.path else None
     made.commit(10, (size,))
@@ -354,9 +344,7 @@ def test_faults_that_pass_are_repeated(s3: FaultyProxy, make_mirrored: MakeMirro
     assert made.events("mirror-failed") == []
 
 
-def test_without_rights_the_run_has_an_event_and_goes_on_when_they_are_back(
-    s3: FaultyProxy, make_mirrored: MakeMirrored
-) -> None:
+def test_without_rights_the_run_has_an_event_until_they_are_back(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
     made = make_mirrored()
     made.commit(10)
     s3.fault = lambda request: "denied" if request.method == "PUT" else None
@@ -402,7 +390,7 @@ def test_the_verb_uses_the_store_that_the_env_of_the_spec_names(
     assert mirror_now(made.run, replace(made.record, spec=spec)).steps == [10]
 
 
-def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_where_they_come_back(
+def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_back(
     tmp_path: Path,
 ) -> None:
     run, store = RunDir(tmp_path / "run"), FolderStore(tmp_path / "mirror")

@@ -78,9 +78,7 @@ def test_a_run_that_may_be_active_is_moved_only_with_take_over(mirrored: Mirrore
     assert owned(run) == (2, 20)
 
 
-def test_the_place_before_stops_and_its_late_checkpoints_are_never_restored(
-    mirrored: MirroredRun, tmp_path: Path
-) -> None:
+def test_the_place_before_stops_and_late_checkpoints_are_never_restored(mirrored: MirroredRun, tmp_path: Path) -> None:
     old = mirrored.mirror()
     old.look()
     second = move(mirrored, tmp_path / "second", take_over=True)
@@ -354,9 +352,7 @@ def test_an_address_that_cannot_be_a_mirror_is_refused(tmp_path: Path) -> None:
         find_to_move("https://host/bucket", "moving", root=tmp_path / "second")
 
 
-def test_the_settings_of_the_new_place_are_written_before_the_claim(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_the_settings_of_the_new_place_are_written_before_a_claim(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(str(tmp_path / "other-disk"))
     made.mirror_of(10)
     shutil.copytree(tmp_path / "other-disk", tmp_path / "copy")
@@ -393,9 +389,7 @@ def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(tmp_path / "clusters.yaml"))
 
 
-def test_a_run_is_planned_for_another_cluster_and_back(
-    clusters: None, make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_a_run_is_planned_for_a_cluster_and_back(clusters: None, make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(str(tmp_path / "other-disk"))
     there = replan(made.run, cluster_overrides(made.run, "slurm-site"))
     cluster = there.spec.cluster
@@ -410,9 +404,7 @@ def test_a_run_is_planned_for_another_cluster_and_back(
         cluster_overrides(made.run, "elsewhere")
 
 
-def test_paths_of_data_may_change_for_a_run_that_moves_and_for_no_other(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_paths_of_data_may_change_for_a_run_that_moves_only(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     made = make_mirrored(str(tmp_path / "other-disk"))
     made.commit(10)
     with pytest.raises(UsageError, match="would no longer be the same run"):
@@ -423,9 +415,7 @@ def test_paths_of_data_may_change_for_a_run_that_moves_and_for_no_other(
         replan(made.run, ["data.source=/elsewhere/text.txt", "training.seed=7"], moving=True)
 
 
-def test_rows_for_validation_may_have_another_path_in_a_run_that_moves_and_in_no_other(
-    make_mirrored: MakeMirrored, tmp_path: Path
-) -> None:
+def test_rows_for_validation_may_have_another_path_if_a_run_moves(make_mirrored: MakeMirrored, tmp_path: Path) -> None:
     tokenizer = "data.tokenizer={kind: file, path: tokenizer.json}"
     sources = "[{name: a, path: a.jsonl, weight: 1, validation_path: v.jsonl}, {name: b, path: b.jsonl, weight: 1}]"
     for run_id, data, key in (

@@ -59,9 +59,7 @@ def test_tensor_ranks_shard_b_of_sharded_outputs_and_a_of_sharded_inputs() -> No
         ({"targets": ["q_proj"], "dora": True, "dropout": 0.1, "rank": 3}, None, None),
     ],
 )
-def test_settings_that_a_model_does_not_support_are_refused(
-    settings: dict[str, Any], key: str | None, code: str | None
-) -> None:
+def test_settings_that_a_model_lacks_are_refused(settings: dict[str, Any], key: str | None, code: str | None) -> None:
     expected = [] if key is None else [(f"model.adapter.{key}", code)]
 
     assert [(rule.key, rule.code) for rule in adapter_rules(model(experts=4, **settings))] == expected

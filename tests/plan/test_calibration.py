@@ -79,9 +79,7 @@ def test_a_plan_of_a_measured_run_has_its_measured_step_time(spec: RunSpec, plan
         {"parameters": 10**6, "workload": "another"},
     ],
 )
-def test_measurements_of_other_hardware_or_work_do_not_apply(
-    changes: dict[str, object], spec: RunSpec, plan: RunPlan
-) -> None:
+def test_measurements_of_other_runs_do_not_apply(changes: dict[str, object], spec: RunSpec, plan: RunPlan) -> None:
     other = measurement_of(spec, 2.0, plan, **changes)
     assert find_calibration(spec, plan.model, plan.layout, [other], "this") is None
 

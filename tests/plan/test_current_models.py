@@ -172,9 +172,7 @@ def attended(model: ModelSpec, layer: int) -> int:
         ("llama-3.2-1b", {}),
     ],
 )
-def test_attention_flops_are_those_of_the_pairs_of_tokens_in_windows_and_chunks(
-    preset: str, setting: dict[str, Any]
-) -> None:
+def test_attention_flops_are_those_of_the_pairs_in_windows_and_chunks(preset: str, setting: dict[str, Any]) -> None:
     model = model_of(preset, seq_len=512, **setting)
     pairs = sum(attended(model, layer) for layer in range(model.num_hidden_layers))
     per_pair = 2 * model.num_attention_heads * (model.qk_head_dim + model.value_head_dim)

@@ -85,9 +85,7 @@ def test_a_file_that_the_ranks_do_not_read_has_an_unknown_size(tmp_path: Path) -
     assert data_size(spec(tmp_path, source, "cluster.scheduler=slurm", image % tmp_path)) is not None
 
 
-def test_a_relative_source_is_that_of_the_working_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_source_is_that_of_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in (("here", 20), ("there", 30)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_text(ROW * rows)

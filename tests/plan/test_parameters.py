@@ -173,9 +173,7 @@ def test_stages_begin_where_the_trained_set_changes_and_phases_where_a_setting_d
         (MIXTURE, [{"match": "*.experts.0.*"}], "do not train alike at model.layers.1.mlp.experts.1.gate_proj.weight"),
     ],
 )
-def test_what_does_not_fit_the_model_is_an_error_of_the_plan(
-    model: ModelSpec, groups: list[dict[str, Any]], message: str
-) -> None:
+def test_what_does_not_fit_the_model_is_an_error(model: ModelSpec, groups: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         make_plan(run_of(model, *groups))
     assert message in str(caught.value)

@@ -129,9 +129,7 @@ def test_an_empty_clusters_file_has_no_clusters(text: str, tmp_path: Path) -> No
     assert load(tmp_path, "cluster.nodes=1").cluster.scheduler == "local"
 
 
-def test_the_environment_overrides_the_runs_root_of_the_clusters_file(
-    configured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_env_overrides_the_runs_root_of_the_clusters_file(configured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs_root() != Path.home() / "shared" / "runs"
     monkeypatch.delenv("SCALETRAIN_RUNS")
     assert runs_root() == Path.home() / "shared" / "runs"

@@ -406,9 +406,7 @@ def test_wrong_values_in_a_config_json_are_reported_at_the_model(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("scaling", "differs"), [("dynamic", True), ("linear", False)])
-def test_another_longest_context_is_a_difference_where_rotary_frequencies_follow_from_it(
-    scaling: str, differs: bool, tmp_path: Path
-) -> None:
+def test_another_context_differs_where_frequencies_follow_it(scaling: str, differs: bool, tmp_path: Path) -> None:
     dims = {
         **{"family": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 512, "seq_len": 64},

@@ -230,9 +230,7 @@ def test_a_tracker_whose_report_fails_is_off_without_an_error_in_training(tmp_pa
     assert not one.one._thread.is_alive()
 
 
-def test_the_findings_of_the_last_diagnosis_come_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_findings_of_the_last_diagnosis_come_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def events() -> list[str]:
         return [call[1] for call in Recorder.calls if call[0] == "event"]
 

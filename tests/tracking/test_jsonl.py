@@ -52,9 +52,7 @@ def test_a_slow_file_system_delays_a_flush_and_no_step(tmp_path: Path) -> None:
     assert writes == [1, 29], "lines that arrive during a write go with the next one"
 
 
-def test_lines_of_short_steps_are_written_together_and_a_flush_does_not_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_steps_share_a_write_and_a_flush_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.tracking.jsonl._SECONDS_BETWEEN_WRITES", 3600.0)
     writes, first = list[int](), threading.Event()
 

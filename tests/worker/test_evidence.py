@@ -189,9 +189,7 @@ def test_without_a_memory_cgroup_the_oom_kills_of_the_machine_count(tmp_path: Pa
     assert memory_kills(tmp_path / "nothing") is None
 
 
-def test_the_agent_reports_a_rank_that_the_kernel_killed_for_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agent_reports_a_rank_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = iter([5, 6, 6])
     monkeypatch.setattr("scaletrain_cli.launch.node.watch.memory_kills", lambda: next(kills))
     diagnosis = ExitDiagnosis()

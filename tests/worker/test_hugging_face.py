@@ -119,7 +119,7 @@ def test_a_preempted_training_resumes_from_the_latest_valid_checkpoint_with_the_
     assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} <= committed[-1].files.keys()
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
     run = made_run("nan")
     callback = callback_of(run)
     trainer = trainer_of(callback, tmp_path, logging_steps=100)  # noticed at the save, not by the log
@@ -143,9 +143,7 @@ class Slow(list[Any]):
         return super().__getitem__(place)
 
 
-def test_each_rank_sends_its_step_times_its_waits_for_data_and_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_sends_step_times_waits_for_data_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, writes = os.pipe2(os.O_NONBLOCK)
     monkeypatch.setenv(HEARTBEAT_VARIABLE, str(writes))
     run = made_run("measured", "telemetry.interval=0.1s")
@@ -197,9 +195,7 @@ def test_a_requested_checkpoint_is_saved_once(tmp_path: Path, monkeypatch: pytes
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_arguments_that_contradict_the_checkpoints_of_a_run_are_refused(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_arguments_that_contradict_checkpoints_of_a_run_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     callback = callback_of(made_run("refused"))
     with pytest.raises(UsageError, match=f"TrainingArguments.{next(iter(settings))} = True") as raised:
         callback.train(trainer_of(callback, tmp_path, **settings))

@@ -99,9 +99,7 @@ def losses(run: RunDir) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run) if "loss" in line]
 
 
-def test_a_preempted_training_resumes_within_the_epoch_with_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preempted_training_resumes_with_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, run = made_run("undisturbed"), made_run("preempted")
     adapter = adapter_of(undisturbed, monkeypatch)
     assert adapter.fit(trainer_of(adapter, tmp_path), Line(), Batches(), Batches()) is ExitCode.DONE
@@ -125,9 +123,7 @@ def test_a_preempted_training_resumes_within_the_epoch_with_the_same_losses(
     assert [event["event"] for event in read_events(run)].count("finished") == 1
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_nan_stops_the_run_before_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run("nan")
     adapter = adapter_of(run, monkeypatch)
     with pytest.raises(NotFiniteError, match="step 8: the loss is NaN or infinite"):
@@ -135,9 +131,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(
     assert [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)] == [5]
 
 
-def test_step_times_and_waits_for_data_are_recorded_with_accumulated_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_and_waits_are_recorded_with_accumulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Batches):
         def __iter__(self) -> Any:
             for batch in super().__iter__():

@@ -120,9 +120,7 @@ def test_the_report_counts_what_was_removed(reference: Corpus) -> None:
     assert similarities <= {0.8, 0.9, 1.0}
 
 
-def test_order_of_jobs_and_memory_do_not_change_a_byte(
-    reference: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_and_memory_change_no_byte(reference: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = Corpus(tmp_path, SOURCES, Settings(), SMALL_MEMORY)
     generator = random.Random(0)
     for phase in PHASES:
@@ -241,9 +239,7 @@ def template(number: int, own_words: int) -> str:
     return " ".join(words)
 
 
-def test_pairs_are_found_among_many_documents_that_are_just_not_similar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_are_found_among_many_documents_just_not_similar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "SMALL_BUCKET", 4)
     documents = 100
     pages = [template(number, 4) for number in range(documents)]

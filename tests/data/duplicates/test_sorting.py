@@ -11,9 +11,7 @@ from scaletrain_cli.errors import UsageError
 
 
 @pytest.mark.parametrize("values", [1 << 60, 50, 1], ids=["distinct", "repeated", "all the same"])
-def test_rows_beyond_the_limit_come_sorted_from_disk(
-    tmp_path: Path, values: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_above_a_limit_come_sorted_from_disk(tmp_path: Path, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorting, "_LEAST_BLOCK", 16)  # several passes of merges
     monkeypatch.setattr(sorting, "_MOST_ROWS", 100)
     rows = np.random.default_rng(0).integers(0, values, size=(6_000, 3), dtype=np.uint64)

@@ -50,9 +50,7 @@ def test_damaged_exif_data_do_not_make_an_image_bad() -> None:
 
 @pytest.mark.parametrize(("format", "options"), [("JPEG", {"quality": 90}), ("WEBP", {}), ("BMP", {}), ("GIF", {})])
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
-def test_pixels_are_those_of_pillow_in_every_format(
-    format: str, options: dict[str, Any], channels: int, mode: str
-) -> None:
+def test_pixels_are_pillows_in_every_format(format: str, options: dict[str, Any], channels: int, mode: str) -> None:
     content = file_of(Image.fromarray(noise(40, 60)), format, **options)
     found = decode(content, "a", channels)
     assert found.mode == mode

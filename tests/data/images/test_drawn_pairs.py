@@ -35,9 +35,7 @@ def test_a_second_call_writes_the_same_bytes_and_removes_nothing(drawn: ModuleTy
     assert other in before
 
 
-def test_the_tokenizer_has_the_special_tokens_of_clip_and_reads_captions_back(
-    drawn: ModuleType, tmp_path: Path
-) -> None:
+def test_the_tokenizer_has_special_tokens_of_clip_and_reads_captions_back(drawn: ModuleType, tmp_path: Path) -> None:
     drawn.write_tokenizer(tmp_path, CAPTIONS)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert [tokenizer.id_to_token(number) for number in (0, 1)] == [drawn.START, drawn.END]

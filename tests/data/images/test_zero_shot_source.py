@@ -55,9 +55,7 @@ def problems(run: RunSpec, folder: Path) -> list[str]:
         (("train/a/1.png", "train/b/1.png", "test/a/3.png", "test/b/3.png"), ["a/3.png", "b/3.png"]),
     ],
 )
-def test_images_of_a_split_that_is_held_out_are_indexed_alone(
-    names: tuple[str, ...], read: list[str], tmp_path: Path
-) -> None:
+def test_images_of_a_held_out_split_are_indexed_alone(names: tuple[str, ...], read: list[str], tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", 1, 20)
     write_folder(tmp_path / "pictures", names)
     run, runs = spec(tmp_path, source(tmp_path / "pictures")), tmp_path / "runs"
@@ -162,9 +160,7 @@ def test_folders_have_the_names_that_equal_theirs_up_to_case(tmp_path: Path) -> 
     ("names", "labels"),
     [(("Red-Dog", "Cat"), {"cat": 1, "red_dog": 0}), (("goldfish", "shark"), {"cat": 0, "red_dog": 1})],
 )
-def test_a_file_names_classes_of_training_in_the_same_way(
-    names: tuple[str, ...], labels: dict[str, int], tmp_path: Path
-) -> None:
+def test_a_file_names_classes_of_training_alike(names: tuple[str, ...], labels: dict[str, int], tmp_path: Path) -> None:
     write_folder(tmp_path / "pictures", ("cat/1.png", "red_dog/1.png"))
     settings = ImageSettings(class_names=names, validation_share=0.0)
     found = open_images(index(tmp_path / "pictures", tmp_path / "runs", settings))["train"]

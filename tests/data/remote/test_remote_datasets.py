@@ -257,9 +257,7 @@ def test_a_damaged_block_in_the_cache_is_fetched_again(
     assert block.stat().st_size == BLOCK_BYTES
 
 
-def test_data_that_are_replaced_or_removed_under_a_run_are_named(
-    s3: FaultyProxy, prepared: Path, attached: Path, tmp_path: Path
-) -> None:
+def test_data_replaced_or_removed_are_named(s3: FaultyProxy, prepared: Path, attached: Path, tmp_path: Path) -> None:
     tokens = opened(attached, BlockCache(tmp_path / "cache", 1 << 30))["train"].tokens
     content = (prepared / "000000" / "train.bin").read_bytes()
     places.write_file(f"{ROOT}/c0ffee/000000/train.bin", content[::-1])

@@ -135,9 +135,7 @@ def megatron(folder: Path, documents: list[list[list[int]]], code: int, dtype: s
 
 @pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4"), (5, "<i8"), (1, "u1")])
 @pytest.mark.parametrize("part_bytes", [1 << 30, 8])
-def test_megatron_sets_give_the_tokens_that_were_written(
-    code: int, dtype: str, part_bytes: int, tmp_path: Path
-) -> None:
+def test_megatron_sets_give_the_written_tokens(code: int, dtype: str, part_bytes: int, tmp_path: Path) -> None:
     documents = [[[1, 2, 3]], [[4], [5, 6]], [], [[7, 8, 9, 10, 11]], [[12]]]
     index = megatron(tmp_path, documents, code, dtype)
     for path in (index, index.with_suffix(".bin")):
@@ -233,18 +231,14 @@ def test_bad_input_is_named_with_its_place_and_the_documents_around_it_are_read(
         (".bin", _cut, "size-differs"),
     ],
 )
-def test_damaged_megatron_sets_are_named(
-    suffix: str, change: Callable[[bytes], bytes], code: str, tmp_path: Path
-) -> None:
+def test_bad_megatron_sets_are_named(suffix: str, change: Callable[[bytes], bytes], code: str, tmp_path: Path) -> None:
     (bad,) = read(_megatron_bytes(tmp_path, change, suffix))
     assert bad.reason.code == f"sources.{code}"
     assert str(bad.reason)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.py"])
-def test_a_very_long_line_is_skipped_without_being_held_in_memory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_very_long_line_is_skipped_and_never_held(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_DOCUMENT_BYTES", 1000)
     rows = ["before", "x" * 5_000_000, "after"]
     (tmp_path / name).write_bytes(jsonl(rows) if name == "a.jsonl" else "\n".join(rows).encode())

@@ -111,9 +111,7 @@ def test_sentences_end_before_whitespace_and_no_small_letter(line: str, count: i
         ("max_newlines_per_word", 0.5, "a b\nc d\n", "a\nb\n c", 2 / 3),
     ],
 )
-def test_a_rule_of_fineweb_removes_from_its_limit_on(
-    key: str, limit: float, stays: str, removed: str, measured: float
-) -> None:
+def test_fineweb_removes_from_its_limit_on(key: str, limit: float, stays: str, removed: str, measured: float) -> None:
     one = step("fineweb", **{**FINEWEB, key: limit})
     assert rule(one, stays) is None
     assert run(one, removed) == Removed(f"fineweb.{key}", pytest.approx(measured), limit)

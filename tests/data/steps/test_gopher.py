@@ -50,9 +50,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
         ("min_stop_words", 2, "The end, of it", "The the othello", 1),
     ],
 )
-def test_a_quality_rule_removes_just_beyond_its_limit(
-    key: str, limit: float, stays: str, removed: str, measured: float
-) -> None:
+def test_quality_rules_remove_beyond_a_limit(key: str, limit: float, stays: str, removed: str, measured: float) -> None:
     one = step("gopher_quality", **{**QUALITY, key: limit})
     assert rule(one, stays) is None
     assert run(one, removed) == Removed(f"gopher_quality.{key}", pytest.approx(measured), limit)

@@ -53,9 +53,7 @@ def test_the_way_for_ascii_gives_what_the_way_for_all_texts_gives(text: str) -> 
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFKC"])
-def test_a_megabyte_of_combining_marks_is_never_normalized_in_one_piece(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_megabyte_of_combining_marks_is_never_normalized_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, marks = step("normalization", unicode=form), "\u0301\u0327\u0345\u0334"
     assert text_after(one, f"a{marks}") == unicodedata.normalize(form, f"a{marks}")
     runs = normalized_runs(monkeypatch)

@@ -158,9 +158,7 @@ def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(t
         ({**MIXTRAL, "bias": True, "router_bias": True, "attention_sinks": True}, "model.swiglu_limit"),
     ],
 )
-def test_a_model_that_no_hugging_face_architecture_computes_is_rejected(
-    dims: dict[str, Any], key: str, tmp_path: Path
-) -> None:
+def test_a_model_without_hugging_face_architecture_is_rejected(dims: dict[str, Any], key: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no Hugging Face architecture") as caught:
         export([tmp_path], spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
     assert [problem.key for problem in caught.value.problems] == [key]

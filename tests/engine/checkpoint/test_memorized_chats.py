@@ -98,9 +98,7 @@ def exported(run: str, folder: str, *options: str) -> str:
 @pytest.mark.parametrize(
     "name", ["chatml", "llama-3.1", "llama-4", "glm-4.5", "gemma", "qwen-2.5", "qwen-3", THINKING, "mistral-v3", LORA]
 )
-def test_ten_memorized_answers_are_generated_and_end(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_learned_answers_are_generated_and_end(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(tmp_path)

@@ -96,9 +96,7 @@ def test_a_large_enough_validation_split_is_not_changed(run: tuple[RunDir, RunRe
 
 
 @pytest.mark.parametrize(("train", "expected"), [(1000, 16), (100, 5), (50, 4), (8, 4), (7, -1)])
-def test_one_batch_is_held_back_or_less_from_a_small_corpus(
-    run: tuple[RunDir, RunRecord], train: int, expected: int
-) -> None:
+def test_a_small_corpus_holds_back_one_batch_or_less(run: tuple[RunDir, RunRecord], train: int, expected: int) -> None:
     assert sequences_held_back(*run, train, 0) == expected
 
 

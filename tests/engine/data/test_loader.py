@@ -240,9 +240,7 @@ def reader_of(folder: Path, kind: str) -> BatchReader:
     )
 
 
-def test_a_process_reads_the_batches_of_text_and_rows_from_the_same_files(
-    tmp_path: Path, feeds: list[Loader[Any]]
-) -> None:
+def test_a_process_reads_batches_of_text_and_rows_from_the_same_files(tmp_path: Path, feeds: list[Loader[Any]]) -> None:
     readers = [reader_of(tmp_path, kind) for kind in ("text", "rows")]
     feed = Loader(partial(reading.both, *(reader.without_groups().batch for reader in readers)), CPU, workers=1)
     feeds.append(feed)

@@ -13,9 +13,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 
 
 @given(LENGTHS, st.integers(1, 40), st.booleans())
-def test_every_token_is_in_exactly_one_row_and_no_row_is_too_long(
-    lengths: list[int], capacity: int, split: bool
-) -> None:
+def test_every_token_is_in_exactly_one_row_and_no_row_too_long(lengths: list[int], capacity: int, split: bool) -> None:
     if not split:
         lengths = [min(length, capacity) for length in lengths]
     rows = pack(lengths, capacity, split=split)

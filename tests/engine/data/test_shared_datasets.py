@@ -233,9 +233,7 @@ def replaced(path: Path, make: Callable[[Path], object]) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_data_of_another_user_are_prepared_again_and_named(
-    root: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_others_damaged_data_are_redone_and_named(root: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = prepares(BOB, root)
     BOB.does(lambda: DAMAGES[damage](folder))
     own = folder.with_name(f"{folder.name}-{ALICE.uid}")

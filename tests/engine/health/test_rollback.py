@@ -240,9 +240,7 @@ def test_a_stage_of_the_mixture_begins_at_its_batch_whatever_was_skipped(make: M
     ],
     ids=["random weights", "given weights", "an adapter", "preference pairs"],
 )
-def test_the_first_loss_is_compared_for_new_models_alone(
-    make: Make, overrides: tuple[str, ...], *, reported: bool
-) -> None:
+def test_the_first_loss_is_compared_for_new_models(make: Make, overrides: tuple[str, ...], *, reported: bool) -> None:
     actions = make(*overrides)
     check(actions, measures(1, 2.0), 1)
     assert [event["event"] for event in read_events(actions.run)] == ["first-loss"] * reported

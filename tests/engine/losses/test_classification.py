@@ -40,9 +40,7 @@ def same(loss: Tensor, expected: Tensor, of: Tensor, closeness: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "closeness"), PRECISIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_of_classes_and_of_mixed_targets_is_that_of_torch(
-    dtype: torch.dtype, closeness: float, smoothing: float
-) -> None:
+def test_classes_and_mixed_targets_have_torchs_loss(dtype: torch.dtype, closeness: float, smoothing: float) -> None:
     x = logits(dtype)
     for targets in (labels(), mixed(dtype), torch.full((ROWS,), 3)):
         expected = F.cross_entropy(x, targets, label_smoothing=smoothing)

@@ -36,9 +36,7 @@ def model(spec: ModelSpec, again: Recomputation, dtype: torch.dtype, *, compiled
 @pytest.mark.parametrize("again", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "dims"), [("llama", {"num_key_value_heads": 2}), ("gpt", {})])
-def test_blocks_save_what_is_planned(
-    family: str, dims: dict[str, int], dtype: torch.dtype, again: Recomputation
-) -> None:
+def test_blocks_save_as_planned(family: str, dims: dict[str, int], dtype: torch.dtype, again: Recomputation) -> None:
     spec = small(family, **dims)
     made, tokens = model(spec, again, dtype), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     with watching_activations(made) as saved:

@@ -74,9 +74,7 @@ class OneRank:
 
 
 @pytest.mark.parametrize(("cost", "interval"), [(1e-6, EVERY), (0.03, 60), (10.0, 200)])
-def test_the_scale_is_measured_less_often_where_it_is_expensive_once_the_estimate_is_given(
-    cost: float, interval: int
-) -> None:
+def test_the_scale_is_measured_less_often_where_it_is_expensive_once_estimated(cost: float, interval: int) -> None:
     noise = NoiseScale(1, 4, _CPU)
     steps = NoiseSteps(noise, OneRank())  # type: ignore[arg-type]
     measured = []

@@ -14,9 +14,7 @@ from tests.engine.ranks import on_ranks
 STEPS = 8
 
 
-def test_a_run_whose_first_steps_overflow_is_measured_after_its_first_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_first_steps_overflow_is_measured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before that the optimizer has no moments."""
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     overflowing = ("training.precision=fp16", "training.loss_scale.initial=1048576", "training.loss_scale.hysteresis=1")

@@ -179,9 +179,7 @@ def test_a_preempted_rank_does_not_wait_for_the_summary_of_its_trace(
     assert figures["error"] == "the attempt ended before the trace was summarized"
 
 
-def test_a_full_disk_and_damaged_files_of_a_profile_do_not_end_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_damaged_profiles_do_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

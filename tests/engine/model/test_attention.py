@@ -36,9 +36,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("allowed", [[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]])
-def test_the_reported_kernel_is_the_one_that_runs(
-    dtype: torch.dtype, kv_heads: int, allowed: list[SDPBackend], masked: bool
-) -> None:
+def test_the_reported_kernel_runs(dtype: torch.dtype, kv_heads: int, allowed: list[SDPBackend], masked: bool) -> None:
     documents = torch.zeros(2, 16, dtype=torch.int64) if masked else None
     context = TokenContext(torch.arange(16), torch.arange(2), documents)
     query, key = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, kv_heads))

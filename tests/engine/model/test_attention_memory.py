@@ -110,9 +110,7 @@ class LiveBytes(TorchDispatchMode):
     "changes",
     [{"preset": "gemma-2-2b"}, {"attention_dropout": 0.1}, {"preset": "gemma-2-2b", "attention_dropout": 0.1}],
 )
-def test_the_backward_pass_of_unfused_attention_needs_the_gradients_of_scores(
-    changes: dict[str, Any], precision: torch.dtype
-) -> None:
+def test_unfused_attention_needs_the_gradients_of_scores(changes: dict[str, Any], precision: torch.dtype) -> None:
     model = model_of(**{"preset": "llama-7b", **SIZES, **changes})
     block = build_model(model, seed=0).to(precision)
     hidden = torch.randn(1, 512, 128, dtype=precision).requires_grad_()

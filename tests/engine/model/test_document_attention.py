@@ -171,9 +171,7 @@ def by_definition(
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_the_kernel_for_cuda_gets_what_its_documentation_asks_for(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_for_cuda_gets_what_its_docs_ask_for(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def kernel(*arguments: Any, **options: Any) -> Tensor:

@@ -110,9 +110,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_a_batch_of_text_within_documents_computes_each_document_as_if_it_were_alone(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_of_a_batch_are_computed_as_if_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(spec({**LLAMA, **ATTENTION[kind], "initializer_range": 0.1}), seed=0)
     if kind == "sinks":
         torch.nn.init.normal_(model.model.layers["0"].self_attn.sinks)

@@ -97,9 +97,7 @@ def write(spec: ModelSpec, adapter: AdapterSpec, model: CausalLM, folder: Path, 
 
 @pytest.mark.parametrize(("spec", "adapter"), MODELS)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT: tied heads, a renamed property
-def test_peft_loads_what_is_written_and_computes_and_merges_the_same(
-    spec: ModelSpec, adapter: AdapterSpec, tmp_path: Path
-) -> None:
+def test_peft_loads_what_is_written_and_merges_the_same(spec: ModelSpec, adapter: AdapterSpec, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -91,9 +91,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("overrides", "kind", "names"), RUNS)
-def test_loss_and_figures_are_those_of_all_samples_on_any_number_of_ranks(
-    overrides: tuple[str, ...], kind: str, names: set[str]
-) -> None:
+def test_figures_are_of_all_samples_on_any_ranks(overrides: tuple[str, ...], kind: str, names: set[str]) -> None:
     alone = validated(overrides, kind, 0, 1)
     outputs, targets = outputs_of(kind)
     assert targets is not None

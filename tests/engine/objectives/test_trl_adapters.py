@@ -48,9 +48,7 @@ class _Nothing:
         raise AssertionError(name)
 
 
-def test_losses_of_sft_with_an_adapter_are_those_of_trl(
-    trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sft_with_an_adapter_has_the_losses_of_trl(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("training.objective=sft", *ADAPTER)
     (ours,) = on_ranks(1, train, spec, row_sequences([[example] for example in EXAMPLES]), tmp_path)
     use_peft(trl, spec, monkeypatch)
@@ -59,9 +57,7 @@ def test_losses_of_sft_with_an_adapter_are_those_of_trl(
     assert ours.losses[-1] < ours.losses[0] - 0.01
 
 
-def test_losses_of_dpo_with_an_adapter_are_those_of_trl(
-    trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dpo_with_an_adapter_has_the_losses_of_trl(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("training.objective=dpo", *ADAPTER)
     rows = row_sequences([[one] for pair in PAIRS for one in pair], is_pairs=True)
     (ours,) = on_ranks(1, train, spec, rows, tmp_path)

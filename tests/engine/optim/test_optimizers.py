@@ -106,9 +106,7 @@ def sharded() -> dict[str, list[tuple[list[float], Tensor]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_optimizer_under_zero_equals_the_plain_optimizer(
-    name: str, sharded: dict[str, list[tuple[list[float], Tensor]]]
-) -> None:
+def test_zero_updates_as_the_plain_optimizer(name: str, sharded: dict[str, list[tuple[list[float], Tensor]]]) -> None:
     if name not in sharded:
         pytest.skip("needs bitsandbytes")
     assert len(sharded[name]) == len(stages_of(name))

@@ -32,9 +32,7 @@ def parts_of(context: int, sequence: int) -> list[SequencePart]:
 
 
 @pytest.mark.parametrize(("context", "sequence"), CUTS)
-def test_parts_cover_each_position_once_with_as_many_pairs_of_queries_and_keys_on_each_context_rank(
-    context: int, sequence: int
-) -> None:
+def test_context_ranks_have_each_position_once_and_as_many_pairs(context: int, sequence: int) -> None:
     parts = parts_of(context, sequence)
     length = 3 * parts[0].multiple
     places = [part.places(length) for part in parts]

@@ -52,9 +52,7 @@ def test_a_tied_embedding_stays_one_weight_on_the_first_and_the_last_stage(preci
 
 
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
-def test_a_sharded_layer_uses_the_linear_function_that_zero3_replaces(
-    layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharded_layers_use_what_zero3_replaces(layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     cut = layer(nn.Linear(4, 4, bias=False), Axis(size=2, rank=0))
     monkeypatch.setattr("torch.nn.functional.linear", lambda x, weight, bias=None: torch.full((1,), 7.0))
     assert cut(torch.ones(1, 4)).item() == 7.0

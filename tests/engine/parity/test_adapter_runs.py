@@ -54,9 +54,7 @@ MOVED = [
 
 
 @pytest.mark.parametrize("rows", MOVED)
-def test_a_run_resumed_in_other_layouts_trains_what_peft_trains_and_is_exported(
-    rows: list[Row], dataset: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_trains_what_peft_trains_and_is_exported(rows: list[Row], dataset: Path, tmp_path: Path) -> None:
     base, checkpoints, steps = tmp_path / "base", tmp_path / "checkpoints", STEPS * (len(rows) + 1)
     losses, norms = [], []
     for attempt, row in enumerate([*rows, rows[0]], start=1):

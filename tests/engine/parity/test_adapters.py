@@ -192,9 +192,7 @@ def test_a_layout_trains_what_peft_trains(row: Row, dataset: Path, tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", IN_BF16, ids=lambda row: row.name)
-def test_fp32_factors_over_a_bf16_base_train_closely_and_take_the_planned_bytes(
-    row: Row, dataset: Path, tmp_path: Path
-) -> None:
+def test_fp32_factors_over_a_bf16_base_train_closely_in_planned_bytes(row: Row, dataset: Path, tmp_path: Path) -> None:
     spec = spec_of(row, dataset, tmp_path / "base")
     run = train_in_layout(spec)
     expected = train_with_peft(spec, tmp_path / "base")

@@ -46,9 +46,7 @@ def spec_of(row: Row, dataset: Path, base: Path, *overrides: str, steps: int = S
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", [Row(2, data=2), Row(3, data=2, tensor=2)], ids=lambda row: row.name)
-def test_a_part_of_a_pretrained_model_trains_as_with_transformers_and_adamw(
-    row: Row, dataset: Path, base: Path
-) -> None:
+def test_a_part_of_a_pretrained_model_trains_as_with_transformers(row: Row, dataset: Path, base: Path) -> None:
     found = difference(train_in_layout(spec_of(row, dataset, base)).trained, train_alone(spec_of(Row(), dataset, base)))
     assert found.within(FP32), found
 
@@ -65,9 +63,7 @@ def exported(checkpoint: Checkpoint, spec: RunSpec, folder: Path) -> dict[str, T
     return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
-    dataset: Path, base: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_hold_what_trains_and_continue_on_the_same_base(dataset: Path, base: Path, tmp_path: Path) -> None:
     row, steps = Row(1, data=2), 4
     whole = train_in_layout(spec_of(row, dataset, base, steps=steps)).trained
     shutil.rmtree(runs_root())

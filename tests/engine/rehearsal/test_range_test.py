@@ -117,9 +117,7 @@ def test_the_average_has_no_lag_and_keeps_straight_lines() -> None:
         ([(1e-3, 8.4), (3e-3, 8.5), (9e-3, math.inf)], (None, 0.0, 0.0)),
     ],
 )
-def test_trials_at_fixed_rates_decide(
-    forks: list[tuple[float, float]], expected: tuple[float | None, float, float]
-) -> None:
+def test_fixed_rates_decide(forks: list[tuple[float, float]], expected: tuple[float | None, float, float]) -> None:
     assert choose(forks, start=8.3) == expected
 
 

@@ -192,9 +192,7 @@ def test_a_cpu_has_no_tensor_cores_to_fill() -> None:
         (5e-6, {"training__objective": "dpo", "model__adapter": {"name": "lora"}}, "ok", "plan.preference-rate"),
     ],
 )
-def test_the_learning_rate_of_fine_tuning_depends_on_objective_and_method(
-    rate: float, changes: dict[str, Any], verdict: str, code: str
-) -> None:
+def test_tuning_rates_depend_on_the_objective(rate: float, changes: dict[str, Any], verdict: str, code: str) -> None:
     spec = spec_of("llama-3-8b", model__weights="/weights", training__optimizer={"lr": rate}, **changes)
     (found,) = check_learning_rate(spec)
     assert (found.verdict, found.message.code) == (verdict, code)
@@ -236,9 +234,7 @@ def prepared(folder: Path, rows: int, tokens: int, **info: Any) -> dict[str, Any
         ("dpo", 40, "plan.preference-epochs-many"),
     ],
 )
-def test_epochs_over_known_data_are_compared_with_published_ones(
-    tmp_path: Path, objective: str, steps: int, code: str
-) -> None:
+def test_epochs_over_known_data_are_compared(tmp_path: Path, objective: str, steps: int, code: str) -> None:
     rows = {"sft": 1280, "dpo": 2 * 1280}[objective]  # a pair has two rows
     found = checks(**prepared(tmp_path, rows, 10**6), training__objective=objective, training__steps=steps)["epochs"]
     assert found.value == f"{steps / 10:.2g} over 1,280 {'pairs' if objective == 'dpo' else 'sequences'}"
@@ -273,9 +269,7 @@ def test_epochs_over_unknown_data_are_not_guessed() -> None:
         ({"training__objective": "dpo"}, 4, "plan.preference-batch-small"),
     ],
 )
-def test_the_batch_is_compared_with_published_ones_of_the_method(
-    changes: dict[str, Any], samples: int, code: str
-) -> None:
+def test_the_batch_is_compared_with_published_ones(changes: dict[str, Any], samples: int, code: str) -> None:
     found = checks(**changes, training__global_batch_size=samples)["fine-tuning batch"]
     assert (found.message.code, found.verdict) == (code, "note" if code.endswith(("large", "small")) else "ok")
 
@@ -322,9 +316,7 @@ def test_an_adapter_is_compared_with_the_tokens_of_the_data(tmp_path: Path) -> N
         ("llama-3-70b", {**LORA, "training__objective": "dpo"}, 2e-6),
     ],
 )
-def test_the_usual_learning_rate_depends_on_size_method_and_objective(
-    preset: str, changes: dict[str, Any], usual: float
-) -> None:
+def test_usual_rates_depend_on_size_method_and_objective(preset: str, changes: dict[str, Any], usual: float) -> None:
     found = checks(preset, **changes, training__optimizer={"lr": usual})["learning rate"]
     assert found.message.params["usual"] == pytest.approx(usual)
     assert found.verdict == "ok"

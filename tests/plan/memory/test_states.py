@@ -43,9 +43,7 @@ def test_7b_in_fp32_with_adam_is_28_28_and_56_gb_before_activations() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "gigabytes"), [(1, 84), (8, 10.5)])
-def test_the_84_gb_of_optimizer_states_of_7b_in_mixed_precision_are_shared_in_zero_1(
-    ranks: int, gigabytes: float
-) -> None:
+def test_the_84_gb_of_optimizer_states_of_7b_are_shared_in_zero_1(ranks: int, gigabytes: float) -> None:
     states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=ranks)
     assert states.optimizer_states == gigabytes * GB
 
@@ -97,9 +95,7 @@ def test_fp32_under_zero_keeps_a_second_copy_of_its_partition() -> None:
     stage=st.integers(1, 2),
     ranks=st.integers(1, 10**5),
 )
-def test_a_higher_stage_or_more_ranks_never_hold_more(
-    parameters: int, precision: str, grad_dtype: str, stage: int, ranks: int
-) -> None:
+def test_sharding_more_holds_no_more(parameters: int, precision: str, grad_dtype: str, stage: int, ranks: int) -> None:
     def held(stage: int, ranks: int) -> int:
         return sum(model_state_bytes(parameters, precision, grad_dtype, stage, ranks))
 

@@ -33,9 +33,7 @@ def test_megatron_writes_the_weights_of_the_forward_pass_too() -> None:
 
 
 @pytest.mark.parametrize(("outer", "bytes_of_outer"), [("nesterov", 8), ("sgd", 4)])
-def test_each_group_of_local_sgd_has_a_state_of_its_own_beside_the_outer_weights(
-    outer: str, bytes_of_outer: int
-) -> None:
+def test_each_group_of_local_sgd_has_its_own_state_beside_the_outer_weights(outer: str, bytes_of_outer: int) -> None:
     settings = {"groups": 4, "outer_optimizer": outer}
     plan = plan_of(training__local_sgd=settings, layout__tensor_parallel=1, layout__pipeline_parallel=1)
     assert plan.durability.checkpoint_bytes == (4 * 12 + bytes_of_outer) * 6_738_415_616
@@ -247,9 +245,7 @@ def test_a_memory_per_node_that_cannot_hold_that_copy_is_a_warning() -> None:
 @pytest.mark.parametrize("spot", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("nodes", "grace"), [(1, 30), (64, 30), (2048, 3600)])
-def test_no_layout_step_or_interval_has_a_goodput_above_the_bound(
-    nodes: int, grace: int, asynchronous: bool, spot: bool
-) -> None:
+def test_no_layout_or_interval_exceeds_the_bound_on_it(nodes: int, grace: int, asynchronous: bool, spot: bool) -> None:
     plan = plan_of()
     changes = {"cluster__nodes": nodes, "cluster__spot": spot, "checkpoint__asynchronous": asynchronous}
     spec = spec_of("llama-7b", cluster__grace_seconds=grace, **changes)

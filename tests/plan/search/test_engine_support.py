@@ -99,9 +99,7 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
         ({"planner__attention": "materialised"}, "planner.attention = materialised: in this engine PyTorch chooses"),
     ],
 )
-def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
-    overrides: dict[str, Any], expected: str
-) -> None:
+def test_a_layout_that_the_engine_cannot_run_is_planned_not_submitted(overrides: dict[str, Any], expected: str) -> None:
     spec = spec_of("llama-7b", **(FEW_LAYOUTS | {f"model__{key}": value for key, value in SMALL.items()} | overrides))
     plan = make_plan(spec)
     (broken,) = submittable(spec, plan)

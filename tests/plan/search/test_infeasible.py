@@ -61,9 +61,7 @@ def test_a_larger_gpu_is_proposed_and_fits() -> None:
         ),
     ],
 )
-def test_a_pinned_setting_in_the_way_is_named_with_a_value_that_fits(
-    pinned: dict[str, object], key: str, value: str
-) -> None:
+def test_a_pinned_setting_in_the_way_is_named_with_a_remedy(pinned: dict[str, object], key: str, value: str) -> None:
     pinned = {**DATA_ALONE, **pinned}
     error = refusal(spec_of(**pinned))  # type: ignore[arg-type]
     found = [problem.given for problem in error.problems if problem.where == "would fit" and problem.key == key]

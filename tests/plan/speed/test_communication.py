@@ -72,9 +72,7 @@ def test_a_pipeline_sends_one_activation_each_way() -> None:
 
 
 @pytest.mark.parametrize(("position", "gathers"), [(0, 2), (1, 3), (2, 1)])
-def test_tensor_ranks_of_a_pipeline_gather_the_activations_of_which_each_has_a_share(
-    position: int, gathers: int
-) -> None:
+def test_tensor_ranks_of_a_pipeline_gather_the_activations_that_they_share(position: int, gathers: int) -> None:
     degrees = {"layout__tensor_parallel": 4, "layout__pipeline_parallel": 3}
     stage = Stage(position, 4, 4, position == 0, position == 2, 4 * position)
     spec, layout = run(**degrees, cluster__nodes=3, training__global_batch_size=48)
@@ -117,9 +115,7 @@ def test_norms_are_sharded_where_the_framework_or_the_spec_says_so() -> None:
 
 
 @pytest.mark.parametrize(("groups", "ranks"), [({}, 8), ({"zero_shard_size": 4}, 4)])
-def test_zero_3_gathers_the_end_of_a_model_once_per_micro_batch_and_norms_once_per_step(
-    groups: dict[str, int], ranks: int
-) -> None:
+def test_zero_3_gathers_the_ends_once_per_micro_batch_and_norms_once_a_step(groups: dict[str, int], ranks: int) -> None:
     norms, table, block = 65 * 4096, 32_000 * 4096, 4 * 4096**2 + 3 * 4096 * 11_008
     every = norms + 2 * table + 32 * block
     kept = table + (1_000_000_000 - table) // block * block + 4096 * 11_008  # and the last matrix of the block before

@@ -42,9 +42,7 @@ def core_seconds(**changes: Any) -> float:
         (SINKS, 1.0),
     ],
 )
-def test_a_mask_costs_the_scores_that_causal_attention_skips_and_the_faster_kernel(
-    changes: dict[str, Any], times: float
-) -> None:
+def test_a_mask_costs_the_skipped_scores_and_the_faster_kernel(changes: dict[str, Any], times: float) -> None:
     assert core_seconds(**changes) == pytest.approx(times * core_seconds(), rel=0.01)
 
 

@@ -24,9 +24,7 @@ def test_equal_stages_idle_as_long_as_the_papers_say(stages: int, micro_batches:
     st.integers(1, 24),
     st.integers(1, 3),
 )
-def test_every_pass_runs_once_and_after_what_it_waits_for(
-    times: list[tuple[float, float]], micro_batches: int, chunks: int
-) -> None:
+def test_every_pass_runs_once_and_in_order(times: list[tuple[float, float]], micro_batches: int, chunks: int) -> None:
     drawn = timeline(times, micro_batches, chunks)
     chunks = 1 + max(each.chunk for each in drawn.passes)
     assert set(Counter((p.stage, p.backward, p.chunk, p.micro_batch) for p in drawn.passes).values()) == {1}

@@ -153,9 +153,7 @@ def test_blocking_launches_add_host_to_device_and_overlap_nothing() -> None:
 
 
 @pytest.mark.parametrize(("zero_stage", "stages", "overlaps"), [(1, 1, True), (1, 2, False), (2, 1, True)])
-def test_deepspeed_overlaps_reduction_where_the_engine_sets_overlap_comm(
-    zero_stage: int, stages: int, overlaps: bool
-) -> None:
+def test_deepspeed_overlaps_reduction_where_overlap_comm_is_set(zero_stage: int, stages: int, overlaps: bool) -> None:
     spec = spec_of("llama-7b", layout__pipeline_parallel=stages)
     layout = layout_of(spec, zero_stage)
     framework = framework_of(spec)

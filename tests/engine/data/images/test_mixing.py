@@ -123,9 +123,7 @@ def test_no_mix_is_drawn_where_none_is_set() -> None:
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_images_are_normalized_to_the_type_and_order_of_the_model(
-    dtype: torch.dtype, memory_format: torch.memory_format
-) -> None:
+def test_images_have_the_type_and_order_of_the_model(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     given = batch()
     found = finish(given, mean=MEAN, std=STD, dtype=dtype, memory_format=memory_format)
     assert found.images.dtype == dtype

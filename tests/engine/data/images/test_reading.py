@@ -256,9 +256,7 @@ def loaders() -> Iterator[list[Loader[Any]]]:
 @pytest.mark.parametrize(  # tests/engine/data/test_loader.py has several processes with other batches
     "workers", [1, *(pytest.param(workers, marks=pytest.mark.long) for workers in (2, 4))]
 )
-def test_reader_processes_read_the_same_bytes_and_each_batch_once(
-    workers: int, loaders: list[Loader[Any]], tmp_path: Path
-) -> None:
+def test_reader_processes_read_the_same_bytes_once(workers: int, loaders: list[Loader[Any]], tmp_path: Path) -> None:
     read, reads = reader().without_groups(), tmp_path / "reads"
     loader = Loader(partial(noted, reads, read.batch), CPU, workers=workers)
     loaders.append(loader)
