@@ -40,15 +40,8 @@ def test_every_alternative_has_a_reason_and_those_that_fit_come_first() -> None:
 
 
 def test_pinned_settings_are_kept() -> None:
-    spec = spec_of(
-        "llama-7b",
-        cluster__nodes=4,
-        layout__zero_stage=3,
-        layout__activation_checkpointing="selective",
-        training__micro_batch_size=2,
-        **DATA_ALONE,
-    )
-    plan = make_plan(spec)
+    pinned = {"layout__zero_stage": 3, "layout__activation_checkpointing": "selective", "training__micro_batch_size": 2}
+    plan = make_plan(spec_of("llama-7b", cluster__nodes=4, **pinned, **DATA_ALONE))
     layout = plan.layout
     assert (layout.zero_stage, layout.activation_checkpointing, layout.micro_batch_size) == (3, "selective", 2)
     assert plan.alternatives == ()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.secret_text import hide_values
-from scaletrain_cli.spec import RunSpec, load_spec, override_spec, parse_spec
+from scaletrain_cli.spec import RunSpec, override_spec, parse_spec
 from scaletrain_cli.spec.secrets import clear_secrets
-from tests.cli.command_line import RECIPES, scaletrain
+from tests.cli.command_line import scaletrain
 
 PROJECT = Path(__file__).parent.parent.parent
 SMALL = (PROJECT / "tests" / "cli" / "small.yaml").read_text(encoding="utf-8")
@@ -166,12 +166,6 @@ def test_a_url_of_data_with_any_query_is_rejected_and_not_shown() -> None:
 def test_the_whole_of_a_private_key_is_hidden_in_a_text() -> None:
     key = f"-----BEGIN RSA PRIVATE KEY-----\n{drawn(64)}\n{drawn(40)}\n-----END RSA PRIVATE KEY-----"
     assert hide_values(f"before {key} after", ()) == "before (not shown)----- after"
-
-
-def test_recipes_contain_no_secret() -> None:
-    assert len(RECIPES) >= 5
-    for path in RECIPES:
-        assert clear_secrets(load_spec(path).model_dump(mode="json", by_alias=True)) == ()
 
 
 def test_a_secret_in_an_invalid_override_is_not_shown() -> None:

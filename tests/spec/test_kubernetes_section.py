@@ -29,16 +29,15 @@ def test_an_image_with_a_digest_or_a_tag_is_accepted(image: str) -> None:
     assert found.image_is_pinned == ("@" in image)
 
 
-@pytest.mark.parametrize("image", ["scaletrain", "scaletrain:latest", "registry.example:5000/scaletrain"])
-def test_an_image_without_a_tag_or_with_latest_is_rejected(image: str) -> None:
-    assert "must have a digest" in complaint(f"image={image}")
+NO_DIGEST, INVALID = "must have a digest", "must be an image reference"
+IMAGES = dict.fromkeys(("scaletrain", "scaletrain:latest", "registry.example:5000/scaletrain"), NO_DIGEST)
+IMAGES |= dict.fromkeys(("Scale Train:1", "scaletrain@sha256:abc", "reg/Name:1", "REGISTRY/name:1"), INVALID)
+IMAGES |= dict.fromkeys(("'-x:1'", "https://r/n:1"), INVALID)
 
 
-@pytest.mark.parametrize(
-    "image", ["Scale Train:1", "scaletrain@sha256:abc", "reg/Name:1", "REGISTRY/name:1", "'-x:1'", "https://r/n:1"]
-)
-def test_an_invalid_image_reference_is_rejected(image: str) -> None:
-    assert "must be an image reference" in complaint(f"image={image}")
+@pytest.mark.parametrize(("image", "message"), IMAGES.items())
+def test_an_image_that_is_not_pinned_or_no_reference_is_rejected(image: str, message: str) -> None:
+    assert message in complaint(f"image={image}")
 
 
 @pytest.mark.parametrize(

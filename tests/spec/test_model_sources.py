@@ -50,11 +50,6 @@ def test_a_preset_in_a_spec_is_the_model_whose_parameters_are_counted() -> None:
         assert load(f"{START}model: {{preset: {name}}}\n").model == model_of(name)
 
 
-def test_rope_theta_is_read_as_transformers_4_and_5_write_it() -> None:
-    assert load(f"{START}model: {{hf_config: qwen3}}\n").model.rope_theta == 1e6
-    assert load(f"{START}model: {{hf_config: llama_v5}}\n").model.rope_theta == 5e5
-
-
 def test_settings_of_each_architecture_are_read() -> None:
     assert load(f"{START}model: {{hf_config: qwen2}}\n").model.qkv_bias
     assert load(f"{START}model: {{hf_config: qwen3}}\n").model.qk_norm
@@ -346,25 +341,9 @@ def test_a_long_context_model_trains_with_a_shorter_seq_len_by_default() -> None
     assert load(f"{START}model: {{preset: qwen2.5-7b, seq_len: 131072}}\n").model.seq_len == 131072
 
 
-def test_the_path_of_a_config_json_is_relative_to_the_spec(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((FIXTURES / "gpt2/config.json").read_text())
-    assert load(f"{START}model: {{hf_config: config.json}}\n", base_dir=tmp_path).model.family == "gpt"
-
-
-def test_an_unknown_preset_is_reported_once_with_a_suggestion() -> None:
-    found = problem(f"{START}model: {{preset: llama7b}}\n")
-    assert "is not a known preset." in found
-    assert "Did you mean llama-7b?" in found
-
-
 def test_two_bad_sources_are_both_reported() -> None:
     keys = {one.key for one in problems(f"{START}model: {{preset: a, hf_config: b}}\n")}
     assert keys == {"model.preset", "model.hf_config"}
-
-
-def test_other_problems_are_reported_beside_an_invalid_source() -> None:
-    keys = {one.key for one in problems(f"{START}model: {{preset: a, seq_len: x}}\nfoo: 1\n")}
-    assert keys == {"model.preset", "model.seq_len", "foo"}
 
 
 @pytest.mark.parametrize(

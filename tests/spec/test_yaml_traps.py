@@ -28,11 +28,6 @@ def test_a_name_that_looks_like_another_type_stays_text_or_is_rejected(word: str
         assert load(text).name == word
 
 
-def test_a_clock_time_is_a_duration_and_not_a_number_to_base_60() -> None:
-    assert load(f"{SPEC}cluster: {{slurm: {{time: 24:00:00}}}}\n").cluster.slurm.time == 86400
-    assert load(f"{SPEC}cluster: {{slurm: {{time: 2-12:30:00}}}}\n").cluster.slurm.time == 2.5 * 86400 + 1800
-
-
 def test_an_anchored_true_is_not_the_number_1() -> None:
     text = f"{SPEC}  compile: &yes true\nevaluation: {{every: *yes}}\n"
     assert [(one.key, one.message) for one in problems(text)] == [("evaluation.every", "must be a whole number.")]

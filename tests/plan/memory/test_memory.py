@@ -31,21 +31,6 @@ def test_an_offloaded_optimizer_has_no_second_set_of_gradients_on_the_device() -
     assert allocated(2) == allocated(1)
 
 
-def test_memory_falls_with_the_zero_stage() -> None:
-    peaks = [memory_of(spec_of("llama-7b", cluster__nodes=4), stage).peak for stage in (1, 2, 3)]
-    assert peaks == sorted(peaks, reverse=True)
-
-
-def test_memory_falls_with_more_data_parallel_ranks() -> None:
-    peaks = [memory_of(spec_of("llama-7b", cluster__nodes=nodes), stage=3).peak for nodes in (1, 2, 4, 8)]
-    assert peaks == sorted(peaks, reverse=True)
-
-
-def test_memory_grows_with_the_micro_batch() -> None:
-    peaks = [memory_of(spec_of("llama-7b"), 3, "selective", micro_batch).peak for micro_batch in (1, 2, 4, 8)]
-    assert peaks == sorted(peaks)
-
-
 def test_a_small_step_on_a_large_model_peaks_in_the_optimizer() -> None:
     short = {"cluster__nodes": 1, "model__seq_len": 16, "training__precision": "fp32"}
     memory = memory_of(spec_of("llama-7b", training__global_batch_size=8, **short), stage=2)

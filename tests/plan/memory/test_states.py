@@ -18,7 +18,6 @@ from scaletrain_cli.plan.memory.buffers import (
     step_temporary_bytes,
 )
 from scaletrain_cli.plan.memory.states import (
-    MOMENT_BYTES,
     MasterWeights,
     checkpoint_bytes_per_parameter,
     lighter_update_bytes,
@@ -32,35 +31,33 @@ from scaletrain_cli.plan.search.engine_support import submittable
 from tests.plan.memory.count_deepspeed_bytes import CASES
 from tests.plan.specs import spec_of
 
-SEVEN_BILLION = 7_000_000_000
 GB = 10**9
 
 
-def test_7b_in_fp32_with_adam_is_28_28_and_56_gb_before_activations() -> None:
-    states = model_state_bytes(SEVEN_BILLION, "fp32", "fp32", zero_stage=0, data_parallel=8)
-    assert states == (28 * GB, 28 * GB, 56 * GB)
-    assert sum(states) == 112 * GB
+# Billions of parameters, types, ZeRO stage and ranks; GB of weights, gradients and optimizer states on each.
+PUBLISHED = {
+    "7B in fp32 before activations": (7, "fp32 fp32", 0, 8, (28, 28, 56)),
+    "7B in mixed precision": (7, "bf16 fp32", 1, 1, (14, 28, 84)),
+    "7B in mixed precision, ZeRO-1 on 8 GPUs": (7, "bf16 fp32", 1, 8, (14, 28, 10.5)),
+    "GPT-3: 350 GB of weights, 1.4 TB of moments": (175, "bf16 bf16", 1, 1, (350, 350, 700 + 1400)),
+    "18 bytes of Megatron": (1, "bf16 fp32", 1, 1, (2, 4, 12)),
+    "ZeRO-1 shards states": (8, "bf16 bf16", 1, 8, (16, 16, 12)),
+    "ZeRO-2 gradients, too": (8, "bf16 bf16", 2, 8, (16, 2, 12)),
+    "ZeRO-3 weights, too": (8, "bf16 bf16", 3, 8, (2, 2, 12)),
+    "fp32 under ZeRO keeps a second copy of its partition": (8, "fp32 fp32", 1, 8, (32, 32, 12)),
+}
 
 
-@pytest.mark.parametrize(("ranks", "gigabytes"), [(1, 84), (8, 10.5)])
-def test_the_84_gb_of_optimizer_states_of_7b_are_shared_in_zero_1(ranks: int, gigabytes: float) -> None:
-    states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=ranks)
-    assert states.optimizer_states == gigabytes * GB
+@pytest.mark.parametrize(("billions", "types", "stage", "ranks", "gigabytes"), PUBLISHED.values(), ids=PUBLISHED)
+def test_states_are_as_published(
+    billions: int, types: str, stage: int, ranks: int, gigabytes: tuple[float, ...]
+) -> None:
+    states = model_state_bytes(billions * GB, *types.split(), stage, data_parallel=ranks)
+    assert states == tuple(size * GB for size in gigabytes)
 
 
-def test_gpt3_is_350_gb_of_16_bit_weights_and_1_4_tb_of_moments() -> None:
-    parameters = 175 * GB
-    assert model_state_bytes(parameters, "bf16", "bf16", zero_stage=1, data_parallel=1).parameters == 350 * GB
-    assert parameters * MOMENT_BYTES == 1400 * GB
-
-
-def test_bf16_with_fp32_gradients_is_the_18_bytes_per_parameter_of_megatron() -> None:
-    assert sum(model_state_bytes(1000, "bf16", "fp32", zero_stage=1, data_parallel=1)) == 18 * 1000
-
-
-def test_zero_shards_states_then_gradients_then_weights() -> None:
-    by_stage = [model_state_bytes(800, "bf16", "bf16", stage, data_parallel=8) for stage in (1, 2, 3)]
-    assert by_stage == [(1600, 1600, 1200), (1600, 200, 1200), (200, 200, 1200)]
+def test_a_partition_is_rounded_up() -> None:
+    assert model_state_bytes(10, "fp32", "fp32", zero_stage=3, data_parallel=4).parameters == 3 * 4
 
 
 @pytest.mark.parametrize(
@@ -77,15 +74,6 @@ def test_the_weights_of_fsdp_are_fp32_without_a_master_copy() -> None:
 
 def test_megatron_clones_no_fp32_weights() -> None:
     assert model_state_bytes(800, "fp32", "fp32", 1, 8, master=MasterWeights.BESIDE_16_BIT) == (3200, 3200, 800)
-
-
-def test_a_partition_is_rounded_up() -> None:
-    assert model_state_bytes(10, "fp32", "fp32", zero_stage=3, data_parallel=4).parameters == 3 * 4
-
-
-def test_fp32_under_zero_keeps_a_second_copy_of_its_partition() -> None:
-    plain = model_state_bytes(800, "fp32", "fp32", zero_stage=0, data_parallel=8).optimizer_states
-    assert (plain, model_state_bytes(800, "fp32", "fp32", 1, 8).optimizer_states) == (8 * 800, 12 * 100)
 
 
 @given(

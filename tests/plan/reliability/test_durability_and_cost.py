@@ -89,17 +89,6 @@ def test_a_stated_interval_is_kept() -> None:
     assert plan_of(checkpoint__every=123).durability.interval_steps == 123
 
 
-def test_more_interruptions_mean_shorter_intervals_and_less_goodput() -> None:
-    plans = [
-        plan_of(cluster__mean_time_between_interruptions=hours, training__steps=10**6).durability
-        for hours in ("100h", "10h", "1h")
-    ]
-    intervals, goodputs = [p.interval_steps for p in plans], [p.expected_goodput for p in plans]
-    assert intervals == sorted(intervals, reverse=True)
-    assert goodputs == sorted(goodputs, reverse=True)
-    assert all(0 <= goodput <= 1 for goodput in goodputs)
-
-
 def test_the_grace_period_must_hold_one_step_and_one_checkpoint() -> None:
     plan = plan_of(cluster__grace_seconds=10_000)
     enough = plan.durability.save_seconds + plan.time.step
