@@ -159,7 +159,6 @@ def texts(tmp_path: Path) -> Path:
 
 
 def prepare(texts: Path, capsys: pytest.CaptureFixture[str], on_bad: str, *more: str) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and the answer of the process that data prepare starts."""
     root = texts.parent
     settings = [
         f"data.source={texts}",

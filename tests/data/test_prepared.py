@@ -242,7 +242,6 @@ def test_a_changed_step_redoes_itself_and_the_later_ones_only(tokenizer: Path, t
     (tmp_path / "words.txt").write_text("word299 word298 nothing\n")
 
     def done(**changed: Any) -> set[str]:
-        """Return the kinds of files that are new after a preparation."""
         before = files_below(tmp_path / "runs")
         words = {"step": "quality", "rules": "gopher_quality", "min_words": changed.get("min_words", 10)}
         steps = [

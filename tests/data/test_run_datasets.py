@@ -52,7 +52,6 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def begun(spec: RunSpec) -> tuple[RunDir, RunRecord, dict[str, Path]]:
-    """Return a run whose first attempt has found its data."""
     made = create_run(spec, make_plan(spec), "r1")
     prepare_run_datasets(spec, made.run.path.parent, {}, 1, ignore)
     return made.run, made.record, splits._folders(spec, made.run)

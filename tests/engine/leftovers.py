@@ -7,7 +7,6 @@ _SHARED = "/dev/shm/"
 
 
 def children(pid: int) -> set[int]:
-    """Return all descendants, running or zombie."""
     found = {int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()}
     return found | {grandchild for child in found for grandchild in children(child)}
 

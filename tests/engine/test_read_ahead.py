@@ -31,7 +31,6 @@ class Requests:
         self._read, self.noted = read, list[tuple[Any, list[Any]]]()
 
     def take(self, number: Any, following: Any = ()) -> Any:
-        """Return a batch."""
         self.noted.append((number, list(following)))
         return self._read(number)
 
@@ -61,7 +60,6 @@ class Slow:
     folder: Path
 
     def __call__(self, number: int) -> torch.Tensor:
-        """Return the number."""
         (self.folder / f"{number}-{os.getpid()}").touch()
         time.sleep(0.5)
         (self.folder / f"{number}-{os.getpid()}").unlink()

@@ -153,8 +153,6 @@ def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: ToyCli, tm
 
 
 def wait_for_event(cli: ToyCli, run: str, name: str) -> Any:
-    """Return the event of this name, once the run has recorded it."""
-
     def found() -> list[Any]:
         events = [json.loads(line) for line in (cli.runs / run / "events.jsonl").read_text().splitlines()]
         return [event for event in events if event["event"] == name]

@@ -63,7 +63,6 @@ class Hub:
 
     @property
     def url(self) -> str:
-        """Return the address for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Hub:
@@ -89,12 +88,10 @@ class Hub:
         return commit
 
     def downloads(self, name: str) -> list[Request]:
-        """Return the requests that got content of the file."""
         return [one for one in self.log if one.method == "GET" and one.path.endswith("/" + name) and one.sent]
 
 
 def is_large(path: str) -> bool:
-    """Return whether the file is kept apart (LFS)."""
     return path.endswith(_LARGE)
 
 

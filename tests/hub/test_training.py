@@ -21,7 +21,6 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def run_verb(*words: str, **environment: str) -> str:
-    """Run a verb in a process of its own, and return its output; it must succeed."""
     own = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **environment}
     ended = subprocess.run(
         [sys.executable, "-m", "scaletrain_cli", *words], env=own, capture_output=True, text=True, check=False

@@ -121,7 +121,6 @@ checkpoint: {{every: 2}}
 
 
 def write_spec(folder: Path, **options: object) -> Path:
-    """Write the spec and return its path."""
     path = folder / "run.yaml"
     path.write_text(spec_text(**options), encoding="utf-8")  # type: ignore[arg-type]
     return path

@@ -100,7 +100,6 @@ class MirroredRun:
 
 
 def claimed(store: MirrorStore) -> Claim:
-    """Return the latest claim in the mirror."""
     return read_claims(store)[-1]
 
 

@@ -289,7 +289,6 @@ def test_a_run_that_is_not_there_is_named(mirrored: MirroredRun, tmp_path: Path)
 
 @pytest.fixture
 def ranged(tmp_path: Path) -> MirroredRun:
-    """A run that starts on 1, 2 or 4 nodes, with a checkpoint."""
     spec = make_spec(
         *("cluster.scheduler=slurm", "cluster.slurm.partition=main", "cluster.gpus_per_node=1"),
         *("cluster.nodes={min: 1, max: 4}", f"checkpoint.mirror.to={tmp_path / 'other-disk'}"),

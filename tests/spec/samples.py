@@ -47,7 +47,6 @@ def load(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> RunSpe
 
 
 def error(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> SpecError:
-    """Return the error of loading ``text``."""
     with pytest.raises(SpecError) as caught:
         load(text, *overrides, base_dir=base_dir)
     return caught.value

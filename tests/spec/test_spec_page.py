@@ -17,7 +17,6 @@ NEEDED = {"model", "data.source", "training.global_batch_size", "training.steps"
 
 
 def keys(spec: BaseModel, before: str = "") -> dict[str, Any]:
-    """Every dotted key below a section, with its value."""
     found: dict[str, Any] = {}
     for name, field in type(spec).model_fields.items():
         if field.exclude:  # written as a part of another key

@@ -40,8 +40,6 @@ class OutOfMemoryError(RuntimeError):
 
 
 class DivergedError(DoNotRequeueError):
-    """States its exit reason, as those of the engine do."""
-
     failure_reason = "nan"
 
 

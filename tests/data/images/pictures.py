@@ -15,7 +15,6 @@ from scaletrain_cli.data.images.samples import ImageSettings
 
 
 def image_bytes(seed: int, format: str = "JPEG", size: tuple[int, int] = (9, 7)) -> bytes:
-    """Return a file with the noise of a seed."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format)
@@ -33,7 +32,6 @@ def write_folder(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def write_shard(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
-    """Write a tar file with these members."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members:
@@ -61,7 +59,6 @@ def write_shards(folder: Path, shards: int, samples: int, pattern: str = "part-{
 
 
 def write_table(path: Path, columns: Mapping[str, Any], rows_per_group: int = 3) -> Path:
-    """Write a parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -80,5 +77,4 @@ def index(path: Path | str, root: Path, settings: ImageSettings | None = None, w
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files of a folder by their relative paths."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

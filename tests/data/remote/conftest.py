@@ -22,7 +22,6 @@ BUCKET = "training-data"
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start an S3 server, and return its URL."""
     if not SERVER.exists():
         assert not in_ci(), f"{SERVER} is missing: make setup installs it"
         pytest.skip(f"{SERVER} is missing: make setup installs it")
@@ -47,7 +46,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def post(url: str, body: bytes = b"") -> None:
-    """Send a command to the server."""
     urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "text/plain"}, method="POST")).close()
 
 

@@ -166,7 +166,6 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def web_server(tmp_path: Path) -> Iterator[str]:
-    """Serve the folder ``web`` over HTTP, by a server that knows neither ranges nor ETags."""
     folder = tmp_path / "web"
     folder.mkdir()
     with http.server.ThreadingHTTPServer(

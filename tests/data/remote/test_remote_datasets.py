@@ -60,7 +60,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def attached(s3: FaultyProxy, prepared: Path, tmp_path: Path) -> Path:
-    """Upload the dataset and attach it."""
     return attach(upload_dataset(prepared, ROOT), tmp_path / "datasets")
 
 

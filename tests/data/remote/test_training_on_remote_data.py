@@ -33,7 +33,6 @@ SETS = (
 
 
 def run_verb(*words: str) -> list[str]:
-    """Run a verb in a process of its own, and return the lines of its output; it must succeed."""
     own = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "scaletrain_cli", *words]
     ended = subprocess.run(command, env=own, capture_output=True, text=True, check=False)

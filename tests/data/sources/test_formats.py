@@ -118,7 +118,6 @@ def test_other_columns_are_read_beside_the_text(tmp_path: Path) -> None:
 
 
 def megatron(folder: Path, documents: list[list[list[int]]], code: int, dtype: str) -> Path:
-    """Write a set as its description says: documents of sequences of tokens."""
     sequences = [sequence for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
     size = np.dtype(dtype).itemsize

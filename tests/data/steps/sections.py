@@ -11,7 +11,6 @@ _SECTION: TypeAdapter[Any] = TypeAdapter(AnyStep)
 
 
 def section(name: str, **keys: Any) -> PreparationStep:
-    """Return the section of a step as a spec gives it; quality rules by their own name."""
     rules = name in ("gopher_quality", "gopher_repetition", "c4", "fineweb")
     given = {"step": "quality", "rules": name} if rules else {"step": name}
     found: PreparationStep = _SECTION.validate_python(given | keys)
@@ -27,7 +26,6 @@ def run(step: Step, text: str, **columns: Any) -> Kept | Removed:
 
 
 def rule(step: Step, text: str) -> str | None:
-    """Return the key that removed the text, None if it stays."""
     result = run(step, text)
     return result.rule.rpartition(".")[2] if isinstance(result, Removed) else None
 

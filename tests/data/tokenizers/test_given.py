@@ -36,7 +36,6 @@ UNSEEN = [
 
 
 def model(folder: Path, **options: Any) -> TokenizerSpec:
-    """Train a model with the library, and return its section of the spec."""
     written = io.BytesIO()
     options = {"vocab_size": 420, "hard_vocab_limit": False, "minloglevel": 2, "num_threads": 1, **options}
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_writer=written, **options)

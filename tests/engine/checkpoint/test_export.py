@@ -194,7 +194,6 @@ def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: P
 
 
 def text_spec(tmp_path: Path, **model: Any) -> RunSpec:
-    """A run on a small corpus, whose tokenizer has 300 tokens."""
     if not (tmp_path / "corpus.txt").exists():
         (tmp_path / "corpus.txt").write_text("a document of words\n\nanother document of words\n" * 20)
     dims = {**LLAMA, "vocab_size": 300, **model}

@@ -78,7 +78,6 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
 
 
 def exported(name: str, form: str, tmp_path: Path) -> tuple[Path, Path]:
-    """The folder of the weights, and of an export of a run that began with them."""
     source = source_of(name, form, tmp_path / "source")
     spec = tuning_of(tmp_path, source)
     adapter: AdapterSpec | None = lora() if form in ("merged", "peft") else None
@@ -109,7 +108,6 @@ def read_dataset(tmp_path: Path) -> dict[str, Any]:
 
 
 def generated(source: Path, folder: Path, form: str) -> list[int]:
-    """The tokens that transformers generates after a prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(source if form == "peft" else folder, dtype=torch.float32)

@@ -132,7 +132,6 @@ def test_ten_learned_answers_are_generated_and_end(name: str, tmp_path: Path, mo
 
 
 def generated(model: Any, folder: str) -> list[str]:
-    """Return what transformers generates for each question, without the token that ended it."""
     import torch
     from transformers import AutoTokenizer
 

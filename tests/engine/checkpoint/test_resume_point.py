@@ -164,7 +164,6 @@ class Job:
         return read_checkpoint(path)
 
     def begin(self) -> list[ResumePoint | Exception]:
-        """Return the result or the exception of each rank."""
         with ThreadPoolExecutor(4) as threads:
             return list(threads.map(self._rank, range(4)))
 

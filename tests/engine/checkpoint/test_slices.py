@@ -19,7 +19,6 @@ def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
 
 
 def numbers(piece: Slice) -> list[int]:
-    """Return the position in the whole matrix of each element of a slice."""
     whole = torch.arange(torch.Size(piece.whole_shape).numel()).view(piece.whole_shape)
     local = whole if piece.shard_spec is None else piece.shard_spec.take(whole)
     return local.flatten()[piece.start : piece.stop].tolist()

@@ -28,7 +28,6 @@ class OddError(Exception):
 
 
 def read(number: int) -> dict[str, Any]:
-    """Return a batch of tensors of several kinds; fail for some numbers."""
     if number == FAILS:
         raise FileNotFoundError(2, "No such file or directory", "shard-7.bin")
     if number == NO_PICKLE:
@@ -51,7 +50,6 @@ def read(number: int) -> dict[str, Any]:
 
 
 def both(first: Callable[[int], Any], second: Callable[[int], Any], number: int) -> tuple[Any, Any]:
-    """Return the batches of two readers."""
     return first(number), second(number)
 
 

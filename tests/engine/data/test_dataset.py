@@ -145,8 +145,6 @@ def test_several_sources_are_validated_on_the_same_sequences_in_every_layout(run
 
 
 class RankZero:
-    """The consensus of one rank."""
-
     def follow_rank_zero(self, item: Any) -> Any:
         return item
 

@@ -126,7 +126,6 @@ def two() -> Iterator[Loader[Any]]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Return True if two batches have equal tensors, and equal values beside them."""
     if isinstance(expected, torch.Tensor):
         return torch.equal(found, expected) and found.dtype == expected.dtype
     if isinstance(expected, dict):
@@ -213,7 +212,6 @@ def state_of(process: psutil.Process) -> str:
 
 
 def reader_of(folder: Path, kind: str) -> BatchReader:
-    """Return a reader of memory-mapped text or rows, with two replicas, and a group that cannot be pickled."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, 500, 40 * 16 + 1).astype(np.uint16)
     ends = np.append(np.flatnonzero(random.random(len(tokens) - 1) < 0.1), len(tokens) - 1).astype(np.int64)

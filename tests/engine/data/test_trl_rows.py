@@ -54,7 +54,6 @@ def prepared(folder: Path, rows: list[dict[str, Any]], *settings: str) -> tuple[
 
 
 def ours(train: RowSequences) -> Labelled:
-    """Return (tokens, label of each token) of each row; the first token of a document has no label."""
     read, found = train.read(range(len(train))), Labelled()
     for row, stop in enumerate(train.row_ends):
         start = int(train.row_ends[row - 1]) if row else 0

@@ -26,8 +26,6 @@ from tests.spec.samples import SPEC, load
 
 
 class OneRank:
-    """Stands for the consensus of a single rank."""
-
     def follow_rank_zero(self, item: Any) -> Any:
         return item
 
@@ -61,8 +59,6 @@ class Kept:
 
 
 class Logged:
-    """Stands for the metrics."""
-
     def __init__(self) -> None:
         self.steps: list[int] = []
 

@@ -31,7 +31,6 @@ def mixed(dtype: torch.dtype) -> Tensor:
 
 
 def same(loss: Tensor, expected: Tensor, of: Tensor, closeness: float) -> None:
-    """Compare values and gradients."""
     (found,) = torch.autograd.grad(loss, of)
     (wanted,) = torch.autograd.grad(expected, of)
     assert abs(loss.item() - expected.item()) <= closeness * max(1.0, abs(expected.item()))

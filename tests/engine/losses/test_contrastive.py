@@ -84,7 +84,6 @@ def textbook(name: str, pairs: Pairs) -> Tensor:
 
 
 def gradients(loss: Tensor, pairs: Pairs, towers: Towers) -> dict[str, Tensor]:
-    """Return the gradients of features and parameters, zeros where the loss has none."""
     of = {"of_image": pairs.image, "of_text": pairs.text, **dict(towers.named_parameters())}
     found = torch.autograd.grad(loss, list(of.values()), allow_unused=True)
     return {

@@ -53,7 +53,6 @@ def rows(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(count: int, axis: Axis, step: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's micro-batches of a step."""
     first, second = (part.chunk(axis.size)[axis.rank].chunk(count) for part in rows(step))
     return list(zip(first, second, strict=True))
 

@@ -10,8 +10,6 @@ GPU = torch.device("cuda", 0)
 
 
 class Allocator:
-    """torch's allocator."""
-
     def __init__(self) -> None:
         self.now = self.peak = 0
 

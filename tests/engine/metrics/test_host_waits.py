@@ -101,8 +101,6 @@ class Waits(TorchDispatchMode):
 
 
 class Copies(TorchFunctionMode):
-    """Copies to host memory, which do nothing on a CPU."""
-
     def __init__(self, waits: Waits) -> None:
         super().__init__()
         self._waits = waits

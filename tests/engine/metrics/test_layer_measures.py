@@ -46,7 +46,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def reference(dataset: Path, row: Row) -> Layers:
-    """The layers of the plain loop, by name and column."""
     spec = Row(overrides=(*row.overrides, *OFTEN, CLIPPED)).spec(dataset)
     found: Layers = on_ranks(1, layers_alone, spec, connected=False)[0]
     return found
@@ -98,7 +97,6 @@ def layers_alone(spec: RunSpec) -> Layers:
 
 
 def members(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each layer."""
     found: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         number = re.search(r"\.layers\.(\d+)\.", name)

@@ -67,8 +67,6 @@ def test_the_gradient_is_measured_before_anything_changes_it() -> None:
 
 
 class OneRank:
-    """Takes the place of the consensus of several ranks."""
-
     def total(self, values: list[float]) -> list[float]:
         return list(values)
 

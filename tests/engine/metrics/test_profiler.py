@@ -26,8 +26,6 @@ STEPS = 20
 
 
 class OneRank:
-    """The consensus of a run of one rank."""
-
     def follow_rank_zero(self, item: Any) -> Any:
         return item
 

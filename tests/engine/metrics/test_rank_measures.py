@@ -64,7 +64,6 @@ class Sent:
 
 
 def train(path: Path) -> Outcome:
-    """Train the run in ``path`` on this rank."""
     from scaletrain_cli.engine.metrics import noise_scale, rank_measures
 
     rank_measures._SPLIT_SECONDS = 0.0

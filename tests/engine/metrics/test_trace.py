@@ -26,7 +26,6 @@ def mark(name: str, start: float, end: float) -> Event:
 
 
 def kernel(name: str, start: float, end: float, launched: float, kind: str = "kernel", **about: str) -> list[Event]:
-    """Return a kernel and its launch."""
     number = int(1000 * start)
     ran = {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "tid": 7}
     launch = of_host("cudaLaunchKernel", launched, launched + 1, category="cuda_runtime")

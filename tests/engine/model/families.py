@@ -139,7 +139,6 @@ def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
 
 
 def spec_of(folder: Path, **changes: Any) -> ModelSpec:
-    """Return the spec that is read from the folder's config.json."""
     found = derived_dimensions({**from_config(read_config(folder)), "seq_len": LENGTH, **changes})
     spec = ModelSpec.model_validate(found)
     assert list(spec.inconsistencies()) == []
@@ -147,7 +146,6 @@ def spec_of(folder: Path, **changes: Any) -> ModelSpec:
 
 
 def loaded(spec: ModelSpec, folder: Path) -> CausalLM:
-    """Return our model with the weights of a folder."""
     model = outline(spec)
     materialize(model, HuggingFaceFolder(folder, outline(spec)), torch.device("cpu"))
     return model
@@ -158,7 +156,6 @@ def tokens_of(length: int = LENGTH, rows: int = 2) -> Tensor:
 
 
 def logits(model: CausalLM, tokens: Tensor, context: TokenContext | None = None) -> Tensor:
-    """Return our logits in fp32."""
     if context is None:
         context = TokenContext(torch.arange(tokens.shape[1]), torch.arange(tokens.shape[0]))
     hidden = model.embed(tokens, context)

@@ -42,7 +42,6 @@ def inputs(dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
 
 
 def with_gradients(result: Tensor, sources: list[Tensor]) -> list[Tensor]:
-    """Return the result, and the gradients of a random sum of it."""
     gradient = torch.randn(result.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [result.detach(), *torch.autograd.grad(result, sources, gradient.to(result.dtype))]
 

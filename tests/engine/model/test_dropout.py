@@ -24,8 +24,6 @@ POSITIONS, SAMPLES = torch.arange(LENGTH), torch.arange(8)
 
 
 class Places(nn.Module):
-    """A model with two dropout modules."""
-
     def __init__(self, p: float, seed: int = 0) -> None:
         super().__init__()
         self.first, self.second = KeyedDropout(p), KeyedDropout(p)

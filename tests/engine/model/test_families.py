@@ -53,7 +53,6 @@ def gradients_as_stored(model: CausalLM, model_type: str) -> dict[str, torch.Ten
 
 
 def trained(model: CausalLM, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Return the weights after a few steps, under the names of the files."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         tokens = (tokens_of() + step) % 64

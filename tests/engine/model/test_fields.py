@@ -130,7 +130,6 @@ def other(name: str, base: ModelSpec) -> Any:
 
 
 def output(spec: ModelSpec) -> tuple[int, float]:
-    """Return the number of parameters, and the first loss."""
     tokens = torch.arange(32).view(1, -1) * 7 % 500
     model = build_model(spec, seed=0)
     with torch.no_grad():
@@ -149,7 +148,6 @@ def a_run() -> RunSpec:
 
 @cache
 def a_layout() -> Layout:
-    """Return any layout: the rejected fields do not depend on it."""
     return make_plan(a_run()).layout
 
 

@@ -187,8 +187,6 @@ def test_liger_is_rejected_on_a_cpu_and_with_a_sharded_vocabulary() -> None:
 
 
 class Model(nn.Module):
-    """Embedding and head, with one weight or two."""
-
     def __init__(self, tied: bool, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -23,8 +23,6 @@ SOURCE = DrawnWeights(0, CPU, initial)
 
 
 class Scores(nn.Module):
-    """A head that owns its weight, as the language model's does."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(64, 32))

@@ -60,7 +60,6 @@ def modules_of(spec: ModelSpec, adapter: AdapterSpec) -> list[Adapted]:
 
 
 def reader(model: CausalLM) -> Read:
-    """Read the matrices of a model by name."""
     values = {
         matrix.name: parameter.detach().flatten()[matrix.start : matrix.stop].view(matrix.whole_shape)
         for _, _, parameter, found in matrices(model)

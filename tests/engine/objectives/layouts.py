@@ -76,14 +76,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 def rows_of(kind: str) -> RowSequences:
-    """Return the rows of a kind of fine-tuning."""
     if kind.startswith("dpo"):
         return row_sequences([[one] for pair in pairs(40) for one in pair], is_pairs=True)
     return row_sequences(packed() if "packed" in kind else [[one] for one in examples(40)], weights="weighted" in kind)
 
 
 def packed() -> list[list[Example]]:
-    """Return rows of one to three examples that fit."""
     rows: list[list[Example]] = [[]]
     for example in examples(60):
         if sum(len(one.tokens) for one in [*rows[-1], example]) > LENGTH:
@@ -95,8 +93,6 @@ def packed() -> list[list[Example]]:
 
 @dataclass(frozen=True)
 class FineTuningRow:
-    """A kind of fine-tuning in a layout."""
-
     kind: str
     layout: str
 
@@ -106,7 +102,6 @@ class FineTuningRow:
 
     @property
     def ranks(self) -> int:
-        """The number of processes."""
         sizes = [int(part[2:]) for part in self.layout.split() if part[:2] in ("dp", "tp", "pp", "sp", "cp")]
         ranks = 1
         for size in sizes:
@@ -121,7 +116,6 @@ class FineTuningRow:
 
 @cache
 def alone(kind: str, steps: int) -> Course:
-    """Return the same training on one rank without ZeRO."""
     spec = spec_of(*(key for key in KINDS[kind] if "cross_entropy" not in key), f"training.steps={steps}")
     return _course(1, spec, kind)
 
@@ -146,7 +140,6 @@ def _course(ranks: int, spec: RunSpec, kind: str) -> Course:
 
 
 def page(lines: list[str]) -> Iterator[str]:
-    """Return the section of the page, below the table of pretraining."""
     yield "\n## Fine-tuning\n"
     yield (
         f"{len(lines)} kinds and layouts of fine-tuning, {STEPS} steps each in fp32, against the same on one rank: the "

@@ -101,7 +101,6 @@ def row_sequences(rows: list[list[Example]], *, is_pairs: bool = False, weights:
 
 
 def order(spec: RunSpec, count: int) -> list[int]:
-    """Return the numbers of the rows of all steps, in the order of training."""
     total = spec.training.global_batch_size * spec.total_steps
     return [sample_at(place, seed=spec.training.seed, samples=count) for place in range(total)]
 
@@ -144,7 +143,6 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
 
 
 def largest_difference(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two lists of the same length."""
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
 
 

@@ -34,7 +34,6 @@ def spec_of(*overrides: str) -> RunSpec:
 
 
 def outputs_of(kind: str) -> tuple[Any, Tensor | None]:
-    """Return the outputs of a model for all samples, and their targets."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(COUNT, CLASSES, generator=generator)
     if kind == "classes":

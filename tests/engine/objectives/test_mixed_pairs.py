@@ -77,7 +77,6 @@ def training_pairs(spec: RunSpec) -> list[RowSequences]:
 
 
 def answers(rows: RowSequences, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels of the chosen and of the rejected answer of a pair."""
     read = rows.read([number])
     return [
         (torch.from_numpy(tokens)[None], torch.from_numpy(labels))
@@ -86,7 +85,6 @@ def answers(rows: RowSequences, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def log_probabilities(model: nn.Module, pair: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the log-probabilities of the chosen and of the rejected answer."""
     found = []
     for tokens, labels in pair:
         logits = model(tokens, labels, output=lambda model, hidden: model.logits(hidden))[0]

@@ -33,7 +33,6 @@ _QUICK = "dpo zero2 dp2"
 
 
 def rows_file(folder: Path) -> Path:
-    """Write prompts, each with a completion, a chosen and a rejected answer."""
     draw = random.Random(0)
 
     def text(longest: int) -> str:

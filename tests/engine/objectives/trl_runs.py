@@ -57,7 +57,6 @@ def sft_losses(spec: RunSpec, rows: list[list[Example]], folder: Path) -> list[f
 def dpo_run(
     spec: RunSpec, pairs: list[tuple[Example, Example]], folder: Path, **settings: Any
 ) -> list[dict[str, float]]:
-    """Return loss and metrics of each step."""
     columns = {
         "prompt_ids": [chosen.prompt for chosen, _ in pairs],
         "chosen_ids": [chosen.answer for chosen, _ in pairs],

@@ -52,7 +52,6 @@ def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **lay
 
 
 def layout_of(spec: RunSpec, zero_stage: int, accumulation: int = 1, replicas: int = 1) -> Layout:
-    """Return the layout that the planner would choose."""
     return Layout(
         world_size=replicas,
         data_parallel=replicas,
@@ -146,7 +145,6 @@ def train(small: Small, step: int, change: Callable[[Tensor], Tensor] | None = N
 
 
 def dtype(engine: Any) -> torch.dtype:
-    """Return the dtype of the forward pass."""
     if engine.fp16_enabled():
         return torch.float16
     return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
@@ -162,7 +160,6 @@ def weights(small: Small) -> Tensor:
 
 
 def save(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
-    """Save this rank's part of the state to the file of a checkpoint. Collective."""
     states, rank = _held(small), dist.get_rank()
     entries, counts = Snapshot(states, average).take()
     header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts.usual, counts.others)
@@ -171,7 +168,6 @@ def save(small: Small, folder: Path, average: WeightAverage | None = None) -> No
 
 
 def load(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
-    """Load the saved state. Collective."""
     states = _held(small)
     files = [path.name for path in folder.iterdir()]
     restore_state(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)

@@ -104,7 +104,6 @@ def lent_after(engine: PlainEngine, average: WeightAverage) -> float:
 
 
 def average_of(values: list[float], **averaging: Any) -> float:
-    """Return the averaged weight after steps with these weights."""
     engine = PlainEngine()
     average = WeightAverage(engine, AveragingSpec.model_validate(averaging), len(values))
     for step, value in enumerate(values, 1):

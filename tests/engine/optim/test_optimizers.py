@@ -21,8 +21,6 @@ CPU = torch.device("cpu")
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Algorithm 2 of arXiv:2302.06675."""
-
     def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
 

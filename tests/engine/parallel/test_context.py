@@ -77,7 +77,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[list[tuple[list[Tensor], list[int]]]]:
-    """The results of every case, by rank."""
     return on_ranks(RANKS, all_cases)
 
 
@@ -133,7 +132,6 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Return result and gradients of torch's own attention over whole sequences, in fp64."""
     *inputs, gradient = (each.double() for each in inputs_of(case))
     leaves = [each.detach().requires_grad_() for each in inputs]
     mixed = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True, scale=case.scale)

@@ -94,7 +94,6 @@ def real_tokens() -> Tensor:
 
 
 def train_alone(spec: RunSpec, padded: bool) -> Trained:
-    """A plain torch loop over the whole model."""
     torch.set_num_threads(1)
     model, settings = build_model(spec.transformer, spec.training.seed), spec.training.optimizer
     parameters = list(model.parameters())

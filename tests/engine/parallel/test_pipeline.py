@@ -26,7 +26,6 @@ cluster: {gpu: cpu, gpus_per_node: 2}
 
 
 def _tied_weight_after_a_step(overrides: list[str]) -> tuple[Tensor, Tensor]:
-    """Return the weights of this stage before and after training."""
     spec = parse_spec(_SPEC, file="tied.yaml", base_dir=Path(), overrides=overrides)
     layout, device = make_plan(spec).layout, torch.device("cpu")
     mesh = build_mesh(layout)

@@ -27,7 +27,6 @@ BF16 = Difference(loss=2e-2, norm=float("inf"), weight=float("inf"))
 
 
 def assert_same(resumed: Trained, whole: Trained) -> None:
-    """Raise AssertionError unless two runs have the same losses, norms and weights to the bit."""
     assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
     assert all(torch.equal(resumed.weights[name], values) for name, values in whole.weights.items())
 

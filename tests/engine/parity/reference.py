@@ -80,7 +80,6 @@ def _train(spec: RunSpec) -> Trained:
 
 
 def mean(value: float) -> float:
-    """Return the mean over the processes."""
     total = torch.tensor(value)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -276,7 +275,6 @@ def _of_documents(model: CausalLM, tokens: Tensor, end: int) -> Tensor:
 
 
 def end_of_text(dataset: Path) -> int:
-    """Return the end-of-text token."""
     tokenizer = json.loads((dataset / "tokenizer.json").read_text(encoding="utf-8"))
     [token] = [token["id"] for token in tokenizer["added_tokens"]]
     return int(token)

@@ -50,7 +50,6 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """The number of processes."""
         return self.data * self.tensor * self.pipeline * self.sequence * self.context
 
     @property
@@ -64,11 +63,9 @@ class Row:
 
     @property
     def reference(self) -> Row:
-        """The same run in one process."""
         return Row(overrides=tuple(key for key in self.overrides if not key.startswith(_MANNER)))
 
     def spec(self, dataset: Path, steps: int = STEPS) -> RunSpec:
-        """Return the spec of this row."""
         sets = {
             "cluster.gpus_per_node": self.ranks,
             "layout.zero_stage": self.zero,

@@ -46,7 +46,6 @@ class Line:
 
 
 def page(lines: list[Line], command: str) -> Iterator[str]:
-    """Return the page: the table, with date, machine and command."""
     wrong = sum(not line.right for line in lines)
     yield "# Parity: every layout trains the model that one process trains\n"
     yield (

@@ -99,7 +99,6 @@ def with_weights(row: Row, folder: Path) -> Row:
 
 
 def spec_of(row: Row, dataset: Path, folder: Path) -> RunSpec:
-    """The spec of a row, and its base model in ``folder``."""
     spec = with_weights(row, folder).spec(dataset, STEPS)
     if not folder.exists():
         save_hugging_face(spec.transformer, folder)

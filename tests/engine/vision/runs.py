@@ -194,7 +194,6 @@ def rows_of(batch: MicroBatch, first: int, count: int, losses: int) -> MicroBatc
 
 
 def part(batch: ImageMicroBatch, first: int, count: int) -> ImageMicroBatch:
-    """Samples of a global batch as a micro-batch, all first views before all second ones."""
     cut = [None if each is None else each[first : first + count] for each in batch[1:]]
     return ImageMicroBatch(batch.images[:, first : first + count].flatten(0, 1), *cut)  # type: ignore[arg-type]
 
@@ -337,7 +336,6 @@ def _plain_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def first_weights(row: Row) -> dict[str, Tensor]:
-    """The weights and running statistics that a run begins with."""
     spec = row.spec()
     ours = outline(spec.model)
     materialize(ours, ours.first_weights(spec.training.seed, torch.device("cpu")), torch.device("cpu"))
@@ -373,7 +371,6 @@ def under_file_names(model: Any) -> dict[str, Tensor]:
 
 
 def reference_model(family: str, spec: RunSpec, weights: dict[str, Tensor]) -> Any:
-    """The model of transformers with the same dimensions and weights."""
     kind, config = reference_config(family, spec)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -47,7 +47,6 @@ def _row(family: str, loss: str, ranks: int, zero: int, accumulation: int, check
 
 
 def name_of(row: Row) -> str:
-    """The name of a row in the table."""
     return f"vision {row}"
 
 
@@ -88,7 +87,6 @@ def measured(rows: list[Row]) -> Iterator[tuple[str, bool]]:
 
 
 def page(lines: list[str]) -> Iterator[str]:
-    """Yield the section of the page."""
     yield "\n## Images and pairs\n"
     yield (
         f"{len(lines)} networks and layouts, 20 steps each in fp32, against the models of transformers, torch's AdamW "

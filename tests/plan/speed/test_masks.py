@@ -24,7 +24,6 @@ def run(**changes: Any) -> RunSpec:
 
 
 def core_seconds(**changes: Any) -> float:
-    """Return the forward seconds of one block's attention."""
     spec = run(**changes)
     device, framework = find_accelerator(spec.cluster), framework_of(spec)
     work = _rank_work(spec, build_layout(spec, resolve_axes(spec), 1, "none", 2), device)

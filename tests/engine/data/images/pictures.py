@@ -40,7 +40,6 @@ class Pictures:
         return self.count
 
     def read(self, index: int) -> ImageSample:
-        """Return a sample, whose label is the rest of its number."""
         file = BytesIO()
         draw = np.random.default_rng([index, len(self.name)])
         pixels = draw.integers(0, 256, (self.side, self.side + 4, 3), np.uint8)
@@ -57,7 +56,6 @@ def noted(reads: Path, read: Callable[[int], Any], number: int) -> Any:
 
 
 def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = None) -> Layout:
-    """Return a layout of data-parallel ranks."""
     size = micro_batch_size or batch // data_parallel
     return Layout(
         world_size=data_parallel,
@@ -80,7 +78,6 @@ def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = No
 def reader(
     *sources: Any, at: Layout | None = None, rank: int = 0, size: int = 16, channels: int = 3, **settings: Any
 ) -> ImageBatchReader:
-    """Return the reader of a rank, with every augmentation unless ``augment`` says otherwise."""
     images = ImagesSpec(augment=settings.pop("augment", ALL))
     at = at or layout(12)
     axis = Axis(at.data_parallel, rank)

@@ -65,7 +65,6 @@ def opened(spec: RunSpec, root: Path) -> RunData:
 
 
 def read(spec: RunSpec, data: RunData, ranks: int, micro: int) -> list[tuple[int, int, bytes]]:
-    """Return source, number and pixels of each sample of the run, in the order of the global batches."""
     shares = [MixtureStage(0, {"web": 0.75, "own": 0.25}), MixtureStage(3 * BATCH, {"web": 1 / 3, "own": 2 / 3})]
     order = sample_order(5, data.sizes, shares)
     at = layout(BATCH, ranks, micro)

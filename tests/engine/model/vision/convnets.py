@@ -30,7 +30,6 @@ def spec_of(dims: dict[str, Any]) -> Any:
 
 
 def fresh(dims: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> VisionModel:
-    """Return a whole model with its first weights."""
     model: VisionModel = outline(spec_of(dims))
     assign_dropout_keys(model, seed)
     cpu = torch.device("cpu")
@@ -66,7 +65,6 @@ def images(number: int = 6, seed: int = 1, side: int = 32) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by name, relative to the largest one of each tensor."""
     found = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name

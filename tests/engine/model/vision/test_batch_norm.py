@@ -38,7 +38,6 @@ def ours() -> BatchNorm2d:
 
 
 def trained(norm: nn.Module, x: Tensor, gradient: Tensor, steps: int = 3) -> dict[str, Tensor]:
-    """Return output, input gradient, weight gradients and statistics after some steps on the same images."""
     x = x.clone().requires_grad_()
     for _ in range(steps):
         norm.zero_grad()
@@ -143,7 +142,6 @@ def test_ranks_without_images_and_models_in_bf16_are_normalized_alike() -> None:
 
 
 def resnet_step(split: list[int]) -> dict[str, Any]:
-    """Return logits, summed gradients and statistics of a ResNet after a step on this rank's images."""
     model = fresh(DIMS["bottleneck"])
     for norm in batch_norms(model):
         norm.axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)

@@ -56,7 +56,6 @@ def text_labels(tokens: Tensor) -> Tensor:
 
 
 def logits(model: Any, tokens: Tensor, pixels: Tensor | None) -> Tensor:
-    """Return the logits of our LLaVA."""
     found: Tensor = model(
         tokens,
         tokens,
@@ -93,7 +92,6 @@ def check_gradients(ours: nn.Module, theirs: Any, folder: Path) -> None:
 
 
 def trained(model: nn.Module, loss: Any) -> dict[str, Tensor]:
-    """Return the weights after three steps, by name."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()

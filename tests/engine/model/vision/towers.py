@@ -72,7 +72,6 @@ def _saved(model_class: Any, config: Any, folder: Path) -> nn.Module:
 
 
 def spec_of(folder: Path, **changes: Any) -> Any:
-    """Return the spec that is read from the folder's config.json."""
     found = {**from_config(read_config(folder)), **changes}
     if found["family"] == "llava":
         found["text_config"] = derived_dimensions(found["text_config"])
@@ -82,7 +81,6 @@ def spec_of(folder: Path, **changes: Any) -> Any:
 
 
 def loaded(spec: Any, folder: Path) -> Any:
-    """Return our model with the weights of a folder, in evaluation."""
     model: TrainedModel = outline(spec)
     materialize(model, HuggingFaceFolder(folder, outline(spec)), CPU)
     return model.eval()
