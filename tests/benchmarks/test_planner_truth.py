@@ -27,32 +27,18 @@ from scaletrain_cli.plan.speed.offload import host_update_seconds
 
 TABLES = [nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE, mlperf.TABLE, deepspeed_runs.TABLE]
 MEASURED = "time mem oom tokens_per_s tflops mfu hfu throughput status raw_json _last _first iter_ samples_s".split()
-GIVEN = {  # one row of the layout sweep
-    "row_id": "a",
-    "model": "1B",
-    "layers": "16",
-    "hidden": "2048",
-    "heads": "32",
-    "kv_heads": "32",
-    "ffn": "8192",
-    "vocab": "131072",
-    "tie_embeddings": "1",
-    "seq_len": "4096",
-    "gpu": "H100",
-    "gpus_per_node": "8",
-    "n_nodes": "1",
-    "n_gpus": "8",
-    "mbs": "1",
-    "gbs_samples": "256",
-    "dp": "8",
-    "tp": "1",
-    "pp": "1",
-    "zero_stage": "1",
-    "status": "ok",
-    "mfu_pct": "40.0",
-    "gpu_memory_gb": "24.0",
-    "step_time_s": "3.2",
-}
+
+
+def fields(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+# One row of the layout sweep.
+GIVEN = fields(
+    "row_id=a model=1B layers=16 hidden=2048 heads=32 kv_heads=32 ffn=8192 vocab=131072 tie_embeddings=1 "
+    "seq_len=4096 gpu=H100 gpus_per_node=8 n_nodes=1 n_gpus=8 mbs=1 gbs_samples=256 dp=8 tp=1 pp=1 zero_stage=1 "
+    "status=ok mfu_pct=40.0 gpu_memory_gb=24.0 step_time_s=3.2"
+)
 
 
 def write(directory: Path, file: str, *rows: dict[str, str]) -> Path:
@@ -191,31 +177,12 @@ def test_the_script_prints_json_for_a_directory_with_one_file(
     assert found["files"]["train_runs.csv"]["missing"]
 
 
-DEEPSPEED = {
-    "row_id": "a",
-    "set": "one",
-    "model": "llama2-7b",
-    "layers": "32",
-    "hidden": "4096",
-    "heads": "32",
-    "ffn": "11008",
-    "vocab": "32000",
-    "seq_len": "4096",
-    "gpu": "A100",
-    "gpu_mem_gb": "80",
-    "gpus_per_node": "8",
-    "n_gpus": "8",
-    "precision": "bf16",
-    "gbs_samples": "64",
-    "mbs": "1",
-    "grad_accum": "8",
-    "dp": "8",
-    "dp_sharding": "ZeRO-3",
-    "act_recompute": "full",
-    "step_time_s": "12",
-    "peak_mem_gib": "20",
-    "mem_unit_note": "torch.cuda.max_memory_allocated, GiB",
-}
+DEEPSPEED = fields(
+    "row_id=a set=one model=llama2-7b layers=32 hidden=4096 heads=32 ffn=11008 vocab=32000 seq_len=4096 gpu=A100 "
+    "gpu_mem_gb=80 gpus_per_node=8 n_gpus=8 precision=bf16 gbs_samples=64 mbs=1 grad_accum=8 dp=8 "
+    "dp_sharding=ZeRO-3 act_recompute=full step_time_s=12 peak_mem_gib=20"
+)
+DEEPSPEED |= {"mem_unit_note": "torch.cuda.max_memory_allocated, GiB"}
 
 
 def test_a_run_of_deepspeed_gets_its_sequence_ranks_offload_and_threads(tmp_path: Path) -> None:

@@ -62,6 +62,18 @@ def ignore(*_: object) -> None:
     pass
 
 
+def prepare(spec: DataSpec, root: Path) -> dict[str, Path]:
+    return prepare_data(spec, root, 1, ignore)
+
+
+def weighted(folder: Path, *names: str) -> list[dict[str, Any]]:
+    return [{"name": name, "path": str(folder / f"{name}.jsonl"), "weight": 1} for name in names]
+
+
+def hashes_below(folder: Path, *but: str) -> dict[str, str]:
+    return {name: digest for name, (_, digest) in files_below(folder).items() if name not in but}
+
+
 def files_below(folder: Path) -> dict[str, tuple[int, str]]:
     """Return inode and hash of every file below a folder, without claims."""
     return {
@@ -79,21 +91,21 @@ def test_prepared_sources_are_found_by_their_content_and_without_reading_it(
 ) -> None:
     for name in ("web", "books"):
         (tmp_path / f"{name}.jsonl").write_bytes(texts(40, len(name) * 100))
-    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "books")]
+    sources = weighted(tmp_path, "web", "books")
     spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates", "near": False}])
     assert find_prepared(spec, tmp_path / "runs") is None
-    done = prepare_data(spec, tmp_path / "runs", 1, ignore)
+    done = prepare(spec, tmp_path / "runs")
     assert list(done) == ["web", "books"]
     monkeypatch.setattr(contents, "hash_range", lambda each: pytest.fail(f"{each.path} is read again"))
     before = files_below(tmp_path / "runs")
-    assert find_prepared(spec, tmp_path / "runs") == prepare_data(spec, tmp_path / "runs", 1, ignore) == done
+    assert find_prepared(spec, tmp_path / "runs") == prepare(spec, tmp_path / "runs") == done
     assert files_below(tmp_path / "runs") == before
     monkeypatch.undo()
     os.utime(tmp_path / "web.jsonl")
     assert find_prepared(spec, tmp_path / "runs") is None, "its content is not known before it is read"
-    assert prepare_data(spec, tmp_path / "runs", 1, ignore) == done
+    assert prepare(spec, tmp_path / "runs") == done
     (tmp_path / "web.jsonl").write_bytes(texts(41))
-    assert prepare_data(spec, tmp_path / "runs", 1, ignore)["web"] != done["web"]
+    assert prepare(spec, tmp_path / "runs")["web"] != done["web"]
 
 
 def test_a_prepared_dataset_is_used_as_it_is(tokenizer: Path, tmp_path: Path) -> None:
@@ -146,22 +158,16 @@ def test_a_source_of_which_nothing_is_left_is_named_with_what_removed_most(
     rows = [{"text": text(number), "score": "high" if number else 0, "mark": number} for number in range(40)]
     (tmp_path / "web.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "books.jsonl").write_bytes(texts(40))
-    names = ("books", "web")
     given = {"kind": "bpe", "vocab_size": 400} if kind == "bpe" else {"kind": "file", "path": str(tokenizer)}
-    spec = DataSpec.model_validate(
-        {
-            "sources": [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in names],
-            "prepare": [{"step": "score", "column": column, "min": 40, "only": ["web"]}],
-            "on_bad": "skip",
-            "tokenizer": given,
-        }
-    )
+    steps = [{"step": "score", "column": column, "min": 40, "only": ["web"]}]
+    sources = weighted(tmp_path, "books", "web")
+    spec = DataSpec.model_validate({"sources": sources, "prepare": steps, "on_bad": "skip", "tokenizer": given})
     said = {
         "mark": r"source web is left: the rule score\.min of the step score removed 40 of 40",
         "score": r"source web is left: 39 of 40 cannot be used, the first one: .*web\.jsonl:2: the column score",
     }
     with pytest.raises(UsageError, match=said[column]):
-        prepare_data(spec, tmp_path / "runs", 1, ignore)
+        prepare(spec, tmp_path / "runs")
     assert not [*(tmp_path / "runs").rglob("tokenizer.json")]
     assert find_prepared(spec, tmp_path / "runs") is None
 
@@ -207,15 +213,15 @@ def test_a_path_with_a_format_is_read_whatever_its_name(tmp_path: Path) -> None:
 def test_truncation_and_padding_of_a_tokenizer_are_off_and_its_content_counts(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "web.jsonl").write_bytes(texts(40))
     spec = data(tokenizer, source=str(tmp_path / "web.jsonl"))
-    whole = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
+    whole = prepare(spec, tmp_path / "runs")["source"]
     changed = Tokenizer.from_file(str(tokenizer))
     changed.enable_truncation(4)
     changed.enable_padding(length=8)
     changed.save(str(tokenizer))
-    assert prepare_data(spec, tmp_path / "runs", 1, ignore)["source"] == whole
+    assert prepare(spec, tmp_path / "runs")["source"] == whole
     changed.add_tokens(["word1 word2"])
     changed.save(str(tokenizer))
-    assert prepare_data(spec, tmp_path / "runs", 1, ignore)["source"] != whole
+    assert prepare(spec, tmp_path / "runs")["source"] != whole
 
 
 def test_descriptions_of_a_corpus_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
@@ -293,7 +299,7 @@ def test_a_renamed_corpus_is_prepared_with_other_settings_at_its_new_place(token
     prepare_data(data(tokenizer, source=str(tmp_path / "old"), prepare=steps, on_bad="skip"), tmp_path, 1, ignore)
     (tmp_path / "old").rename(tmp_path / "new")
     spec = data(tokenizer, source=str(tmp_path / "new"), prepare=[*steps, {"step": "identifiers"}], on_bad="skip")
-    report = json.loads((prepare_data(spec, tmp_path, 1, ignore)["source"] / "report.json").read_text())
+    report = json.loads((prepare(spec, tmp_path)["source"] / "report.json").read_text())
     reading, quality, duplicates, _ = report["steps"]
     assert [each["place"] for each in reading["bad"][0]["places"]] == [f"{tmp_path}/new/{n}.jsonl:21" for n in (0, 1)]
     assert [each["place"] for each in quality["removed"][0]["examples"]] == [
@@ -308,10 +314,10 @@ def test_a_renamed_corpus_is_prepared_with_other_settings_at_its_new_place(token
 def test_of_two_equal_sources_the_first_keeps_all_documents_the_second_none(tokenizer: Path, tmp_path: Path) -> None:
     for name in ("web", "copy"):
         (tmp_path / f"{name}.jsonl").write_bytes(texts(40))
-    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "copy")]
+    sources = weighted(tmp_path, "web", "copy")
     spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates", "near": False}, {"step": "identifiers"}])
     with pytest.raises(UsageError, match=r"source copy .*duplicates\.exact of the step duplicates removed 40 of 40"):
-        prepare_data(spec, tmp_path, 1, ignore)
+        prepare(spec, tmp_path)
     decisions = [json.loads(path.read_text()) for path in tmp_path.glob("datasets/.steps/*/000000.json")]
     counts = sorted((each["documents"], each["documents_left"]) for each in decisions)
     assert counts == [(0, 0), (40, 0), (40, 40), (40, 40), (40, 40)], "both read once; deduplication; identifiers"
@@ -354,13 +360,11 @@ def test_a_file_that_is_replaced_while_it_is_prepared_is_an_error(
         prepare_data(spec, tmp_path / "runs", 1, progress)
     assert not [found for found in (tmp_path / "runs").rglob("*") if found.name == "dataset.json"]
     monkeypatch.undo()
-    done = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
+    done = prepare(spec, tmp_path / "runs")["source"]
     path.write_bytes(texts(60, 1000))
-    whole = prepare_data(spec, tmp_path / "whole", 1, ignore)["source"]
+    whole = prepare(spec, tmp_path / "whole")["source"]
     assert done.name == whole.name
-    assert {name: found[1] for name, found in files_below(done).items() if name != "report.json"} == {
-        name: found[1] for name, found in files_below(whole).items() if name != "report.json"
-    }
+    assert hashes_below(done, "report.json") == hashes_below(whole, "report.json")
 
 
 def test_a_file_that_shrinks_is_reported_as_changed_and_not_as_a_bad_document(tmp_path: Path) -> None:
@@ -394,31 +398,29 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(
     if file == "train.bin":
         monkeypatch.setattr(HashedFile, "write", full_file)
     with pytest.raises(ScaletrainError, match="No space left on device") as caught:
-        prepare_data(spec, tmp_path / "runs", 1, ignore)
+        prepare(spec, tmp_path / "runs")
     assert "Free some space" in str(caught.value.remedy)
     assert find_prepared(spec, tmp_path / "runs") is None
     assert not [path for path in (tmp_path / "runs").rglob("*") if path.name.endswith((".tmp", ".draft"))]
     monkeypatch.undo()
-    found = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
-    whole = prepare_data(spec, tmp_path / "whole", 1, ignore)["source"]
-    assert {name: each[1] for name, each in files_below(found).items()} == {
-        name: each[1] for name, each in files_below(whole).items()
-    }
+    found = prepare(spec, tmp_path / "runs")["source"]
+    whole = prepare(spec, tmp_path / "whole")["source"]
+    assert hashes_below(found) == hashes_below(whole)
 
 
 def test_damaged_files_of_an_unfinished_dataset_are_written_again(tmp_path: Path) -> None:
     (tmp_path / "web.jsonl").write_bytes(texts(60))
     given = {"source": str(tmp_path / "web.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 300}}
     spec = DataSpec.model_validate(given)
-    done = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
-    before = {name: found[1] for name, found in files_below(tmp_path / "runs").items()}
+    done = prepare(spec, tmp_path / "runs")["source"]
+    before = hashes_below(tmp_path / "runs")
     (trained_tokenizer,) = (tmp_path / "runs").rglob(".tokenizers/*/tokenizer.json")
     for damaged in (trained_tokenizer, done / "000000" / "shard.json"):
         damaged.write_text(damaged.read_text()[:30])
     (done / "dataset.json").unlink()
     assert find_prepared(spec, tmp_path / "runs") is None
-    assert prepare_data(spec, tmp_path / "runs", 1, ignore) == {"source": done}
-    assert {name: found[1] for name, found in files_below(tmp_path / "runs").items()} == before
+    assert prepare(spec, tmp_path / "runs") == {"source": done}
+    assert hashes_below(tmp_path / "runs") == before
 
 
 def test_the_unfinished_data_of_root_do_not_block_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,14 +460,8 @@ def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, t
         kill_when_written(command, environment, tmp_path / "runs", more)
     subprocess.run(command, env=environment, check=True)
     subprocess.run(command, env=environment | {"SCALETRAIN_RUNS": str(tmp_path / "whole")}, check=True)
-    found, whole = (
-        {
-            name: digest
-            for name, (_, digest) in files_below(tmp_path / root / "datasets").items()
-            if "content" not in name
-        }
-        for root in ("runs", "whole")
-    )
+    each = (hashes_below(tmp_path / root / "datasets") for root in ("runs", "whole"))
+    found, whole = ({name: digest for name, digest in one.items() if "content" not in name} for one in each)
     assert any(name.endswith("train.bin") for name in found)
     assert found == whole
 
@@ -499,7 +495,7 @@ def test_the_tokens_are_those_of_earlier_versions(tokenizer: Path, tmp_path: Pat
 def test_a_bad_first_document_is_found_before_any_file_is_read_whole(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "good.jsonl").write_bytes(texts(10))
     (tmp_path / "bad.jsonl").write_bytes(texts(10) + b"{\n")
-    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("good", "bad")]
+    sources = weighted(tmp_path, "good", "bad")
     with pytest.raises(UsageError, match=r"bad\.jsonl:11: is not JSON"):
         prepare_data(data(tokenizer, sources=sources), tmp_path / "runs", 1, lambda *_: None)
     assert not list(tmp_path.glob("runs/datasets/.content-*")), "the content of no file was remembered"

@@ -94,11 +94,7 @@ def test_weights_of_another_configuration_are_refused(hub: Hub, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("token", "options", "expected"),
     [
-        (
-            None,
-            {"gated": True},
-            "is gated, and a reader without a token may not read it (HTTP 401). Accept its conditions",
-        ),
+        (None, {"gated": True}, "is gated, and a reader without a token may not read it (HTTP 401). Accept its"),
         ("hf_revoked", {}, "refuses the token in use (HTTP 401): it is wrong, expired or revoked. Create a new token"),
         (None, {"private": True}, "Check the name; for a private repository, export HF_TOKEN"),
     ],

@@ -164,11 +164,7 @@ def test_stages_begin_where_the_trained_set_changes_and_phases_where_a_setting_d
         (LLAMA, [{"match": "vision"}], "Names are those of Hugging Face, such as lm_head.weight."),
         (LLAMA, [{"match": "*.0.*", "start_step": 4}], "no parameter trains in steps 1 to 3."),
         (LLAMA, [{"match": "*.0.*", "end_step": 4}], "no parameter trains in steps 5 to 10."),
-        (
-            LLAMA,
-            [{"match": "*"}, {"match": "lm_head.*"}],
-            "has no effect: an earlier group matches the same parameters",
-        ),
+        (LLAMA, [{"match": "*"}, {"match": "lm_head.*"}], "has no effect: an earlier group matches the same"),
         (LLAMA, [{"match": "*norm*", "weight_decay": 0.1}], "has no matrix that weight decay applies to"),
         (MIXTURE, [{"match": "*.experts.0.*"}], "do not train alike at model.layers.1.mlp.experts.1.gate_proj.weight"),
     ],

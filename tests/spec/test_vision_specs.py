@@ -64,16 +64,10 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
         ("{preset: resnet50}", "Did you mean resnet-50?"),
         ("{preset: resnet-50, hiden_sizes: [1]}", "model.hiden_sizes: unknown key. Did you mean hidden_sizes?"),
         ("{preset: resnet-50, seq_len: 3}", "Known keys: family, preset, embedding_size, hidden_sizes,"),
-        (
-            "{preset: resnet-50, family: resnt}",
-            "must be one of llama, gpt, resnet, convnext, vit, clip, llava. Did you mean",
-        ),
+        ("{preset: resnet-50, family: resnt}", "must be one of llama, gpt, resnet, convnext, vit, clip, llava. Did"),
         ("{preset: resnet-50, depths: 3}", "model.depths = 3: must be a list."),
         ("{preset: resnet-50, depths: [3, 4]}", "model.depths: must have 4 items, one per stage in hidden_sizes."),
-        (
-            "{preset: resnet-50, hidden_sizes: [2, 4, 8, 9]}",
-            "must be multiples of 4, the channel reduction of a bottleneck.",
-        ),
+        ("{preset: resnet-50, hidden_sizes: [2, 4, 8, 9]}", "must be multiples of 4, the channel reduction"),
         ("{preset: resnet-50, layer_type: wide}", "must be 'basic' or 'bottleneck'."),
         ("{preset: convnext-tiny, image_size: 16}", "must be at least 32, which the stages reduce to one pixel."),
         ("{preset: vit-base-patch16, num_attention_heads: 7}", "must divide hidden_size = 768."),
@@ -85,20 +79,11 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
         ("{preset: llava-tiny, text_config: {preset: gpt2}}", "model.text_config.family = gpt: must be llama"),
         ("{preset: llava-tiny, text_config: {preset: llama7b}}", "model.text_config.preset = llama7b: is not a known"),
         ("{preset: llava-tiny, text_config: {preset: llama7b}}", "Did you mean llama-7b?"),
-        (
-            "{preset: llava-tiny, text_config: {weights: w}}",
-            "has no effect in family: llava. Remove it, and set model.text_weights",
-        ),
-        (
-            "{preset: llava-tiny, text_config: {num_hidden_layers: 4097}}",
-            "layers = 4097: must not exceed 4096 in a llava",
-        ),
+        ("{preset: llava-tiny, text_config: {weights: w}}", "has no effect in family: llava. Remove it, and set"),
+        ("{preset: llava-tiny, text_config: {num_hidden_layers: 4097}}", "= 4097: must not exceed 4096 in a llava"),
         ("{preset: llava-tiny, text_config: {qk_norm_scope: projection}}", "with model.text_config.qk_norm = false."),
         ("{preset: llava-tiny, text_config: {hidden_size: x}}", "model.text_config.hidden_size = x: must be a whole"),
-        (
-            "{preset: clip-vit-base-patch32, text_config: {vocab_size: 9}}",
-            "eos_token_id = 49407: must be below vocab_s",
-        ),
+        ("{preset: clip-vit-base-patch32, text_config: {vocab_size: 9}}", "eos_token_id = 49407: must be below"),
         ("{preset: vit-base-patch16, num_hidden_layers: 1001}", "num_hidden_layers = 1001: must be at most 1000."),
         ("{preset: clip-vit-base-patch32, logit_scale_init_value: 5}", "must not exceed max_logit_scale = 4.60517."),
         (

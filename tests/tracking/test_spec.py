@@ -48,14 +48,8 @@ def test_the_record_of_an_earlier_version_has_no_tracker_on() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "tracking:\n- tensorbord\n",
-            ":19 tracking.tensorbord: unknown key. Did you mean tensorboard? Known keys: log_ev",
-        ),
-        (
-            "tracking:\n- wandb:\n    project: x\n    mod: on\n",
-            ":21 tracking.wandb.mod: unknown key. Did you mean mode?",
-        ),
+        ("tracking:\n- tensorbord\n", ":19 tracking.tensorbord: unknown key. Did you mean tensorboard? Known"),
+        ("tracking:\n- wandb:\n    project: x\n    mod: on\n", "21 tracking.wandb.mod: unknown key. Did you mean mode"),
         ("tracking:\n\n- kind: wandb\n  mode: on\n", ":21 tracking.wandb.mode = on: must be 'online', 'offline' or"),
         ("tracking: {wandb: {project: a/b}}\n", "project = a/b: must match the pattern ^["),
         ("tracking: {wandb: {entity: a/b}}\n", "entity = a/b: must match the pattern ^["),

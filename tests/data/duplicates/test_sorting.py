@@ -25,12 +25,6 @@ def test_rows_above_a_limit_come_sorted_from_disk(tmp_path: Path, values: int, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_rows_are_no_blocks(tmp_path: Path) -> None:
-    sorter = Sorter(tmp_path, 2, 1)
-    sorter.add(np.empty((0, 2), np.uint64))
-    assert list(sorter.blocks()) == []
-
-
 def test_sections_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     rows = np.arange(30, dtype=np.int64).reshape(10, 3)

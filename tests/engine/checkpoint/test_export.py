@@ -85,9 +85,8 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
 @pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
 def test_exported_weights_equal_the_trained_ones(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
     weights = contents(dims)
-    reported = export(
-        [checkpoint_of(tmp_path / "step-00000001", weights)], spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
-    )
+    saved = [checkpoint_of(tmp_path / "step-00000001", weights)]
+    reported = export(saved, spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
     assert reported["model_type"] == kind.split()[0]
     assert reported["parameters"] == sum(values.numel() for values in weights.values())
     torch.testing.assert_close(loaded(tmp_path / "out", dims), weights, rtol=0, atol=0)
@@ -117,15 +116,9 @@ def test_averaged_weights_are_exported_if_the_checkpoint_has_them(tmp_path: Path
     export([both], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, averaged=True)
     expected = {name: values + 1 for name, values in weights.items()}
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
+    without = [checkpoint_of(tmp_path / "step-00000002", weights)]
     with pytest.raises(UsageError, match="has no averaged weights"):
-        export(
-            [checkpoint_of(tmp_path / "step-00000002", weights)],
-            spec_of(LLAMA),
-            tmp_path / "x",
-            torch.float32,
-            NO_TEXT,
-            averaged=True,
-        )
+        export(without, spec_of(LLAMA), tmp_path / "x", torch.float32, NO_TEXT, averaged=True)
 
 
 def test_the_mean_of_checkpoints_is_computed_in_fp32_and_rounded_once(tmp_path: Path) -> None:

@@ -9,26 +9,11 @@ import torch.nn.functional as F
 from scaletrain_cli.engine.data.batches import NOT_COUNTED, BatchReader, MicroBatch
 from scaletrain_cli.engine.model.document_attention import segments_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
-from scaletrain_cli.plan.result import Layout
 from tests.engine.data.token_sequences import TokenSequences
+from tests.engine.plain_layout import plain_layout
 
 LENGTH, VOCABULARY, GLOBAL_BATCH = 8, 50, 12
-WHOLE = Layout(
-    world_size=1,
-    data_parallel=1,
-    tensor_parallel=1,
-    pipeline_parallel=1,
-    virtual_pipeline=1,
-    sequence_parallel=1,
-    context_parallel=1,
-    expert_parallel=1,
-    zero_stage=0,
-    micro_batch_size=GLOBAL_BATCH,
-    gradient_accumulation_steps=1,
-    global_batch_size=GLOBAL_BATCH,
-    activation_checkpointing="none",
-    offload="none",
-)
+WHOLE = plain_layout(GLOBAL_BATCH)
 
 
 def sequences(count: int = 40) -> TokenSequences:

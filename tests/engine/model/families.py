@@ -30,12 +30,10 @@ _UNROUNDED_YARN = {
     **{"original_max_position_embeddings": 16, "rope_theta": 1000.0},
 }
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 16,
 }
+_DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 _YARN = {
     **{"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "rope_theta": 10000.0},
     "original_max_position_embeddings": 16,
@@ -53,10 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": _LLAMA3}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
-    "llama dynamic": (
-        "llama",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16},
-    ),
+    "llama dynamic": ("llama", {"rope_scaling": _DYNAMIC, "max_position_embeddings": 16}),
     "mistral": ("mistral", {"sliding_window": 8}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),

@@ -63,13 +63,6 @@ def complaints(folder: Path, dims: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS.keys())
-def test_loaded_weights_equal_those_in_the_files(dims: dict[str, Any], tmp_path: Path) -> None:
-    saved = contents(dims)
-    save_file(saved, tmp_path / "model.safetensors")
-    torch.testing.assert_close(loaded(tmp_path, dims), saved, rtol=0, atol=0)
-
-
 def test_files_in_shards_and_in_16_bits_become_fp32(tmp_path: Path) -> None:
     saved = contents(LLAMA, torch.bfloat16)
     files = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(saved)}

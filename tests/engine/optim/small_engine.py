@@ -18,6 +18,7 @@ from scaletrain_cli.engine.optim.optimizers import build_optimizer
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
+from tests.engine.plain_layout import plain_layout
 from tests.model_sizes import model_sizes
 
 BATCH = 8  # rows of a global batch
@@ -52,22 +53,7 @@ def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **lay
 
 
 def layout_of(spec: RunSpec, zero_stage: int, accumulation: int = 1, replicas: int = 1) -> Layout:
-    return Layout(
-        world_size=replicas,
-        data_parallel=replicas,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        virtual_pipeline=1,
-        sequence_parallel=1,
-        context_parallel=1,
-        expert_parallel=1,
-        zero_stage=zero_stage,
-        micro_batch_size=BATCH // replicas // accumulation,
-        gradient_accumulation_steps=accumulation,
-        global_batch_size=BATCH,
-        activation_checkpointing="none",
-        offload=spec.layout.offload,
-    )
+    return plain_layout(BATCH, replicas, accumulation, zero_stage=zero_stage, offload=spec.layout.offload)
 
 
 class Scale(nn.Module):

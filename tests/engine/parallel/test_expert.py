@@ -17,6 +17,7 @@ from scaletrain_cli.engine.step import Stepper, build_stepper
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.fresh_model import build_model
+from tests.engine.plain_layout import plain_layout
 from tests.engine.ranks import on_ranks
 
 STEPS, BATCH, LENGTH, VOCAB, CLIP = 4, 8, 16, 64, 0.5
@@ -60,22 +61,9 @@ class Run:
 
     @property
     def layout(self) -> Layout:
-        return Layout(
-            world_size=self.ranks,
-            data_parallel=self.data,
-            tensor_parallel=self.tensor,
-            pipeline_parallel=self.pipeline,
-            virtual_pipeline=1,
-            sequence_parallel=self.sequence,
-            context_parallel=1,
-            expert_parallel=self.expert,
-            zero_stage=self.zero,
-            micro_batch_size=BATCH // self.data // self.accumulation,
-            gradient_accumulation_steps=self.accumulation,
-            global_batch_size=BATCH,
-            activation_checkpointing="none",
-            offload="none",
-        )
+        others = {"tensor_parallel": self.tensor, "pipeline_parallel": self.pipeline, "expert_parallel": self.expert}
+        others |= {"sequence_parallel": self.sequence, "world_size": self.ranks, "zero_stage": self.zero}
+        return plain_layout(BATCH, self.data, self.accumulation, **others)
 
 
 class Trained(NamedTuple):

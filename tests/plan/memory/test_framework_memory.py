@@ -12,6 +12,7 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import MEMORY_PARTS, Memory
 from scaletrain_cli.plan.search.layouts import build_layout
+from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 from tests.plan.test_stages import published_llama
 
@@ -28,24 +29,11 @@ def memory_of(
 
 def megatron_test(attention: str, **changed: Any) -> Memory:
     """A model of Megatron-LM's functional tests: 12 layers of width 512, GPT-2's vocabulary, distributed optimizer."""
-    return memory_of(
-        "megatron",
-        "gpt2",
-        micro_batch=4,
-        planner__attention=attention,
-        model__num_hidden_layers=12,
-        model__hidden_size=512,
-        model__num_attention_heads=8,
-        model__num_key_value_heads=8,
-        model__head_dim=64,
-        model__intermediate_size=2048,
-        model__vocab_size=50304,
-        model__hidden_dropout=0.1,
-        model__attention_dropout=0.1,
-        training__global_batch_size=32,
-        cluster__gpu="a100-sxm-80gb",
-        **changed,
-    )
+    sizes = model_sizes(layers=12, hidden=512, heads=8, keys=8, head=64, inner=2048, words=50304)
+    sizes |= {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    changed |= {f"model__{key}": value for key, value in sizes.items()} | {"planner__attention": attention}
+    batch = {"micro_batch": 4, "training__global_batch_size": 32}
+    return memory_of("megatron", "gpt2", cluster__gpu="a100-sxm-80gb", **batch, **changed)
 
 
 def test_allocated_bytes_of_megatron_s_tests() -> None:

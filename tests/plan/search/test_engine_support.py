@@ -39,10 +39,7 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
         ({"layout__tensor_parallel": 2, "model__vocab_size": 32001}, "Pad model.vocab_size to 32128, or use 1."),
         ({"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": True}, "tensor_sequence_parallel = true"),
         ({"layout__tensor_parallel": 2, "training__cross_entropy": "liger"}, "the full vocabulary on each rank"),
-        (
-            {"training__cross_entropy": "liger", "cluster__gpu": "cpu"},
-            "cross_entropy = liger: the kernel of liger needs a GPU",
-        ),
+        ({"training__cross_entropy": "liger", "cluster__gpu": "cpu"}, "liger: the kernel of liger needs a GPU"),
         ({**EXPERTS, "model__moe_intermediate_size": 12}, "moe_intermediate_size = 12: must be a multiple of 8"),
         ({**EXPERTS, "layout__tensor_parallel": 2, "layout__expert_tensor_parallel": 1}, "expert_tensor_parallel = 1"),
         ({"training__precision": "fp8", "cluster__gpu": "a100-sxm-80gb"}, "8.9 or higher, and a100-sxm-80gb has 8.0"),

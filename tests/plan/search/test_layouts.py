@@ -40,10 +40,7 @@ def test_auto_is_1_where_attention_is_not_that_of_a_ring() -> None:
         ({"layout__virtual_pipeline": 2}, "needs pipeline_parallel > 1"),
         ({"layout__expert_parallel": 2}, "needs a model with experts. Use 1 or auto."),
         ({"layout__offload": "optimizer+params", "layout__zero_stage": 2}, "needs ZeRO-3 or higher. Use 3 or auto."),
-        (
-            {"layout__pipeline_parallel": 2, "layout__zero_stage": 3},
-            "cannot be combined with pipeline parallelism in DeepSpeed",
-        ),
+        ({"layout__pipeline_parallel": 2, "layout__zero_stage": 3}, "cannot be combined with pipeline parallelism"),
     ],
 )
 def test_degrees_that_do_not_divide_are_an_error_with_valid_ones(overrides: dict[str, Any], message: str) -> None:

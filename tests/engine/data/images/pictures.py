@@ -16,6 +16,7 @@ from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec.images import AugmentSpec, ColorJitterSpec, ImagesSpec, RandAugmentSpec, RandomErasingSpec
+from tests.engine.plain_layout import plain_layout
 
 CLASSES = 3
 ALL = AugmentSpec(
@@ -57,22 +58,7 @@ def noted(reads: Path, read: Callable[[int], Any], number: int) -> Any:
 
 def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = None) -> Layout:
     size = micro_batch_size or batch // data_parallel
-    return Layout(
-        world_size=data_parallel,
-        data_parallel=data_parallel,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        virtual_pipeline=1,
-        sequence_parallel=1,
-        context_parallel=1,
-        expert_parallel=1,
-        zero_stage=0,
-        micro_batch_size=size,
-        gradient_accumulation_steps=batch // size // data_parallel,
-        global_batch_size=batch,
-        activation_checkpointing="none",
-        offload="none",
-    )
+    return plain_layout(batch, data_parallel, batch // size // data_parallel)
 
 
 def reader(
