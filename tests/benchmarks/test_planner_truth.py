@@ -115,7 +115,7 @@ def test_a_crashed_run_counts_as_not_fitting_and_not_in_the_errors(tmp_path: Pat
 
 def test_a_layout_that_the_planner_refuses_counts_as_one_that_does_not_run(tmp_path: Path) -> None:
     deep = GIVEN | {
-        **{"dp": "1", "pp": "32", "n_gpus": "32", "n_nodes": "4", "status": "crashed_or_oom", "step_time_s": ""},
+        **{"dp": "1", "pp": "32", "n_gpus": "32", "n_nodes": "4", "status": "crashed_or_oom", "step_time_s": ""}
     }
     outcome = judge(nanotron.TABLE, write(tmp_path, nanotron.TABLE.file, deep))
     found = score(set_named("nanotron-fits"), outcome).verdicts
@@ -247,9 +247,7 @@ def test_a_program_that_keeps_its_output_holds_the_logits_too(tmp_path: Path) ->
     assert keeps.memory.logits - plain.memory.logits == 8 * 4096 * 32000 * 4
 
 
-def test_a_program_without_memory_efficient_linear_keeps_weights_of_blocks_not_recomputed(
-    tmp_path: Path,
-) -> None:
+def test_a_program_without_memory_efficient_linear_keeps_weights_of_blocks_not_recomputed(tmp_path: Path) -> None:
     rows = [DEEPSPEED | {"mbs": "2", "set": "chenyaofo-deepspeed", "act_recompute": mode} for mode in ("none", "full")]
     keeps, releases = judge(deepspeed_runs.TABLE, write(tmp_path, deepspeed_runs.TABLE.file, *rows)).rows
     bucket, reused = 2 * 5 * 10**8, 2 * 5 * 10**8  # half of stage3_max_reuse_distance

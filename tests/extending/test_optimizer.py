@@ -10,9 +10,7 @@ from tests.forked import scaletrain
 
 
 @pytest.mark.long
-def test_a_run_trains_with_an_optimizer_of_another_package_in_the_planned_memory(
-    tmp_path: Path,
-) -> None:
+def test_a_run_trains_with_an_optimizer_of_another_package_in_the_planned_memory(tmp_path: Path) -> None:
     cli = Cli(tmp_path, "An optimizer")
     losses, run = cli.train(write_spec(tmp_path), "--set", "training.optimizer={name: signum, lr: 0.001}")
     assert len(losses) == 6

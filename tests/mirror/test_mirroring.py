@@ -390,9 +390,7 @@ def test_the_verb_uses_the_store_that_the_env_of_the_spec_names(
     assert mirror_now(made.run, replace(made.record, spec=spec)).steps == [10]
 
 
-def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_back(
-    tmp_path: Path,
-) -> None:
+def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_back(tmp_path: Path) -> None:
     run, store = RunDir(tmp_path / "run"), FolderStore(tmp_path / "mirror")
     modes = {"run.json": 0o640, "code/0123.tar.gz": 0o600, "code/0123.sha256": 0o640}
     for name, mode in modes.items():

@@ -162,10 +162,7 @@ def test_a_valid_spec_gives_a_valid_plan_or_a_scaletrain_error(spec: RunSpec | N
 def test_model_dims_at_their_limits_do_not_overflow() -> None:
     largest = 10**9
     model = ModelSpec(
-        family="llama",
-        **model_sizes(**dict.fromkeys(SIZES, largest)),
-        num_experts=largest,
-        num_experts_per_tok=largest,
+        family="llama", **model_sizes(**dict.fromkeys(SIZES, largest)), num_experts=largest, num_experts_per_tok=largest
     )
     raw = {
         "schema": "scaletrain/v1",

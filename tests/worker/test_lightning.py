@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
@@ -16,10 +15,9 @@ from scaletrain_cli.worker import Rank, RunEnvironment
 from scaletrain_cli.worker.lightning import ScaletrainLightning
 from scaletrain_cli.worker.loop_adapter import NotFiniteError
 from scaletrain_cli.worker.run_environment import read_resolved_run
-from tests.launch.conftest import make_plan, make_spec
+from tests.worker.test_hugging_face import STEPS, losses, made_run
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")]
-STEPS = 12
 
 
 class Line(LightningModule):
@@ -74,11 +72,6 @@ class At(Callback):
             self.function()
 
 
-def made_run(run_id: str) -> RunDir:
-    spec = make_spec(f"training.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=9")
-    return create_run(spec, make_plan(spec), run_id).run
-
-
 def adapter_of(run: RunDir, monkeypatch: pytest.MonkeyPatch, attempt: int = 1) -> ScaletrainLightning:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, str(value))
@@ -93,10 +86,6 @@ def trainer_of(adapter: ScaletrainLightning, folder: Path, *others: Any) -> Any:
     arguments["callbacks"] = [*others, *arguments["callbacks"]]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(max_steps=STEPS, accelerator="cpu", default_root_dir=folder, **quiet, **arguments)
-
-
-def losses(run: RunDir) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in read_metrics(run) if "loss" in line]
 
 
 def test_a_preempted_training_resumes_with_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,9 +168,7 @@ def test_steps_of_a_program_take_from_one_beat_to_the_next_without_other_phases(
     assert times.means() == {}
 
 
-def test_the_memory_of_a_program_is_resident_or_what_torch_has_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_memory_of_a_program_is_resident_or_what_torch_has_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))
     (resident,) = memory_columns().values()
     assert 1e6 < resident < 1e12

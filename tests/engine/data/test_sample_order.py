@@ -150,9 +150,7 @@ def stages_of(run: tuple[RunDir, RunRecord], batch: int, **weights: float) -> li
 HALF, MOST, LEAST = ({"web": share, "code": 1 - share} for share in (0.5, 0.75, 0.25))
 
 
-def test_a_change_counts_from_the_batch_of_the_first_attempt_with_it(
-    run: tuple[RunDir, RunRecord],
-) -> None:
+def test_a_change_counts_from_the_batch_of_the_first_attempt_with_it(run: tuple[RunDir, RunRecord]) -> None:
     assert stages_of(run, 1, web=1, code=1) == [(0, HALF)]
     assert stages_of(run, 61, web=1, code=1) == [(0, HALF)]
     assert stages_of(run, 101, web=3, code=1) == [(0, HALF), (1600, MOST)]
@@ -197,9 +195,7 @@ def test_a_source_that_was_added_and_gave_no_sample_may_go_again(run: tuple[RunD
     assert stages_of(run, 101, web=1, code=1) == [(0, HALF)]
 
 
-def test_the_validation_loss_keeps_the_shares_that_were_first_planned(
-    run: tuple[RunDir, RunRecord],
-) -> None:
+def test_the_validation_loss_keeps_the_shares_that_were_first_planned(run: tuple[RunDir, RunRecord]) -> None:
     folder, record = run
     stages_of(run, 1, web=1, code=1)
     revised = RunRecord(**{**vars(record), "spec": spec_of(web=1, code=1, books=8)})
