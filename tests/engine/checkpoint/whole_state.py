@@ -7,16 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import WEIGHT
-from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from scaletrain_cli.worker.heartbeat import Heartbeat
-from scaletrain_cli.worker.signals import PreemptionFlag
+from tests.engine.parity.layouts import assembled
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
@@ -37,11 +32,10 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
 def save_again(path: Path, attempt: int, folder: Path) -> None:
     """On each rank: load a run's latest checkpoint in its present layout, and save it to another folder."""
     with contextlib.redirect_stdout(io.StringIO()):
-        run, ranks = RunDir(path), Ranks.from_environment()
-        trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
+        trainer = assembled(path, attempt)
         begin = trainer.resume()
         trainer.checkpointer.folder = folder
-        if ranks.rank == 0:
+        if trainer.ranks.rank == 0:
             open_attempt(folder, attempt)
         trainer.step_sync.consensus.barrier()
         trainer.checkpointer.committed_step = None

@@ -13,21 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.data.permutation import sample_at
-from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.telemetry.run import layers_file
 from scaletrain_cli.telemetry.series import read_series
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from scaletrain_cli.worker.heartbeat import Heartbeat
-from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import assembled
 from tests.engine.parity.reference import batch_loss, first_weights, set_groups
 from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
@@ -112,8 +107,7 @@ def norm(tensors: Iterator[Tensor] | list[Tensor]) -> float:
 def layers_in_layout(path: Path) -> None:
     """Train the run in ``path`` on this rank, as the loop does."""
     with contextlib.redirect_stdout(io.StringIO()):
-        run, ranks = RunDir(path), Ranks.from_environment()
-        trainer = assemble(run, read_record(run), ranks, 1, PreemptionFlag(), Heartbeat(None))
+        trainer = assembled(path)
         trainer.resume()
         assert trainer.prepare_batches(0)
         weaken(trainer)

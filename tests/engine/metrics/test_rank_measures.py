@@ -11,24 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.metrics import rank_measures
 from scaletrain_cli.engine.metrics.layer_measures import MeasuredLayers
 from scaletrain_cli.engine.metrics.rank_measures import LayersFile
-from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.telemetry.series import SeriesWriter, read_series
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from scaletrain_cli.worker.heartbeat import Heartbeat
-from scaletrain_cli.worker.signals import PreemptionFlag
+from tests.engine.parity.comparison import assert_same
 from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import local_pieces, replica
+from tests.engine.parity.layouts import assembled, local_pieces, replica
 from tests.engine.parity.reference import batch_loss, first_weights, set_groups
 from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
@@ -70,13 +65,12 @@ def train(path: Path) -> Outcome:
     noise_scale.EVERY, noise_scale._FEWEST, noise_scale._IGNORED = EVERY, FEWEST, 1
     noise_scale._MOST_STEPS = EVERY
     with contextlib.redirect_stdout(io.StringIO()):
-        run, ranks = RunDir(path), Ranks.from_environment()
-        record = read_record(run)
-        trainer = assemble(run, record, ranks, 1, PreemptionFlag(), Heartbeat(None))
+        trainer = assembled(path)
+        rank, layout = trainer.ranks.rank, trainer.record.plan.layout
         trainer.resume()
         assert trainer.prepare_batches(0)
         sent = trainer.measures._sender = Sent()  # type: ignore[assignment]
-        if ranks.rank == 1:
+        if rank == 1:
             trainer.composed.engine.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
         measured = []
         with trainer.measures:
@@ -84,8 +78,7 @@ def train(path: Path) -> Outcome:
                 trainer.optimizer_step(step)
                 trainer.measures.after_step(step)
                 measured += trainer.deferred_metrics.remaining()
-    layout = record.plan.layout
-    pieces = local_pieces(trainer.composed.model, replica(ranks.rank, layout), layout)
+    pieces = local_pieces(trainer.composed.model, replica(rank, layout), layout)
     losses, norms = ([step.values[name] for step in measured] for name in ("loss", "grad_norm"))
     noise = {step.step: step.values["noise_scale"] for step in measured if "noise_scale" in step.values}
     return Outcome(list(losses), list(norms), {name: each.values for name, each in pieces.items()}, sent.rows, noise)
@@ -158,10 +151,8 @@ ROWS = [
 def test_a_run_is_the_same_with_and_without_telemetry(row: Row, dataset: Path) -> None:
     on, off = trained(row, dataset, ON), trained(row, dataset, OFF)
     for with_it, without in zip(on, off, strict=True):
-        assert with_it.losses == without.losses
-        assert with_it.norms == without.norms
+        assert_same(with_it, without)
         assert with_it.weights.keys() == without.weights.keys()
-        assert all(torch.equal(value, without.weights[name]) for name, value in with_it.weights.items())
         assert not without.sent
         assert not without.noise
     phases = {"step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "communication_seconds"}

@@ -11,24 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.data.mixture import Stage
-from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.rows import JoinedRows, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.engine.data.step_view import run_command as step_view
-from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from scaletrain_cli.worker.heartbeat import Heartbeat
-from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.objectives.rows import largest_difference
 from tests.engine.objectives.test_resuming import SPEC, rows_file
-from tests.engine.parity.layouts import train_in_layout
+from tests.engine.parity.layouts import assembled, train_in_layout
 from tests.engine.parity.reference import first_weights
 from tests.engine.ranks import on_ranks
 from tests.tokenizer_kinds import tokenizer_json, write_tokenizer
@@ -61,9 +56,8 @@ def mixed(folder: Path, *settings: str) -> RunSpec:
 
 def fit(path: Path) -> None:
     """A rank's part of the whole run in ``path``, with its validations."""
-    run, ranks = RunDir(path), Ranks.from_environment()
     with contextlib.redirect_stdout(io.StringIO()):
-        assemble(run, read_record(run), ranks, 1, PreemptionFlag(), Heartbeat(None)).fit()
+        assembled(path).fit()
 
 
 def training_pairs(spec: RunSpec) -> list[RowSequences]:

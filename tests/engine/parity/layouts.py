@@ -18,6 +18,7 @@ from scaletrain_cli.engine.metrics.memory_measurement import (
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
 from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -92,6 +93,12 @@ def train_in_layout(spec: RunSpec, *interrupted_after: int, between: Callable[[]
     )
 
 
+def assembled(path: Path, attempt: int = 1) -> Trainer:
+    """Return this rank's trainer of the run in ``path``."""
+    run = RunDir(path)
+    return assemble(run, read_record(run), Ranks.from_environment(), attempt, PreemptionFlag(), Heartbeat(None))
+
+
 def train_rank(path: Path, attempt: int, last: int) -> RankReport:
     """One rank's part of the run in ``path``, from its newest checkpoint to a step; before the end, with another."""
     with contextlib.redirect_stdout(io.StringIO()):
@@ -99,10 +106,8 @@ def train_rank(path: Path, attempt: int, last: int) -> RankReport:
 
 
 def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
-    run, ranks = RunDir(path), Ranks.from_environment()
-    record = read_record(run)
-    trainer = assemble(run, record, ranks, attempt, PreemptionFlag(), Heartbeat(None))
-    begin = trainer.resume()
+    trainer = assembled(path, attempt)
+    record, begin = trainer.record, trainer.resume()
     assert trainer.prepare_batches(begin.step)
     measured = []
     for step in range(begin.step + 1, last):
@@ -115,7 +120,7 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     measured += trainer.deferred_metrics.remaining()
     if last < record.spec.total_steps:
         trainer.save(last, wait=True)
-    pieces = local_pieces(trainer.composed.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
+    pieces = local_pieces(trainer.composed.model, replica(trainer.ranks.rank, record.plan.layout), record.plan.layout)
     losses, norms = [[step.values[name] for step in measured] for name in ("loss", "grad_norm")]
     held = states.bytes
     if trainer.local_sgd is not None:

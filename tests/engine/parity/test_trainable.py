@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
-from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from scaletrain_cli.worker.heartbeat import Heartbeat
-from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.parity.comparison import FP32, assert_same, difference
-from tests.engine.parity.layouts import train_in_layout
+from tests.engine.parity.layouts import assembled, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import MUON, Row
 from tests.engine.ranks import on_ranks
@@ -103,9 +97,8 @@ def test_a_staged_run_interrupted_within_and_between_stages_continues_bit_exactl
 
 def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
     """Train to a third stage, go back to the first one, and train again; also whether a replaced engine is freed."""
-    run = RunDir(path)
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assemble(run, read_record(run), Ranks.from_environment(), 1, PreemptionFlag(), Heartbeat(None))
+        trainer = assembled(path)
         assert trainer.prepare_batches(trainer.resume().step)
 
         def losses(first: int, last: int) -> list[float]:
@@ -118,7 +111,7 @@ def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
         before = [weakref.ref(weight) for weight in master_weights(trainer.composed.engine)]
         once = losses(3, STEPS)
         is_freed = not any(weight() is not None for weight in before)
-        [saved] = list_checkpoints(run.checkpoints)
+        [saved] = list_checkpoints(trainer.run.checkpoints)
         trainer.stages.prepare_restore(saved.step)
         trainer.checkpointer.restore(saved)
         return once, losses(3, STEPS), is_freed

@@ -21,10 +21,10 @@ from scaletrain_cli.engine.stages import trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec, parse_spec
-from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.weight_files import stored_name
 from tests.engine.parity.comparison import Difference
 from tests.engine.parity.layouts import local_pieces
+from tests.vision_of_transformers import class_and_config
 
 STEPS, RATE, BATCH = 20, 5.0e-4, 16
 EPS = 1.0e-4  # the gradient of a bias of keys is 0: Adam would make steps of its rounding errors
@@ -371,7 +371,7 @@ def under_file_names(model: Any) -> dict[str, Tensor]:
 
 
 def reference_model(family: str, spec: RunSpec, weights: dict[str, Tensor]) -> Any:
-    kind, config = reference_config(family, spec)
+    kind, config = class_and_config(spec.model)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         files = under_file_names(kind(config)) if family == "llava" else weights
@@ -383,48 +383,6 @@ def reference_model(family: str, spec: RunSpec, weights: dict[str, Tensor]) -> A
     if "logit_bias" in weights:  # transformers has it in SigLIP alone
         model.logit_bias = nn.Parameter(weights["logit_bias"].clone())
     return model
-
-
-def reference_config(family: str, spec: RunSpec) -> tuple[Any, Any]:
-    """The class and the config of the model of transformers."""
-    import transformers
-
-    own: Any = spec.model
-    if family == "resnet":
-        config = transformers.ResNetConfig(
-            embedding_size=own.embedding_size,
-            hidden_sizes=list(own.hidden_sizes),
-            depths=list(own.depths),
-            num_labels=own.num_labels,
-        )
-        return transformers.ResNetForImageClassification, config
-    if family == "convnext":
-        config = transformers.ConvNextConfig(
-            hidden_sizes=list(own.hidden_sizes),
-            depths=list(own.depths),
-            patch_size=own.patch_size,
-            image_size=own.image_size,
-            num_stages=len(own.depths),
-            num_labels=own.num_labels,
-            layer_scale_init_value=own.layer_scale_init_value,
-        )
-        return transformers.ConvNextForImageClassification, config
-    if family == "vit":
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size")
-        config = transformers.ViTConfig(
-            **{name: getattr(own, name) for name in (*names, "patch_size", "num_labels", "layer_norm_eps")},
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        return transformers.ViTForImageClassification, config
-    if family == "llava":
-        return transformers.LlavaForConditionalGeneration, transformers.LlavaConfig(**to_hugging_face(own))
-    config = transformers.CLIPConfig(
-        vision_config=own.vision_config.model_dump(),
-        text_config=own.text_config.model_dump() | {"bos_token_id": 0, "pad_token_id": 1},
-        projection_dim=own.projection_dim,
-    )
-    return transformers.CLIPModel, config
 
 
 @dataclass(frozen=True)

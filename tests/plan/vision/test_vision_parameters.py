@@ -13,26 +13,16 @@ from scaletrain_cli.spec.training import OptimizerSpec
 from scaletrain_cli.spec.vision_model import VISION
 from tests.plan.vision.test_vision_modules import MODELS
 from tests.plan.vision.test_vision_size import model_of
+from tests.vision_of_transformers import class_and_config
 
 
 def built(spec: Any) -> Any:
     """The model of transformers with these dimensions, on the meta device."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    given = spec.model_dump(exclude={"family", "preset", "memory_format"})
-    classes = {
-        "resnet": (transformers.ResNetConfig, transformers.ResNetForImageClassification),
-        "convnext": (transformers.ConvNextConfig, transformers.ConvNextForImageClassification),
-        "vit": (transformers.ViTConfig, transformers.ViTForImageClassification),
-        "clip": (transformers.CLIPConfig, transformers.CLIPModel),
-    }
-    config, module = classes[spec.family]
-    if spec.family == "convnext":
-        given["num_stages"] = len(spec.depths)
-    if spec.family == "clip":
-        for tower in ("vision_config", "text_config"):
-            given[tower] = {**given[tower], "projection_dim": spec.projection_dim}
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    module, config = class_and_config(spec)
     with torch.device("meta"):
-        return module(config(**given))
+        return module(config)
 
 
 # Names of ViT's modules in transformers 5, of which its files keep the older ones.
