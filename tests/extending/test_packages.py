@@ -17,9 +17,7 @@ from tests.forked import scaletrain
         ("tracking=[csv]", "tracking.csv: unknown key. Known keys: log_every, jsonl, mlflow, prometheus, tensorboard"),
     ],
 )
-def test_without_its_package_a_name_is_refused_with_the_known_ones(
-    setting: str, expected: str, tmp_path: Path
-) -> None:
+def test_without_its_package_a_name_is_refused_with_the_known_ones(setting: str, expected: str, tmp_path: Path) -> None:
     refused = scaletrain("validate", str(write_spec(tmp_path)), "--set", setting)
     assert refused.returncode == 2
     assert expected in refused.stderr

@@ -74,8 +74,6 @@ def test_one_data_set_gives_the_rows_for_training_and_those_for_validation(hub: 
         "data.validation_source=hf://datasets/org/rows",
     )
     data = fetched_spec(wanted, "data").data
-    assert data.source is not None
-    assert data.validation_source is not None
     assert [path.name for path in find_files(data.source, kinds=ROW_FORMATS).files] == ["train.jsonl"]
     of_validation = find_files(data.validation_source, kinds=ROW_FORMATS, evaluation=True)
     assert [path.name for path in of_validation.files] == ["validation.jsonl"]

@@ -69,7 +69,6 @@ def factors(rank: int) -> bytes:
 
     adapter = {"name": "lora", "rank": rank}
     model = ModelSpec.model_validate({**from_config(CONFIG), "seq_len": 32, "head_dim": 8, "adapter": adapter})
-    assert model.adapter is not None
     shapes = peft_shapes(model.adapter, modules_with_adapter(model))
     return bytes(save({name: np.zeros(shape, dtype="float32") for name, shape in shapes.items()}))
 

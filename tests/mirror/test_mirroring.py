@@ -75,7 +75,6 @@ def test_history_is_restored_as_it_was(mirrored: MirroredRun, tmp_path: Path) ->
     mirrored.commit(20)
     mirror.look()
     index = newest_index(mirrored.store, read_claims(mirrored.store))
-    assert index is not None
     restore_history(mirrored.store, index, tmp_path / "restored")
     restored = {path.relative_to(tmp_path / "restored").as_posix() for path in (tmp_path / "restored").rglob("*.*")}
     assert {"run.json", "events.jsonl", "metrics.jsonl", "code/abc.patch"} <= restored
@@ -401,7 +400,6 @@ def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_back
     HistoryWriter(store, run, 1, Throttle(1e12)).write()
     blobs = {path.read_text(): path.stat().st_mode & 0o777 for path in (tmp_path / "mirror" / "blobs").iterdir()}
     index = newest_index(store, [])
-    assert index is not None
     restore_history(store, index, tmp_path / "back")
     restored = {name: (tmp_path / "back" / name).stat().st_mode & 0o777 for name in modes}
     assert blobs == restored == modes

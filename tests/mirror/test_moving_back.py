@@ -44,7 +44,6 @@ class Moved:
     def end(self) -> None:
         """Record the end of the job, as a status does that has seen it."""
         ref = read_job_ref(self.here)
-        assert ref is not None
         update(self.here, ref, replace(ref, ended=True, exit_code=75))
 
     @property

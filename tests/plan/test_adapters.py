@@ -67,7 +67,6 @@ def test_settings_that_a_model_lacks_are_refused(settings: dict[str, Any], key: 
 
 def test_a_pattern_matches_whole_names_and_endings_only() -> None:
     spec = model(targets=["model.layers.*.q_proj", "self_attn.v_proj", "_proj", "layers"])
-    assert spec.adapter is not None
 
     assert unmatched_targets(spec.adapter, base_shapes(spec)) == ["_proj", "layers"]
     assert {module.name.rpartition(".")[2] for module in modules_with_adapter(spec)} == {"q_proj", "v_proj"}

@@ -49,7 +49,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         write_shard(shard_folder(folder, number), documents, 0.1)
         info = read_shard_info(shard_folder(folder, number))
-        assert info is not None
         shards.append(asdict(info))
     (folder / "tokenizer.json").write_text("{}")
     tokenizer = {"dtype": "uint16", "digest": hashlib.sha256(b"{}").hexdigest()}
@@ -65,7 +64,6 @@ def attached(s3: FaultyProxy, prepared: Path, tmp_path: Path) -> Path:
 
 def attach(path: str, datasets: Path) -> Path:
     description = find_description(path)
-    assert description is not None
     assert not is_attached(description, datasets / "elsewhere")
     found = attach_dataset(description, datasets)
     assert is_attached(description, datasets)

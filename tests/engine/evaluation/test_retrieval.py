@@ -65,9 +65,7 @@ def retrieved(rank: int, ranks: int, group: torch.distributed.ProcessGroup | Non
         places = torch.arange(first, first + size)
         rows = places.clamp(max=PAIRS - 1)
         measures.add((images[rows], texts[rows]), (pixels[rows], tokens[rows]), places, places < PAIRS)
-    found = measures.result(Axis(ranks, rank, group))
-    assert found is not None
-    return found
+    return measures.result(Axis(ranks, rank, group))
 
 
 def retrieved_on_rank(limit: int) -> Figures:

@@ -23,9 +23,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def written(run: RunDir) -> Ledger:
-    found = read_ledger(run, 1)
-    assert found is not None
-    return found
+    return read_ledger(run, 1)
 
 
 def test_each_second_counts_once_for_the_innermost_activity(run: RunDir) -> None:

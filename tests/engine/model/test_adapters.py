@@ -70,7 +70,6 @@ def test_peft_computes_the_same(spec: ModelSpec, adapter: AdapterSpec, targets: 
     found = list(pairs(model, theirs))
     assert len(found) >= 6
     for name, parameter, other in found:
-        assert parameter.grad is not None
         difference = (as_peft(name, parameter.grad) - other.grad).abs().max()
         assert difference <= 1e-5 * other.grad.abs().max(), name
 

@@ -93,7 +93,6 @@ RUNS = [
 def test_figures_are_of_all_samples_on_any_ranks(overrides: tuple[str, ...], kind: str, names: set[str]) -> None:
     alone = validated(overrides, kind, 0, 1)
     outputs, targets = outputs_of(kind)
-    assert targets is not None
     plain = {"classes": F.cross_entropy, "labels": F.binary_cross_entropy_with_logits, "numbers": F.mse_loss}[kind]
     assert alone[0] == pytest.approx(plain(outputs, targets).item(), rel=1e-6)  # type: ignore[operator]
     assert alone[1].keys() == names

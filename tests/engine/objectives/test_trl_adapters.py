@@ -23,7 +23,6 @@ ADAPTER = ("model.adapter={name: lora, rank: 8, alpha: 16}", "training.optimizer
 def use_peft(trl: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let TRL train the adapter of the spec, with the first values of ours; its reference is the model without one."""
     plain, adapter, made = trl._model, spec.transformer.adapter, []
-    assert adapter is not None
     values = AdapterInitialization(_Nothing(), spec.training.seed, torch.device("cpu"), {})
 
     def model(spec: RunSpec, folder: Path) -> Any:

@@ -177,7 +177,6 @@ class MuonOfBlocks:
                     self._optimizer.state.pop(view, None)
                 continue
             group["lr"], group["weight_decay"] = own["lr"], own["weight_decay"]
-            assert parameter.grad is not None
             for view, gradient in zip(self._views[name], self._parts(name, parameter.grad), strict=True):
                 view.grad = gradient
             parameter.grad = None

@@ -124,7 +124,6 @@ def train_with_peft(spec: RunSpec, folder: Path) -> Trained:
     from transformers import AutoModelForCausalLM
 
     model, training, adapter = spec.transformer, spec.training, spec.transformer.adapter
-    assert adapter is not None
     base: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     theirs = with_peft(base, adapter, **targets_of(spec)).train()
     mine = ours(model, adapter, folder, training.seed)

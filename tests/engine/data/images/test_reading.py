@@ -83,7 +83,6 @@ def test_the_finished_global_batch_is_the_same_in_every_layout() -> None:
         for rank in range(at.data_parallel):
             for micro in reader(at=at, rank=rank).batch(2).micro_batches():
                 done = finish(micro, mean=(0.5,) * 3, std=(0.2,) * 3, classes=CLASSES)
-                assert done.targets is not None
                 found |= {int(s): (i, t) for s, i, t in zip(done.samples, done.images, done.targets, strict=True)}
         return found
 
