@@ -1,10 +1,15 @@
-"""Losses of fine-tuning equal those of TRL, step by step, on the same model, rows and order."""
+"""Losses of fine-tuning equal those of TRL, on the same model, rows and order; with adapters of PEFT, too."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from scaletrain_cli.engine.model.adapters import AdapterInitialization
+from scaletrain_cli.plan.parameters import model_parameters
+from scaletrain_cli.spec import RunSpec
+from tests.engine.model.adapted_models import with_peft
 from tests.engine.objectives.layouts import packed
 from tests.engine.objectives.rows import (
     Course,
@@ -73,3 +78,52 @@ def test_losses_and_measures_of_dpo_are_those_of_trl(trl: Any, kind: str, tmp_pa
         found, expected = ([step[name] for step in steps][first:] for steps in (ours.measures, theirs))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), name
     assert ours.measures[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+
+
+ADAPTER = ("model.adapter={name: lora, rank: 8, alpha: 16}", "training.optimizer.lr=2.0e-3", "training.steps=8")
+
+
+def use_peft(trl: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TRL train the adapter of the spec, with the first values of ours; its reference is the model without one."""
+    plain, adapter, made = trl._model, spec.transformer.adapter, []
+    values = AdapterInitialization(_Nothing(), spec.training.seed, torch.device("cpu"), {})
+
+    def model(spec: RunSpec, folder: Path) -> Any:
+        base = plain(spec, folder)
+        made.append(base)
+        if len(made) > 1:
+            return base
+        theirs = with_peft(base, adapter, target_modules="all-linear")
+        known = dict(theirs.named_parameters())
+        with torch.no_grad():
+            for parameter in model_parameters(spec.transformer):
+                if parameter.adapter:
+                    name = f"base_model.model.{parameter.name.removesuffix('.weight')}.default.weight"
+                    known[name].copy_(values.read(parameter.name, parameter.shape, None))
+        return theirs
+
+    monkeypatch.setattr(trl, "_model", model)
+
+
+class _Nothing:
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: object) -> torch.Tensor:
+        raise AssertionError(name)
+
+
+def test_sft_with_an_adapter_has_the_losses_of_trl(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("training.objective=sft", *ADAPTER)
+    (ours,) = on_ranks(1, train, spec, row_sequences([[example] for example in EXAMPLES]), tmp_path)
+    use_peft(trl, spec, monkeypatch)
+    theirs = trl.sft_losses(spec, [[EXAMPLES[i]] for i in order(spec, len(EXAMPLES))], tmp_path)
+    assert largest_difference(ours.losses, theirs) < LIMIT
+    assert ours.losses[-1] < ours.losses[0] - 0.01
+
+
+def test_dpo_with_an_adapter_has_the_losses_of_trl(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("training.objective=dpo", *ADAPTER)
+    rows = row_sequences([[one] for pair in PAIRS for one in pair], is_pairs=True)
+    (ours,) = on_ranks(1, train, spec, rows, tmp_path)
+    use_peft(trl, spec, monkeypatch)
+    theirs = trl.dpo_run(spec, [PAIRS[i] for i in order(spec, len(PAIRS))], tmp_path / "trl", loss_type="sigmoid")
+    assert largest_difference(ours.losses, [line["loss"] for line in theirs]) < LIMIT
+    assert ours.losses[-1] < ours.losses[0] - 0.01
