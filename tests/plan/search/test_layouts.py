@@ -118,3 +118,9 @@ def test_nvme_offload_needs_zero_3() -> None:
     assert zero_stages(spec_of(**offload), resolve_axes(spec_of(**offload)), "optimizer") == [3]
     problems = division_problems(spec_of(**offload, layout__zero_stage=2), resolve_axes(spec_of(**offload)))
     assert any("needs ZeRO-3" in problem.message for problem in problems)
+
+
+def test_an_offload_that_a_framework_lacks_is_sized_with_the_stage_it_needs() -> None:
+    offload = "optimizer+params"
+    spec = spec_of(planner__framework="megatron", layout__offload=offload)
+    assert zero_stages(spec, resolve_axes(spec), offload) == [3]
