@@ -7,7 +7,7 @@ def class_and_config(spec: Any) -> tuple[Any, Any]:
     """Return the class and the config; the text tower of a CLIP begins and is padded with its first tokens."""
     import transformers
 
-    from scaletrain_cli.spec import to_hugging_face
+    from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 
     if spec.family == "llava":
         return transformers.LlavaForConditionalGeneration, transformers.LlavaConfig(**to_hugging_face(spec))
