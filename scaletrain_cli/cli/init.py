@@ -291,7 +291,8 @@ def _fitting_spec(
         say("The spec uses slurm. Use --scheduler local for this machine or --scheduler kubernetes for Kubernetes.")
     traits = backend_traits(scheduler)
     is_small = preset is None and tuned is None and traits.shared_run_directory
-    on_cpus = is_small or (tuned is not None and traits.runs_here and not any(Path("/dev").glob("nvidia[0-9]*")))
+    has_gpus = not traits.runs_here or gpus_per_node is not None or any(Path("/dev").glob("nvidia[0-9]*"))
+    on_cpus = is_small or (tuned is not None and not has_gpus)
     gpu = gpu or ("cpu" if on_cpus else USUAL_GPU)
     if traits.max_nodes is not None and nodes is not None and nodes > traits.max_nodes:
         raise UsageError(
