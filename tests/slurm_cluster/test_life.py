@@ -165,6 +165,8 @@ def test_a_run_whose_reservation_ends_saves_in_time_and_continues_in_the_next_on
     site.cluster.run("scontrol", "update", "reservationname=week", "duration=60")
     site.trains(run_id, attempt=2)
     site.cancel(run_id)
+    delete = ("scontrol", "delete", "reservationname=week")  # refused while its job ends
+    wait_until(lambda: site.cluster.run(*delete, check=False).returncode == 0, "other tests get the nodes")
 
 
 def test_the_gang_never_starts_without_its_data_and_resume_prepares_them_again(site: Site, tmp_path: Path) -> None:
