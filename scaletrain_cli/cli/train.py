@@ -43,6 +43,7 @@ def command(
     Ctrl-C acts as a preemption: the current step is finished, a checkpoint is committed, and the exit code is 75.
     `scaletrain resume` continues the run. Prints the run id to stdout.
     """
+    from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code import take_snapshot
     from scaletrain_cli.launch.epochs import in_steps
@@ -86,7 +87,8 @@ def command(
     measured = measures_text(status)
     end = f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}"
     say(f"{end}; {measured}" if measured else end)
-    if status.reason.code.startswith("launch.unreported"):  # no event shows the end
+    last = read_attempt(made.run, status.attempt)
+    if last is None or last.ended is None:  # no event shows the end
         say(status.why)
     if code == ExitCode.PREEMPTED:
         say(f"stopped, checkpoint saved; `scaletrain resume {made.run.run_id}` continues the run")

@@ -58,6 +58,7 @@ TEXTS: dict[str, Text] = {
     "job-state": Text("{state}"),
     "job-state-because": Text("{state} ({reason})"),
     "job-accounted": Text("{state} (from the accounting)"),
+    "job-accounted-failed": Text("{state} with exit code {exit_code} (from the accounting)"),
     "job-not-listed": Text("Slurm no longer lists the job"),
     "request-pending": Text(
         "sbatch was called at {time} and got no answer; Slurm lists no job of this run yet, but may still accept it"

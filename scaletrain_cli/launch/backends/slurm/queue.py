@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -184,11 +183,12 @@ def _end_is_open(run: RunDir) -> bool:
 def _forgotten_job(job_id: str, accounted: str) -> Job:
     """Return the job that squeue no longer lists; ``accounted`` is its state in the accounting, or empty."""
     if accounted and job_state(accounted.partition(" ")[0]) == "ended":
+        state, _, code = accounted.partition(" ")
+        if state == "FAILED" and code.isdigit():
+            why = Reason("slurm.job-accounted-failed", {"state": state, "exit_code": int(code)})
+            return Job.because(job_id, "ended", why, exit_code=int(code))
         why = Reason("slurm.job-accounted", {"state": accounted})
-        code = re.search(r"exit code (\d+)", accounted)
-        return Job.because(
-            job_id, "ended", why, cause=job_cause(accounted), exit_code=int(code[1]) if code is not None else None
-        )
+        return Job.because(job_id, "ended", why, cause=job_cause(accounted))
     return Job.because(job_id, "ended", Reason("slurm.job-not-listed"), forgotten=True)
 
 
@@ -365,7 +365,9 @@ def _squeue(which: str, without: Sequence[str] = ()) -> list[JobRow]:
 
 
 def _accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
-    """Return the last state of jobs that squeue no longer lists; empty without accounting."""
+    """Return the last state of jobs that squeue no longer lists, ``FAILED 93`` with its exit code; empty without
+    accounting.
+    """
     ids = sorted({job_id.partition("_")[0] for job_id in job_ids})  # of arrays: by a task, others are not listed
     if not ids:
         return {}
@@ -377,6 +379,7 @@ def _accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
     states: dict[str, str] = {}
     for line in text.splitlines():
         listed, state, code, *_ = (*line.split("|"), "", "")
-        shown = f"{state} with exit code {code.partition(':')[0]}" if state == "FAILED" and code else state
-        states |= dict.fromkeys(tasks_of(listed), shown) if shown else {}
+        if state:
+            state += f" {code.partition(':')[0]}" if state == "FAILED" and code else ""
+            states |= dict.fromkeys(tasks_of(listed), state)
     return states
