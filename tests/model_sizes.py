@@ -4,8 +4,8 @@ from typing import Any
 
 SIZES = {
     **{"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"},
-    **{"keys": "num_key_value_heads", "head": "head_dim", "inner": "intermediate_size"},
-    **{"words": "vocab_size", "length": "seq_len", "positions": "max_position_embeddings"},
+    **{"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate": "intermediate_size"},
+    **{"vocab": "vocab_size", "seq_len": "seq_len", "positions": "max_position_embeddings"},
 }
 
 

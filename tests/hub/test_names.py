@@ -25,7 +25,7 @@ LLAMA = {
     },
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    **model_sizes(hidden=4096, inner=14336, layers=32, heads=32, keys=8, words=128256, positions=131072),
+    **model_sizes(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256, positions=131072),
 }
 NAME = "hf://meta/Llama-3.1-8B"
 

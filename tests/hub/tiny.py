@@ -14,7 +14,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-    **model_sizes(hidden=32, inner=64, layers=2, heads=4, keys=2, words=300, positions=64),
+    **model_sizes(hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, vocab=300, positions=64),
 }
 TEXT = "".join(f"{number} the quick brown fox jumps over the lazy dog {number * 7}\n\n" for number in range(800))
 

@@ -13,7 +13,15 @@ from tests.spec.samples import SPEC
 
 SIZES: dict[str, Any] = {
     **model_sizes(
-        hidden=4096, layers=32, heads=32, keys=8, head=128, inner=14336, words=128256, length=8192, positions=8192
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        vocab=128256,
+        seq_len=8192,
+        positions=8192,
     ),
     "family": "llama",
 }

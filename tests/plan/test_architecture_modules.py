@@ -13,7 +13,9 @@ from scaletrain_cli.spec import ModelSpec
 from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of
 
-SMALL = model_sizes(hidden=64, layers=3, heads=4, keys=2, head=16, inner=96, words=101, length=32, positions=40)
+SMALL = model_sizes(
+    hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=101, seq_len=32, positions=40
+)
 TRAITS: list[dict[str, Any]] = [
     {"gated_mlp": gated, "norm": norm, "bias": bias, "position_embedding": positions, "tie_word_embeddings": tied}
     for gated, norm, bias, positions, tied in itertools.product(

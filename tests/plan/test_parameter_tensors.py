@@ -9,7 +9,7 @@ from scaletrain_cli.spec import ModelSpec
 from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 
-DIMENSIONS = model_sizes(hidden=16, layers=5, heads=4, keys=2, head=6, inner=40, words=64)
+DIMENSIONS = model_sizes(hidden=16, layers=5, heads=4, kv_heads=2, head_dim=6, intermediate=40, vocab=64)
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 2}
 GATED = {"shared_expert_gate": True, "decoder_sparse_step": 2, "mlp_only_layers": (3,), "router_bias": True}

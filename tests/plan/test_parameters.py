@@ -16,7 +16,7 @@ from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 from tests.spec.samples import SPEC, load
 
-DIMENSIONS = model_sizes(hidden=16, layers=3, heads=4, keys=2, head=6, inner=40, words=64)
+DIMENSIONS = model_sizes(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=6, intermediate=40, vocab=64)
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 1}
 LLAMA = model_of("llama-7b", **DIMENSIONS)

@@ -25,7 +25,9 @@ from tests.plan.specs import model_of, spec_of
 
 def published_llama(layers: int, hidden: int, inner: int) -> dict[str, Any]:
     """The models of the Ultra-Scale Playbook's sweep."""
-    sizes = model_sizes(layers=layers, hidden=hidden, inner=inner, heads=32, keys=32, head=hidden // 32, words=131072)
+    sizes = model_sizes(
+        layers=layers, hidden=hidden, intermediate=inner, heads=32, kv_heads=32, head_dim=hidden // 32, vocab=131072
+    )
     return {"model__tie_word_embeddings": True, **{f"model__{key}": size for key, size in sizes.items()}}
 
 

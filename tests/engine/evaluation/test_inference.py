@@ -20,7 +20,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with large random weights, saved by transformers: its choices are clear."""
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        **model_sizes(words=61, hidden=32, layers=2, heads=4, keys=2, inner=48, positions=64), initializer_range=0.3
+        **model_sizes(vocab=61, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, positions=64),
+        initializer_range=0.3,
     )
     folder = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -25,7 +25,9 @@ from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from tests.model_sizes import model_sizes
 
 SIZES: dict[str, Any] = {
-    **model_sizes(hidden=32, layers=2, heads=4, keys=2, head=8, inner=48, words=64, length=16, positions=16),
+    **model_sizes(
+        hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocab=64, seq_len=16, positions=16
+    ),
     "initializer_range": 0.2,
 }
 LLAMA = ModelSpec(family="llama", **SIZES)

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    **model_sizes(hidden=32, layers=2, heads=4, keys=2, inner=48, words=64, positions=64),
+    **model_sizes(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=64, positions=64),
 }
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0]}
 _UNROUNDED_YARN = {

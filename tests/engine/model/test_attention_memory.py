@@ -23,7 +23,7 @@ from tests.plan.specs import model_of, spec_of
 
 BATCH, LENGTH, LAYERS = 2, 256, 2
 SIZES: dict[str, Any] = model_sizes(
-    hidden=128, layers=1, heads=8, keys=2, head=16, inner=384, words=256, length=512, positions=512
+    hidden=128, layers=1, heads=8, kv_heads=2, head_dim=16, intermediate=384, vocab=256, seq_len=512, positions=512
 )
 WINDOW = {"sliding_window": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

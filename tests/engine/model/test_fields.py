@@ -20,7 +20,7 @@ LATENT = {**LLAMA, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_d
 BASES: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "mixture": EXPERTS, "latent": LATENT}
 # Another valid value of each field.
 CHANGED: dict[str, Any] = {
-    **model_sizes(hidden=128, layers=2, heads=8, keys=1, head=32, inner=64, words=640, positions=64),
+    **model_sizes(hidden=128, layers=2, heads=8, kv_heads=1, head_dim=32, intermediate=64, vocab=640, positions=64),
     **dict.fromkeys("tie_word_embeddings qkv_bias attention_bias fused_projections qk_norm".split(), True),
     **dict.fromkeys("attention_sinks scale_embedding zero_centered_norm norm_topk_prob".split(), True),
     **dict.fromkeys("shared_expert_gate router_bias embedding_norm".split(), True),

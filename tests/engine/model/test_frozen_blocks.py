@@ -21,7 +21,7 @@ from tests.plan.specs import model_of, spec_of
 
 BATCH, LENGTH = 2, 64
 SIZES: dict[str, Any] = model_sizes(
-    hidden=128, layers=2, heads=8, head=16, inner=384, words=256, length=LENGTH, positions=LENGTH
+    hidden=128, layers=2, heads=8, head_dim=16, intermediate=384, vocab=256, seq_len=LENGTH, positions=LENGTH
 )
 GEMMA = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": 4096}
 LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8, "v_head_dim": 12}

@@ -16,7 +16,9 @@ from tests.engine.fresh_model import build_model
 from tests.model_sizes import model_sizes
 
 LLAMA = {
-    **model_sizes(hidden=64, layers=3, heads=4, keys=2, head=16, inner=96, words=512, length=32, positions=32),
+    **model_sizes(
+        hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, seq_len=32, positions=32
+    ),
     "family": "llama",
 }
 GPT = {**LLAMA, "family": "gpt", "num_key_value_heads": 4, "intermediate_size": 256, "tie_word_embeddings": True}

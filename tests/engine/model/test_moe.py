@@ -17,7 +17,15 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP = 16, 8, 4, 2
 def mixture(shared: nn.Module | None = None, **settings: float | bool) -> MoELayer:
     spec = ModelSpec(
         **model_sizes(
-            hidden=HIDDEN, layers=1, heads=1, keys=1, head=HIDDEN, inner=INTERMEDIATE, words=32, length=12, positions=12
+            hidden=HIDDEN,
+            layers=1,
+            heads=1,
+            kv_heads=1,
+            head_dim=HIDDEN,
+            intermediate=INTERMEDIATE,
+            vocab=32,
+            seq_len=12,
+            positions=12,
         ),
         family="llama",
         num_experts=EXPERTS,

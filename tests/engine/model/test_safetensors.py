@@ -18,7 +18,9 @@ from tests.model_sizes import model_sizes
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {
-    **model_sizes(hidden=16, layers=2, heads=4, keys=2, head=4, inner=24, words=32, length=8, positions=8),
+    **model_sizes(
+        hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, intermediate=24, vocab=32, seq_len=8, positions=8
+    ),
     "family": "llama",
 }
 GPT: dict[str, Any] = {**LLAMA, "family": "gpt", "num_key_value_heads": 4, "tie_word_embeddings": True}

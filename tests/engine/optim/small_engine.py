@@ -40,7 +40,15 @@ def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **lay
             "name": "small",
             "model": {
                 **model_sizes(
-                    hidden=16, layers=1, heads=2, keys=2, head=8, inner=32, words=vocab_size, length=8, positions=8
+                    hidden=16,
+                    layers=1,
+                    heads=2,
+                    kv_heads=2,
+                    head_dim=8,
+                    intermediate=32,
+                    vocab=vocab_size,
+                    seq_len=8,
+                    positions=8,
                 ),
                 "family": "llama",
             },

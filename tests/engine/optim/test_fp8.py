@@ -27,7 +27,15 @@ def spec(family: str, **changed: Any) -> ModelSpec:
     return ModelSpec.model_validate(
         {
             **model_sizes(
-                hidden=64, layers=2, heads=4, keys=heads, head=16, inner=96, words=512, length=32, positions=32
+                hidden=64,
+                layers=2,
+                heads=4,
+                kv_heads=heads,
+                head_dim=16,
+                intermediate=96,
+                vocab=512,
+                seq_len=32,
+                positions=32,
             ),
             "family": family,
             **changed,

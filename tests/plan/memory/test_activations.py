@@ -96,7 +96,7 @@ def counted_and_saved(shape: dict[str, object], precision: str) -> tuple[int, fl
 
     batch, seq_len = 2, 64
     dims = {
-        **model_sizes(hidden=128, heads=8, inner=384, words=256, length=seq_len),
+        **model_sizes(hidden=128, heads=8, intermediate=384, vocab=256, seq_len=seq_len),
         "tie_word_embeddings": True,
         **shape,
     }

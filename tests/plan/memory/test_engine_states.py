@@ -21,7 +21,7 @@ from tests.plan.specs import spec_of
 RANKS = 4
 # Odd sizes, so that every group is padded and every parameter rounded up.
 SIZES: dict[str, Any] = model_sizes(
-    hidden=36, layers=3, heads=4, keys=2, head=10, inner=50, words=290, length=8, positions=8
+    hidden=36, layers=3, heads=4, kv_heads=2, head_dim=10, intermediate=50, vocab=290, seq_len=8, positions=8
 )
 EXPERTS = {
     **{"hidden_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_bias": True},

@@ -29,7 +29,7 @@ def memory_of(
 
 def megatron_test(attention: str, **changed: Any) -> Memory:
     """A model of Megatron-LM's functional tests: 12 layers of width 512, GPT-2's vocabulary, distributed optimizer."""
-    sizes = model_sizes(layers=12, hidden=512, heads=8, keys=8, head=64, inner=2048, words=50304)
+    sizes = model_sizes(layers=12, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=2048, vocab=50304)
     sizes |= {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     changed |= {f"model__{key}": value for key, value in sizes.items()} | {"planner__attention": attention}
     batch = {"micro_batch": 4, "training__global_batch_size": 32}

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.search.layouts import broken_rules
 from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 
-SMALL = model_sizes(hidden=512, layers=4, heads=8, keys=8, head=64, inner=1536)
+SMALL = model_sizes(hidden=512, layers=4, heads=8, kv_heads=8, head_dim=64, intermediate=1536)
 FEW_LAYOUTS = {"layout__activation_checkpointing": "none", "training__micro_batch_size": 1}
 GROUPS = {"training__local_sgd": {"groups": 2}, "layout__tensor_parallel": 1, "layout__pipeline_parallel": 1}
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}

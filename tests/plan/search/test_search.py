@@ -269,7 +269,15 @@ def test_more_memory_never_makes_the_steps_to_expect_slower() -> None:
 
 LARGEST = {"cluster__nodes": 2048, "training__global_batch_size": 2048, **EVERYTHING}
 LLAMA_405B = model_sizes(
-    hidden=16384, layers=126, heads=128, keys=8, head=128, inner=53248, words=128256, length=8192, positions=8192
+    hidden=16384,
+    layers=126,
+    heads=128,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=53248,
+    vocab=128256,
+    seq_len=8192,
+    positions=8192,
 )
 EXPERTS_256 = {
     "num_experts": 256,
@@ -282,7 +290,15 @@ EXPERTS_256 = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     **model_sizes(
-        hidden=7168, layers=61, heads=128, keys=128, head=128, inner=18432, words=129280, length=4096, positions=163840
+        hidden=7168,
+        layers=61,
+        heads=128,
+        kv_heads=128,
+        head_dim=128,
+        intermediate=18432,
+        vocab=129280,
+        seq_len=4096,
+        positions=163840,
     ),
 }
 

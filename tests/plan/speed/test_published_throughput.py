@@ -101,8 +101,10 @@ def step_seconds(zero_stage: int, checkpointing: str, micro_batch: int, **run: A
 
 def shape(hidden: int, layers: int, heads: int, sequence: int, **more: Any) -> dict[str, Any]:
     given = {
-        **model_sizes(hidden=hidden, layers=layers, heads=heads, keys=heads, head=hidden // heads, inner=4 * hidden),
-        **model_sizes(words=51200, length=sequence, positions=sequence),
+        **model_sizes(
+            hidden=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads, intermediate=4 * hidden
+        ),
+        **model_sizes(vocab=51200, seq_len=sequence, positions=sequence),
         **more,
     }
     return {f"model__{key}": value for key, value in given.items()}

@@ -76,8 +76,8 @@ def test_clip_costs_what_openclip_counts(preset: str, gflops: float) -> None:
 def test_a_clip_that_is_no_preset_is_as_exact() -> None:
     given = {
         "family": "clip",
-        "vision_config": {**model_sizes(hidden=1408, layers=40, heads=16, inner=6144), "patch_size": 14},
-        "text_config": model_sizes(hidden=1024, layers=24, heads=16, inner=4096),
+        "vision_config": {**model_sizes(hidden=1408, layers=40, heads=16, intermediate=6144), "patch_size": 14},
+        "text_config": model_sizes(hidden=1024, layers=24, heads=16, intermediate=4096),
         "projection_dim": 1024,
     }
     giant = VISION["clip"].model_validate(given)
