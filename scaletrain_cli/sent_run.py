@@ -73,10 +73,11 @@ SENT_RUN = "SCALETRAIN_SENT_RUN"
 
 @dataclass(frozen=True)
 class Sent:
-    """What another machine sent with the command line. ``here``: it did, so the command runs here.
+    """What came with a command line that another machine has sent. ``here``: there is such a machine.
 
-    ``clusters``: a clusters file with the cluster that was named there, in place of the own file; ``spec``: the path of
-    the spec on that machine, for errors. ``run``: a file with what that machine knows of a run (SentRun).
+    ``clusters``: a clusters file with the cluster that the user named, which replaces the file of this machine.
+    ``spec``: the path of the spec on that machine, for errors. ``run``: a file with the run as that machine has it
+    (SentRun).
     """
 
     here: bool
@@ -87,7 +88,7 @@ class Sent:
 
 @functools.cache
 def sent() -> Sent:
-    """Return it, and take the variables out of the environment: a job would follow them to files that are gone."""
+    """Return what was sent, and remove its variables from the environment: the files are gone before a job starts."""
     names = (ON_LOGIN_NODE, SENT_CLUSTERS, SENT_SPEC, SENT_RUN)
     here, clusters, spec, run = (os.environ.pop(name, None) for name in names)
     is_here = here is not None or bool(run)

@@ -318,7 +318,7 @@ def write_module(project: Path, file: str, source: str) -> None:
 def test_verbs_that_only_read_load_few_modules_and_no_heavy_library(
     arguments: list[str], most_modules: int, tmp_path: Path
 ) -> None:
-    """What a start costs is mostly imports (benchmarks/command_startup.py). Counted are the modules of this package."""
+    """Imports are most of the cost of a start (benchmarks/command_startup.py); this counts those of this package."""
     report = tmp_path / "modules.json"
     program = (
         "import json, pathlib, sys\n"

@@ -233,7 +233,8 @@ class SlurmSpec(BackendSection):
     @property
     def summary(self) -> str:
         given = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
-        limit = f", requeued after {seconds_text(self.time or 0)}" if 0 < (self.time or 0) < UNLIMITED_SECONDS else ""
+        time = self.time or UNLIMITED_SECONDS
+        limit = f", requeued after {seconds_text(time)}" if time < UNLIMITED_SECONDS else ""
         return "".join(f", {what} {value}" for what, value in given.items() if value is not None) + limit
 
     def unseen_place(self, folder: Path, path: str) -> str:
