@@ -147,7 +147,8 @@ def test_the_exit_code_is_of_the_first_failed_rank(codes: list[int], first_failu
 def test_the_others_are_waited_for_when_one_rank_is_done_early(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run(steps=50, die={"1:1": 0}, stay={"1:0": 10})
     agent = start_agent(made)
-    wait_until(lambda: made.log(1, 1).endswith("dying 0\n") and not is_running(agent.ranks[1].pid), "rank 1 is done")
+    wait_until(lambda: made.log(1, 1).endswith("dying 0\n") and agent.ranks, "rank 1 is ending")
+    wait_until(lambda: not is_running(agent.ranks[1].pid), "rank 1 is done")
     (made.run.path / "go").touch()
     assert agent.wait() == 0
     assert agent.node.first_failure is None

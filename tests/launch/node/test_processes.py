@@ -83,6 +83,7 @@ def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun, forke
     made = make_run(steps=9, stay={"1:*": 3})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0) and made.run.metrics.exists(), "the ranks train")
+    wait_until(lambda: read_node_records(made.run, 1)[0].ranks, "the agent has recorded its ranks")
     (node,) = read_node_records(made.run, 1)
     supervisor = read_supervisor(made.run)
     assert supervisor is not None

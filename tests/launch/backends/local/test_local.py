@@ -128,6 +128,7 @@ def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(
     made = submit(stay={"1:0": 1}, detached_child=True, checkpoint_every=1)
     agent = agent_pid(made, 1)
     wait_until(lambda: "child" in made.log(1, 0), "the grandchild is up")
+    wait_until(lambda: read_node_records(made.run, 1)[0].ranks, "the agent has recorded its ranks")
     (rank,) = read_node_records(made.run, 1)[0].ranks
     os.kill(agent, signal.SIGKILL)
     wait_for_end(made)
