@@ -17,6 +17,17 @@ LLAMA_3 = (
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 WITH_TOOLS = "{%- if tools %}{{- '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}" + CHATML
+# The form of older files of Llama 2, in place of which transformers 5 builds another one.
+LEGACY = {
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    },
+    "pre_tokenizer": None,
+}
 _LINES = Path(json.decoder.__file__).read_text(encoding="utf-8").splitlines()
 _ODD = (
     *(" leading", "trailing ", "a  b   c\td", "line\nends\r\n\n  indented", "IT'S 123456 don't WE'LL", "", " ", "\n"),

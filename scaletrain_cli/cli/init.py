@@ -145,7 +145,7 @@ def command(
             raise UsageError("--recipe copies a complete spec. Remove the other options; use --set to change a key.")
         contents = _recipe(recipe, target)
     else:
-        tuned = None if model is None else _Tuned(find_model(model), _rows(data), lora)
+        tuned = None if model is None else _Tuned(find_model(model, reads_tokenizer=True), _rows(data), lora)
         contents = {target: _fitting_spec(preset, tuned, gpu, gpus_per_node, nodes, scheduler)}
     if to_stdout:
         if as_json:

@@ -1,6 +1,6 @@
 """A model of the Hugging Face Hub, or in a folder, in place of a spec file, for `scaletrain plan` and `init`.
 
-Of the hub only the list of the repository's files and its config.json are fetched.
+Of the hub only the list of the repository's files, its config.json and for `init` its tokenizer are fetched.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ USUAL_GPUS = 8
 _GPUS_PER_NODE = 8
 
 
-def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None = None) -> GivenModel:
+def find_model(
+    text: str, overrides: Sequence[str] = (), scheduler: str | None = None, *, reads_tokenizer: bool = False
+) -> GivenModel:
     """Return what a folder or the hub says about a model; overrides of ``env`` apply as for a run by ``scheduler``.
 
-    Raises UsageError.
+    ``reads_tokenizer``: the class to state for its tokens is found, too. Raises UsageError.
     """
+    from scaletrain_cli.data.tokenizers.files import class_to_state
     from scaletrain_cli.hub.cache import HubSettings
-    from scaletrain_cli.hub.client import resolve
+    from scaletrain_cli.hub.client import read_small_file, resolve
+    from scaletrain_cli.spec.corpus_files import TOKEN_FILES
     from scaletrain_cli.spec.hub_files import TOKENIZER, read_hub_config
     from scaletrain_cli.spec.hugging_face import from_config, read_config
     from scaletrain_cli.spec.loading import hub_environment_of
@@ -52,11 +56,17 @@ def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None =
                 raise ValueError("names a data set; give a model: hf://org/name")
             listing = resolve(reference, settings)
             config, name, restricted = read_hub_config(text, settings), reference.repo, listing.restricted
-            has_tokenizer = listing.find(reference.below(TOKENIZER)) is not None
+            names = [reference.below(name) for name in (TOKENIZER, *TOKEN_FILES)]
+            files = [file for name in names if (file := listing.find(name)) is not None]
+            has_tokenizer = bool(files) and files[0].path == names[0]
+            tokenizer = settings.snapshot(listing.reference, listing.commit) / names[0]
+            for file in files if reads_tokenizer and has_tokenizer else ():
+                read_small_file(listing, file, settings)
         else:
             folder = expand_home(text)
             config, name = folder / "config.json", str(folder.absolute())
-            has_tokenizer = (folder / TOKENIZER).is_file()
+            tokenizer = folder / TOKENIZER
+            has_tokenizer = tokenizer.is_file()
         dimensions = from_config(read_config(config))
     except HubError as error:
         raise UsageError(f"{text} cannot be used", (Problem.because(text, "", error.why),)) from error
@@ -73,6 +83,7 @@ def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None =
         dimensions=dimensions,
         seq_len=longest,
         has_tokenizer=has_tokenizer,
+        tokenizer_class=class_to_state(tokenizer) if reads_tokenizer and has_tokenizer else None,
         restricted=restricted,
     )
 

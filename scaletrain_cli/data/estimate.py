@@ -227,7 +227,7 @@ class _Tokenizer:
         if self._loaded is None:
             from scaletrain_cli.data.tokenizers.files import load_tokenizer
 
-            self._loaded = load_tokenizer(str(self._folder / expand_home(path)))
+            self._loaded = load_tokenizer(str(self._folder / expand_home(path)), self._settings.tokenizer_class)
         encoded = taken = 0
         for text in texts:
             part = text[: _MOST_CHARACTERS - taken]

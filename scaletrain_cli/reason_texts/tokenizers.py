@@ -20,11 +20,13 @@ TEXTS: dict[str, Text] = {
         ("Set {key} to {allowed}, or state what you want in tokenizer.json itself",),
     ),
     "class-differs": Text(
-        "tokenizer_config.json has tokenizer_class = {class}, with which transformers 4, 5 or both split texts in "
-        "another way than tokenizer.json says",
+        "the files beside tokenizer.json have the class {class}, with which transformers 4, 5 or both may split texts "
+        "in another way than tokenizer.json says",
         (
-            "Keep the tokens of tokenizer.json with tokenizer_class: PreTrainedTokenizerFast, or take those of the "
-            "installed transformers by AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')",
+            "Keep the tokens of tokenizer.json with data.tokenizer.tokenizer_class: PreTrainedTokenizerFast, which "
+            "exports state, or take those of the installed transformers by "
+            "AutoTokenizer.from_pretrained('{folder}').save_pretrained(FOLDER) and data.tokenizer.path: FOLDER/"
+            "tokenizer.json",
         ),
     ),
     "library-differs": Text(

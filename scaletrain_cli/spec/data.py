@@ -51,6 +51,13 @@ class TokenizerSpec(Section):
         description="tokenizer.json of Hugging Face tokenizers, or hf://org/name@revision; with kind: sentencepiece "
         "or tiktoken a local file",
     )
+    tokenizer_class: Annotated[
+        Literal["PreTrainedTokenizerFast"] | None, used_when(where("data.tokenizer.kind", "file"))
+    ] = Field(
+        default=None,
+        description="instead of that in tokenizer_config.json, also in exports: keeps the tokens of tokenizer.json "
+        "where transformers would split texts in another way with the class of the folder",
+    )
     encoding: Annotated[
         Literal["gpt2", "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"] | None, _WITH_TIKTOKEN
     ] = Field(default=None, description="known split pattern and special tokens, which a tiktoken file does not have")

@@ -289,10 +289,13 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
 def _take_tokenizer(raw: dict[str, Any], weights: str, source: Source) -> list[Problem]:
     """Set data.tokenizer to that of the weights where it is left out; return the problem of weights without one."""
     data = raw.get("data")
-    if not isinstance(data, dict) or "tokenizer" in data or model_kind(raw["model"]) != "transformer":
+    if not isinstance(data, dict) or model_kind(raw["model"]) != "transformer":
+        return []
+    stated = data.get("tokenizer", {})
+    if not isinstance(stated, dict) or stated.keys() - {"tokenizer_class"}:
         return []
     path = weights if is_reference(weights) else f"{weights.rstrip('/')}/tokenizer.json"
-    raw["data"] = {**data, "tokenizer": {"kind": "file", "path": path}}
+    raw["data"] = {**data, "tokenizer": {"kind": "file", "path": path, **stated}}
     if is_reference(weights) or expand_home(path).is_file():
         return []
     message = f"is required: {weights} has no tokenizer.json."

@@ -154,6 +154,7 @@ class GivenModel:
     """A model of the Hugging Face Hub, or in a folder: its reference or path, and what its files say.
 
     ``dimensions``: keys of the model section, from config.json. ``restricted``: reading its files requires a token.
+    ``tokenizer_class``: to be stated in place of that of its tokenizer; None: none is to be stated.
     """
 
     reference: str
@@ -162,6 +163,7 @@ class GivenModel:
     seq_len: int
     has_tokenizer: bool
     restricted: bool = False
+    tokenizer_class: str | None = None
 
 
 def starting_spec(
@@ -190,7 +192,9 @@ def starting_spec(
     explained = "trained on the source; or {kind: file, path: tokenizer.json}"
     if model is not None and model.has_tokenizer:
         beside = "" if is_reference(model.reference) else "/tokenizer.json"
-        tokenizer, explained = f"{{kind: file, path: {model.reference.rstrip('/')}{beside}}}", "that of the weights"
+        stated = "" if model.tokenizer_class is None else f", tokenizer_class: {model.tokenizer_class}"
+        tokenizer = f"{{kind: file, path: {model.reference.rstrip('/')}{beside}{stated}}}"
+        explained = "that of the weights"
     elif tuned:
         explained = "the repository has no tokenizer.json: give one that fits the weights"
     text = _HEAD + (_SMALL_MODEL if small else _TUNED_MODEL if tuned else _PRESET_MODEL) + _TRAINING

@@ -10,6 +10,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
+from tests.tokenizer_kinds import CHATML, LEGACY, tokenizer_json, write_tokenizer
 
 LARGE = [pytest.param(preset, marks=pytest.mark.long) for preset in ("mixtral-8x7b", "gpt3-175b")]
 TOO_LARGE = ["--set=model={preset: llama-70b}", "--set=data.tokenizer.vocab_size=4096"]
@@ -326,6 +327,21 @@ def test_init_writes_a_fine_tuning(name: str, row: str, objective: str, packing:
         steps = -(-3 * round(60 * 0.95) // spec.training.global_batch_size)
         assert f"3 epochs of about 57 pairs = about {steps} steps of 2;" in planned.err
         assert f"for all {steps} steps" in planned.out
+
+
+def test_init_states_a_class_for_a_tokenizer_whose_own_class_has_other_tokens() -> None:
+    model = folder_of_a_model(Path("tiny-chat"))
+    document = json.loads(tokenizer_json("metaspace", ("<s>", "</s>", "<|im_start|>", "<|im_end|>"))) | LEGACY
+    settings = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "chat_template": CHATML}
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": 768}
+    write_tokenizer(model, json.dumps(document), settings, config=config)
+    Path("a.jsonl").write_text(f"{json.dumps({'messages': TURNS})}\n" * 60)
+    options = ("--from", str(model), "--data", "a.jsonl", "--gpu=cpu", "--scheduler=local", "--gpus-per-node=1")
+    assert scaletrain("init", *options).code == 0
+    assert load_spec(Path("run.yaml")).data.tokenizer.tokenizer_class == "PreTrainedTokenizerFast"
+    for options, is_refused in (((), False), (("--set", "data.tokenizer.tokenizer_class=null"), True)):
+        said = " ".join(scaletrain("validate", "run.yaml", *options).err.split())
+        assert ("data.tokenizer.tokenizer_class: PreTrainedTokenizerFast" in said) == is_refused
 
 
 def test_init_refuses_what_it_cannot_fine_tune() -> None:

@@ -29,6 +29,7 @@ from tests.hub.conftest import forget
 from tests.hub.server import Hub
 from tests.launch.conftest import make_plan
 from tests.spec.samples import SPEC, load
+from tests.tokenizer_kinds import LEGACY, tokenizer_json
 
 REFERENCES = (
     f"model.weights=hf://{tiny.MODEL}@main",
@@ -400,6 +401,17 @@ def test_a_model_by_name_is_read_as_for_a_run_by_the_scheduler(hub: Hub, tmp_pat
     assert not (tmp_path / "none").exists()
     find_model(f"hf://{tiny.MODEL}", [f"env.HF_HOME={tmp_path}/none/hf"], "local")
     assert (tmp_path / "none").exists()
+
+
+def test_a_spec_for_a_model_of_the_hub_states_the_class_that_keeps_its_tokens(hub: Hub) -> None:
+    folder = {
+        "config.json": tiny.model_files()["config.json"],
+        "tokenizer_config.json": b'{"tokenizer_class": "LlamaTokenizer"}',
+        "tokenizer.json": json.dumps(json.loads(tokenizer_json("metaspace", ("<s>", "</s>"))) | LEGACY).encode(),
+    }
+    hub.add("org/llama-2", folder)
+    assert find_model("hf://org/llama-2", reads_tokenizer=True).tokenizer_class == "PreTrainedTokenizerFast"
+    assert find_model("hf://org/llama-2").tokenizer_class is None
 
 
 def test_a_silent_mirror_is_asked_once_a_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

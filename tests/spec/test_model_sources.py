@@ -393,6 +393,9 @@ def test_weights_alone_supply_dimensions_and_tokenizer(tmp_path: Path, monkeypat
     spec = load(SPEC, "model={weights: w}", "data={source: rows.jsonl}")
     assert (spec.transformer.hidden_size, spec.transformer.seq_len) == (32, 256)
     assert spec.data.tokenizer.path == "w/tokenizer.json"
+    stated = "data={source: rows.jsonl, tokenizer: {tokenizer_class: PreTrainedTokenizerFast}}"
+    with_class = load(SPEC, "model={weights: w}", stated).data.tokenizer
+    assert (with_class.path, with_class.tokenizer_class) == ("w/tokenizer.json", "PreTrainedTokenizerFast")
     assert (
         load(SPEC, "model={weights: w}", "data={source: a, tokenizer: {vocab_size: 512}}").data.tokenizer.path is None
     )

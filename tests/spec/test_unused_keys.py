@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.bias_update_speed": ("0.001", EXPERTS, (*EXPERTS, "model.topk_method=noaux_tc")),
     "model.router_bias": ("true", (), EXPERTS),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
+    "data.tokenizer.tokenizer_class": ("PreTrainedTokenizerFast", (), ("data.tokenizer={kind: file, path: t.json}",)),
     "data.tokenizer.encoding": ("gpt2", (), ("data.tokenizer={kind: tiktoken, path: t, encoding: llama3}",)),
     "data.tokenizer.pattern": (r"\w", (), (OWN_PATTERN,)),
     "data.tokenizer.special_tokens": ("[</s>]", (), (OWN_PATTERN,)),

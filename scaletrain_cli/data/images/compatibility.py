@@ -236,7 +236,7 @@ def caption_tokenizer_digest(spec: RunSpec, folder: Path = Path()) -> str | None
     if not isinstance(spec.model, ClipSpec) or spec.data.tokenizer.path is None:
         return None
     path = folder / expand_home(spec.data.tokenizer.path)
-    digest = hashlib.sha256(tokenizer_file(str(path)))
+    digest = hashlib.sha256(tokenizer_file(str(path), spec.data.tokenizer.tokenizer_class))
     if names := {name: text for name, text in special_tokens(path.parent).items() if name in _AROUND_CAPTIONS}:
         digest.update(json.dumps(names, sort_keys=True).encode())
     return digest.hexdigest()

@@ -31,15 +31,27 @@ _WITH_ENDS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereT
 # Model types for which transformers 5 reads tokenizer.json as it is, whatever the class (MistralCommonBackend and
 # TokenizersBackend in TOKENIZER_MAPPING_NAMES of its tokenization_auto.py).
 _READ_AS_IT_IS = ("mistral", "mixtral", "jamba", "olmo2", "phi3", "nemotron", "llava", "stablelm", "glm4", "granite")
+# The class, without "Fast", that AutoTokenizer takes for a model type where tokenizer_config.json states none.
+_CLASS_OF_TYPE = {
+    **dict.fromkeys(("gpt2", "gptj", "gpt_neo", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+}
 # The normalizer and the pre_tokenizer of classes of transformers 5 that read neither from tokenizer.json: see __init__
-# in its tokenization_*.py. ByteLevel's add_prefix_space and Metaspace's prepend_scheme come from the settings.
+# in its tokenization_*.py. ByteLevel's add_prefix_space and Metaspace's prepend_scheme come from the settings, and the
+# normalizer of unigram tokenizers from tokenizer.json.
 _NFC, _BYTES = {"type": "NFC"}, {"type": "ByteLevel", "use_regex": True}
 _METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 _UNDERLINED = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _QWEN_2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WORDS: list[dict[str, Any]] = [{"type": "WhitespaceSplit"}, {**_METASPACE, "prepend_scheme": "always", "split": True}]
 _FORMS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "T5Tokenizer": (..., _WORDS),
+    "XLMRobertaTokenizer": (..., _WORDS),
     "CodeLlamaTokenizer": (None, [_METASPACE]),
     "LlamaTokenizer": (None, [_METASPACE]),
     "GemmaTokenizer": (_UNDERLINED, []),  # it also splits at spaces, of which its normalizer leaves none
@@ -55,6 +67,7 @@ _FORMS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
         ],
     ),
 }
+_NOT_KNOWN: tuple[Any, list[dict[str, Any]]] = ("", [])  # the form of another class of unigram tokenizers
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ByteLevel": {"use_regex": True},
     "Metaspace": {"split": True, "prepend_scheme": "always"},
@@ -70,9 +83,9 @@ class TokenizerError(UsageError):
         self.problem = problem
 
 
-def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a tokenizer.json, without truncation and padding. Raises UsageError."""
-    return parsed_tokenizer(tokenizer_file(path), path)
+def load_tokenizer(path: str, tokenizer_class: str | None = None) -> Any:
+    """Return the tokenizer of ``tokenizer_file``, without truncation and padding. Raises UsageError."""
+    return parsed_tokenizer(tokenizer_file(path, tokenizer_class), path)
 
 
 def parsed_tokenizer(content: bytes, path: str) -> Any:
@@ -115,27 +128,39 @@ def _beginning(texts: Iterator[str]) -> Iterator[str]:
             return
 
 
-def tokenizer_file(path: str) -> bytes:
-    """Return the content of a tokenizer.json with what the files beside it state. Raises UsageError."""
+def tokenizer_file(path: str, tokenizer_class: str | None = None) -> bytes:
+    """Return the content of a tokenizer.json with what the files beside it state.
+
+    ``tokenizer_class``: instead of that in tokenizer_config.json. Raises UsageError.
+    """
     try:
         content = expand_home(path).read_bytes()
     except OSError as error:
         params = {"path": path, "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.tokenizer-unreadable", params)) from error
-    return with_files_beside(content, expand_home(path))
+    return with_files_beside(content, expand_home(path), tokenizer_class)
 
 
-def with_files_beside(content: bytes, path: Path, *, settings: bool = True) -> bytes:
+def with_files_beside(
+    content: bytes, path: Path, tokenizer_class: str | None = None, *, settings: bool = True
+) -> bytes:
     """Return a tokenizer.json with the tokens and settings that the files beside it state; as it is if it has them.
 
     A file of another library is returned as it is. ``settings``: False for a converted tokenizer, which splits texts as
     its library does. Raises UsageError.
     """
     beside = [json_object(path.parent / name) for name in TOKEN_FILES]
-    if not any(beside):
+    if (name := tokenizer_class or _class_name(path.parent)) is None and not any(beside):
         return content
+    beside[0]["tokenizer_class"] = name
     beside.append({"model_type": json_object(path.parent / "config.json").get("model_type")})
     return _with_files_beside(content, path, json.dumps(beside), settings)
+
+
+def _class_name(folder: Path) -> str | None:
+    """Return the class that tokenizer_config.json states, or that AutoTokenizer takes for the model in the folder."""
+    stated = json_object(folder / TOKEN_FILES[0]).get("tokenizer_class")
+    return stated or _CLASS_OF_TYPE.get(str(json_object(folder / "config.json").get("model_type")))
 
 
 @lru_cache(maxsize=4)
@@ -156,6 +181,17 @@ def _with_files_beside(content: bytes, path: Path, beside: str, settings: bool) 
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TokenizerError(path, Reason("tokenizers.files-not-valid", {"error": str(error)})) from error
     return json.dumps(document | {"added_tokens": tokens}, ensure_ascii=False).encode() if changed else content
+
+
+def class_to_state(path: Path) -> str | None:
+    """Return the class to state for the tokens of a tokenizer.json where that of its folder would have others."""
+    try:
+        tokenizer_file(str(path))
+    except TokenizerError as error:
+        return GENERIC_CLASSES[0] + "Fast" if error.problem.code == "tokenizers.class-differs" else None
+    except UsageError:  # reported where the tokenizer is used
+        return None
+    return None
 
 
 def declared_tokens(path: Path) -> list[str]:
@@ -264,7 +300,8 @@ def _apply_settings(document: dict[str, Any], config: dict[str, Any], path: Path
         states = [state for part in (splitter, normalizer) for state in _prefix_spaces(part)]
         if states:
             _require(config, "add_prefix_space", any(states), path)
-    if name in _FORMS and config["model_type"] not in _READ_AS_IT_IS:
+    is_unigram = document["model"].get("type") == "Unigram" and name not in (*GENERIC_CLASSES, "None")
+    if (is_unigram or name in _FORMS) and config["model_type"] not in _READ_AS_IT_IS:
         _require_form(name, splitter, normalizer, config, path)
     return json.dumps([splitter, normalizer]) != before
 
@@ -278,7 +315,7 @@ def _require_form(
     ]
     if normalizer == _UNDERLINED:
         parts = [part for part in parts if part.get("pattern") != {"String": " "}]
-    own_normalizer, own_parts = _FORMS[name]
+    own_normalizer, own_parts = _FORMS.get(name, _NOT_KNOWN)
     prefix, legacy = config.get("add_prefix_space"), config.get("legacy")
     if name in ("LlamaTokenizer", "CodeLlamaTokenizer"):
         if any(part["type"] == "ByteLevel" for part in parts):  # as with DeepSeek: then transformers 5 reads the file
@@ -287,7 +324,7 @@ def _require_form(
         own_parts = [{**_METASPACE, "prepend_scheme": scheme}]
         if prefix and legacy is not False:  # transformers 4 puts a space before each text between special tokens
             own_parts = []
-    same = own_normalizer == (normalizer or None) and len(parts) == len(own_parts)
+    same = own_normalizer in (..., normalizer or None) and len(parts) == len(own_parts)
     if not same or any({**part, **own} != part for own, part in zip(own_parts, parts, strict=True)):
         params = {"class": name, "folder": str(path.parent)}
         raise TokenizerError(path, Reason("tokenizers.class-differs", params))
@@ -309,13 +346,13 @@ def _require(config: dict[str, Any], key: str, allowed: bool, path: Path) -> Non
         raise TokenizerError(path, Reason("tokenizers.setting-differs", params))
 
 
-def require_stated_ends(path: str) -> None:
+def require_stated_ends(path: str, tokenizer_class: str | None = None) -> None:
     """Raise UsageError if transformers 4 and 5 would put different tokens around a text.
 
     The post_processor of tokenizer.json counts in transformers 5, and the settings for some classes in transformers 4.
     """
     config = json_object(expand_home(path).parent / TOKEN_FILES[0])
-    if str(config.get("tokenizer_class")).removesuffix("Fast") not in _WITH_ENDS:
+    if str(tokenizer_class or _class_name(expand_home(path).parent)).removesuffix("Fast") not in _WITH_ENDS:
         return
     processor = json.loads(tokenizer_file(path)).get("post_processor") or {}
     parts = processor.get("processors", [processor])

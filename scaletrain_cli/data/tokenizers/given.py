@@ -64,10 +64,10 @@ def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path |
     Raises UsageError for a file that cannot be read, and for one whose tokens would differ from those of its library.
     """
     assert section.path is not None
-    content = tokenizer_file(str(folder / expand_home(section.path)))
+    content = tokenizer_file(str(folder / expand_home(section.path)), section.tokenizer_class)
     if section.kind == "file":
         tokenizer = parsed_tokenizer(content, section.path)
-        require_stated_ends(str(folder / expand_home(section.path)))
+        require_stated_ends(str(folder / expand_home(section.path)), section.tokenizer_class)
         return str(tokenizer.to_str(pretty=True))
     _require_no_class(section, folder)
     path = None if kept is None else kept / f"tokenizer-{tokenizer_identity(section, folder)[:24]}.json"
@@ -99,7 +99,7 @@ def given_tokenizer(section: TokenizerSpec, kept: Path | None = None) -> Any:
 
     assert section.path is not None
     if section.kind == "file":
-        return load_tokenizer(section.path)
+        return load_tokenizer(section.path, section.tokenizer_class)
     return Tokenizer.from_str(tokenizer_content(section, kept=kept))
 
 
@@ -107,7 +107,7 @@ def tokenizer_identity(section: TokenizerSpec, folder: Path = _HERE) -> str:
     """Return a text that is another one for another tokenizer. Raises UsageError if its file cannot be read."""
     if section.path is None:
         return section.model_dump_json(include={"kind", "vocab_size", "path"})
-    digest = hashlib.sha256(tokenizer_file(str(folder / expand_home(section.path))))
+    digest = hashlib.sha256(tokenizer_file(str(folder / expand_home(section.path)), section.tokenizer_class))
     if section.kind != "file":
         settings = section.model_dump_json(exclude={"path", "vocab_size"})
         digest.update(f"{_CONVERSION} {settings}".encode())

@@ -92,19 +92,19 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
         return TextFiles({}, {})
     if isinstance(spec.model, ClipSpec):
         return _caption_files(spec)
-    trained = _dataset_tokenizer(spec, runs_root, run)
+    trained, class_name = _dataset_tokenizer(spec, runs_root, run), spec.data.tokenizer.tokenizer_class
     tokenizer = _converted_tokenizer(spec)
     with contextlib.suppress(UsageError):
-        tokenizer = tokenizer if trained is None else tokenizer_file(str(trained))
+        tokenizer = tokenizer if trained is None else tokenizer_file(str(trained), class_name)
     candidates = _tokenizers(spec, trained)
     if tokenizer is None:
         return TextFiles({}, _stated_ids([path.parent for path in candidates[-1:]]))
     vocabulary = _vocabulary(tokenizer)
-    same = [path for path in candidates if _vocabulary_of(path) in (None, vocabulary)]
+    same = [path for path in candidates if _vocabulary_of(path, class_name) in (None, vocabulary)]
     origins = [path.parent for path in reversed(same)]  # of ids: those of the weights count
     source = next((path for path in same if any((path.parent / name).is_file() for name in _STATE_TOKENS)), None)
-    files = {} if source is None else _tokenizer_files(source.parent)
-    files["tokenizer.json"] = _unless_changed(source, tokenizer)
+    files = {} if source is None else _tokenizer_files(source.parent, class_name)
+    files["tokenizer.json"] = _unless_changed(source, tokenizer, class_name)
     generation = next((found for folder in origins if (found := _object(folder / _GENERATION))), None)
     ids = _stated_ids(origins)
     if all(number is None for number in ids.values()):
@@ -186,15 +186,15 @@ _COLORS = 3
 _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # numbers of Pillow
 
 
-def _tokenizer_files(folder: Path) -> dict[str, bytes]:
+def _tokenizer_files(folder: Path, class_name: str | None) -> dict[str, bytes]:
     """Return the files of a tokenizer beside tokenizer.json by name, with its code, which is copied but never run.
 
-    What transformers 5 alone reads gets the names that version 4 reads, too.
+    What transformers 5 alone reads gets the names that version 4 reads, too. ``class_name``: that of the spec.
     """
     paths = [path for pattern in (*TOKENIZER_FILES, "tokenization_*.py") for path in sorted(folder.glob(pattern))]
     files = {str(path.relative_to(folder)): content for path in paths if (content := _content(path)) is not None}
     stated = config = _parsed(files.get(_CONFIG, b"{}"))
-    if config.get("tokenizer_class") == "TokenizersBackend":
+    if class_name is not None or config.get("tokenizer_class") == "TokenizersBackend":
         config = {**_GENERIC, **config, "tokenizer_class": _GENERIC["tokenizer_class"]}
     if isinstance(tokens := config.get("extra_special_tokens"), list):
         config = {name: value for name, value in config.items() if name != "extra_special_tokens"}
@@ -202,11 +202,12 @@ def _tokenizer_files(folder: Path) -> dict[str, bytes]:
     return files if config == stated else files | {_CONFIG: _json(config)}
 
 
-def _unless_changed(path: Path | None, tokenizer: bytes) -> bytes:
+def _unless_changed(path: Path | None, tokenizer: bytes, class_name: str | None) -> bytes:
     """Return the tokenizer.json of a source as it is if it gives the tokens of the dataset's, else that one."""
     theirs = None if path is None else _content(path)
     with contextlib.suppress(UsageError):
-        if theirs is not None and load_tokenizer(str(path)).to_str() == parsed_tokenizer(tokenizer, "").to_str():
+        is_same = load_tokenizer(str(path), class_name).to_str() == parsed_tokenizer(tokenizer, "").to_str()
+        if theirs is not None and is_same:
             return theirs
     return tokenizer
 
@@ -270,7 +271,7 @@ def _caption_files(spec: RunSpec) -> TextFiles:
         return TextFiles({}, {})
     vocabulary, tokens = _vocabulary(tokenizer), caption_tokens(path.parent)
     config = {**_GENERIC, "model_max_length": _longest_text(spec.model), **tokens}
-    files = {_CONFIG: _json(config)} | _tokenizer_files(path.parent)
+    files = {_CONFIG: _json(config)} | _tokenizer_files(path.parent, spec.data.tokenizer.tokenizer_class)
     ids = {f"{name}_id": vocabulary[tokens[name]] for name in ("bos_token", "pad_token") if tokens[name] in vocabulary}
     return TextFiles(files | {"tokenizer.json": tokenizer}, ids)
 
@@ -306,12 +307,12 @@ def _vocabulary(tokenizer: bytes) -> dict[str, int]:
     return {}
 
 
-def _vocabulary_of(path: Path) -> dict[str, int] | None:
+def _vocabulary_of(path: Path, class_name: str | None) -> dict[str, int] | None:
     """Return ids by token of a tokenizer.json; empty if it cannot be used, None if it is none, or absent."""
     if path.suffix != ".json" or not path.is_file():
         return None
     with contextlib.suppress(UsageError):
-        return dict(load_tokenizer(str(path)).get_vocab())
+        return dict(load_tokenizer(str(path), class_name).get_vocab())
     return {}
 
 

@@ -46,7 +46,7 @@ def _of_images(spec: RunSpec, datasets: Mapping[str, Path], mixture: Mapping[str
     from scaletrain_cli.data.tokenizers.files import load_tokenizer
 
     assert spec.data.tokenizer.path is not None, "checked by the spec"
-    tokenizer = load_tokenizer(spec.data.tokenizer.path)
+    tokenizer = load_tokenizer(spec.data.tokenizer.path, spec.data.tokenizer.tokenizer_class)
 
     def count_tokens(captions: Sequence[str]) -> list[int]:
         found = []

@@ -228,7 +228,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
         ids = token_ids_of(path, spec)
         largest = max(ids.values())
         if spec.data.tokenizer.kind == "file" and spec.training.objective == "causal_lm":
-            require_stated_ends(str(path))
+            require_stated_ends(str(path), spec.data.tokenizer.tokenizer_class)
         elif spec.data.tokenizer.kind == "file":  # rows end with the eos_token that is stated
             ends.add(special_tokens(path.parent).get("eos_token", ""))
     except UsageError as error:
@@ -269,7 +269,7 @@ def token_ids_of(path: Path, spec: RunSpec) -> dict[str, int]:
         return token_ids(given, spec.data.tokenizer.model_copy(update={"path": str(path)}))
     from scaletrain_cli.data.tokenizers.files import with_files_beside
 
-    content = json.loads(with_files_beside(given, path))
+    content = json.loads(with_files_beside(given, path, spec.data.tokenizer.tokenizer_class))
     added, words = content.get("added_tokens") or [], content["model"]["vocab"]
     pairs = words.items() if isinstance(words, dict) else ((word[0], i) for i, word in enumerate(words))
     return dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.tokenizers.files import TokenizerError, load_tokenizer, special_tokens
+from scaletrain_cli.data.tokenizers.files import TokenizerError, load_tokenizer, parsed_tokenizer, special_tokens
 from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_content, tokenizer_identity
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.files import token_ids_of, tokenizer_problem
 from scaletrain_cli.spec.data import TokenizerSpec
 from tests.engine.checkpoint.test_export import spec_of
 from tests.engine.model.test_safetensors import LLAMA
-from tests.tokenizer_kinds import TEXTS, added_token, tokenizer_json, write_tokenizer
+from tests.tokenizer_kinds import LEGACY, TEXTS, added_token, tokenizer_json, write_tokenizer
 
 GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast"}
 CHATML = ("<|endoftext|>", "<|im_start|>")
@@ -165,16 +165,6 @@ def form_of(class_name: str) -> dict[str, Any]:
     return {key: whole[key] for key in ("normalizer", "pre_tokenizer")}
 
 
-LEGACY = {
-    "normalizer": {
-        "type": "Sequence",
-        "normalizers": [
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ],
-    },
-    "pre_tokenizer": None,
-}
 DIGITS = {
     "normalizer": None,
     "pre_tokenizer": {
@@ -210,14 +200,67 @@ def test_a_class_that_splits_texts_in_another_way_than_its_tokenizer_json_is_ref
         for text in TEXTS:
             expected = theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode(text, add_special_tokens=False).ids == expected, text
+    plain = parsed_tokenizer(path.read_bytes(), "").to_str()
     path = write_tokenizer(tmp_path, json.dumps(document | (DIGITS if by_bytes else LEGACY)), config, **model)
-    with pytest.raises(TokenizerError, match=f"tokenizer_class = {class_name}, with which .* in another way"):
+    with pytest.raises(TokenizerError, match=f"the class {class_name}, with which .* in another way"):
         load_tokenizer(str(path))
+    stated = TokenizerSpec(kind="file", path=str(path), tokenizer_class="PreTrainedTokenizerFast")
+    assert given_tokenizer(stated).to_str() == plain
+    assert json.loads(tokenizer_content(stated)) == json.loads(plain)
+    spec = spec_of({**LLAMA, "vocab_size": 800})
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": stated})})
+    assert tokenizer_problem(path, spec) is None
     if class_name == "LlamaTokenizer":  # for which transformers 5 reads tokenizer.json
         write_tokenizer(tmp_path, json.dumps(document | LEGACY), config, config={"model_type": "mistral"})
         load_tokenizer(str(path))
         write_tokenizer(tmp_path, tokenizer_json("split", CHATML), {"tokenizer_class": class_name}, **model)
         load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "starcoder2", "olmo", "cohere2", "gemma3_text", "qwen3", "llama", "phi3"]
+)
+@pytest.mark.parametrize("config", [{}, None], ids=["no class", "no file"])
+def test_a_folder_that_states_no_class_has_that_of_its_model(
+    model_type: str, config: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    accepted = []
+    for form in ({}, form_of("GPT2Tokenizer"), form_of("GPTNeoXTokenizer"), form_of("Qwen2Tokenizer"), DIGITS):
+        document = json.loads(tokenizer_json("split", (*CHATML, "<unk>"))) | form
+        path = write_tokenizer(tmp_path, json.dumps(document), config, config={"model_type": model_type})
+        with contextlib.suppress(TokenizerError):
+            ours = load_tokenizer(str(path))
+            theirs = AutoTokenizer.from_pretrained(tmp_path)
+            for text in TEXTS:
+                expected = theirs(text, add_special_tokens=False)["input_ids"]
+                assert ours.encode(text, add_special_tokens=False).ids == expected, text
+            accepted.append(form)
+    assert len(accepted) == {"llama": 5, "phi3": 5, "gemma3_text": 0, "cohere2": 0}.get(model_type, 1)
+
+
+@pytest.mark.parametrize(("name", "unknown"), [("T5Tokenizer", 2), ("XLMRobertaTokenizer", 3), ("XGLMTokenizer", 3)])
+def test_a_class_that_builds_a_unigram_tokenizer_anew_is_refused_unless_it_builds_the_same(
+    name: str, unknown: int, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    document = json.loads(tokenizer_json("unigram", SP))
+    special = ["<pad>", "</s>", "<unk>"] if unknown == 2 else ["<s>", "<pad>", "</s>", "<unk>"]
+    words = [word for word in document["model"]["vocab"] if word[0] not in ("<pad>", "<unk>", *SP)]
+    document["model"] |= {"vocab": [*([text, 0.0] for text in special), *words], "unk_id": unknown}
+    document |= {"added_tokens": [], "post_processor": None}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    by_words = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]}
+    for splitter, is_same in ((by_words, name != "XGLMTokenizer"), (metaspace, False)):
+        path = write_tokenizer(tmp_path, json.dumps(document | {"pre_tokenizer": splitter}), {"tokenizer_class": name})
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        ours = load_tokenizer(str(path), "PreTrainedTokenizerFast")
+        encoded = [(theirs(text, add_special_tokens=False)["input_ids"], ours.encode(text).ids) for text in TEXTS]
+        assert all(one == other for one, other in encoded) == is_same
+        with contextlib.nullcontext() if is_same else pytest.raises(TokenizerError, match=f"the class {name}, with"):
+            assert load_tokenizer(str(path)).to_str() == ours.to_str()
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])

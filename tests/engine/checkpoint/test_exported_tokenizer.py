@@ -10,7 +10,7 @@ from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.spec import DataSpec, RunSpec
 from tests.engine.checkpoint.test_export import checkpoint_of, spec_of
 from tests.engine.model.test_safetensors import LLAMA, contents
-from tests.tokenizer_kinds import CHATML, LLAMA_3, WITH_TOOLS, added_token, tokenizer_json, write_tokenizer
+from tests.tokenizer_kinds import CHATML, LEGACY, LLAMA_3, WITH_TOOLS, added_token, tokenizer_json, write_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "rain", "description": "of a town", "parameters": {}}}]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -133,6 +133,17 @@ def test_a_tokenizer_that_transformers_5_has_saved_can_be_loaded_by_version_4(tm
     assert found["tokenizer_class"] == "PreTrainedTokenizerFast"  # of both versions
     assert found["additional_special_tokens"] == config["extra_special_tokens"]
     assert "extra_special_tokens" not in found  # which version 4 reads as names and tokens
+
+
+def test_an_export_states_the_class_of_the_spec_whose_tokens_the_run_had(tmp_path: Path) -> None:
+    source, config = source_folder(tmp_path / "source", "sentencepiece"), SOURCES["sentencepiece"][1]
+    document = json.loads((source / "tokenizer.json").read_text())
+    (source / "tokenizer.json").write_text(json.dumps(document | LEGACY))
+    expected = rendered(source)
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
+    assert rendered(source) != expected  # as transformers 5 has it
+    out = exported(tuning_of(tmp_path, source, tokenizer={"tokenizer_class": config["tokenizer_class"]}), tmp_path)
+    assert rendered(out) == expected
 
 
 def test_a_map_of_special_tokens_that_transformers_prefers_is_kept(tmp_path: Path) -> None:

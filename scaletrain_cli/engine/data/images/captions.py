@@ -33,23 +33,26 @@ class CaptionTokenizer:
     start: int
     end: int
     padding: int
+    tokenizer_class: str | None = None
 
     def length(self, caption: str) -> int:
         """Return the tokens of a caption with its start and end, before it is cut."""
-        return len(_opened(self.path).encode(caption, add_special_tokens=False).ids) + 2
+        return len(_opened(self.path, self.tokenizer_class).encode(caption, add_special_tokens=False).ids) + 2
 
     def encode(self, captions: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the ids of captions, [captions, positions]."""
         found = np.full((len(captions), self.positions), self.padding, np.int64)
         # In Python's loop and not as a batch, which would start threads in every reader process.
         for row, caption in zip(found, captions, strict=True):
-            ids = _opened(self.path).encode(caption, add_special_tokens=False).ids
+            ids = _opened(self.path, self.tokenizer_class).encode(caption, add_special_tokens=False).ids
             ids = [self.start, *ids[: self.positions - 2], self.end]
             row[: len(ids)] = ids
         return found
 
 
-def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id: int | None = None) -> CaptionTokenizer:
+def caption_tokenizer(
+    path: Path, positions: int, vocab_size: int, eos_token_id: int | None = None, tokenizer_class: str | None = None
+) -> CaptionTokenizer:
     """Return the tokenizer of captions in a tokenizer.json, with the special tokens that the files beside it name.
 
     Padding is the tokenizer's own, else its end token as in CLIP. ``positions``, ``vocab_size`` and ``eos_token_id``
@@ -58,7 +61,7 @@ def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id:
     output of another token as that of the caption.
     """
     try:
-        tokenizer = _opened(path)
+        tokenizer = _opened(path, tokenizer_class)
     except Exception as error:  # the package raises its base class alone
         raise UsageError(
             Reason("data.caption-tokenizer-unreadable", {"path": str(path), "error": str(error)})
@@ -80,7 +83,7 @@ def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id:
         if eos_token_id == OLD_EOS:
             raise UsageError(Reason("data.caption-end-not-largest", params))
         raise UsageError(Reason("data.caption-end-differs", params | {"eos_token_id": eos_token_id}))
-    return CaptionTokenizer(path, positions, *ids)
+    return CaptionTokenizer(path, positions, ids[0], ids[1], ids[2], tokenizer_class)
 
 
 def caption_tokens(folder: Path) -> dict[str, str]:
@@ -95,5 +98,5 @@ def caption_tokens(folder: Path) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path) -> Any:
-    return load_tokenizer(str(path))
+def _opened(path: Path, tokenizer_class: str | None) -> Any:
+    return load_tokenizer(str(path), tokenizer_class)

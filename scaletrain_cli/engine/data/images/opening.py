@@ -162,11 +162,12 @@ def image_reader(
 
 def run_caption_tokenizer(spec: RunSpec) -> CaptionTokenizer:
     """Return the tokenizer of the captions of a run of CLIP. Raises UsageError, see ``caption_tokenizer``."""
-    path = spec.data.tokenizer.path
+    tokenizer = spec.data.tokenizer
     assert isinstance(spec.model, ClipSpec)
-    assert path is not None, "checked by the spec"
+    assert tokenizer.path is not None, "checked by the spec"
     text = spec.model.text_config
-    return caption_tokenizer(expand_home(path), text.max_position_embeddings, text.vocab_size, text.eos_token_id)
+    sizes = text.max_position_embeddings, text.vocab_size, text.eos_token_id
+    return caption_tokenizer(expand_home(tokenizer.path), *sizes, tokenizer.tokenizer_class)
 
 
 def zero_shot_of(spec: RunSpec, folder: Path, layout: Layout, mesh: Mesh, device: torch.device) -> ZeroShot:
