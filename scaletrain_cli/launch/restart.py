@@ -36,6 +36,8 @@ from scaletrain_cli.spec.run import RestartsSpec
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
 CACHES_TRIED = 2
+# After so many failures without progress the next attempt gets other nodes, if the scheduler has some.
+_FAILURES_ON_THE_SAME_NODES = 2
 # The longest time for notifications: between two attempts, and at the end of the run, when nodes are idle.
 _NOTIFY_SECONDS, _LAST_NOTIFY_SECONDS = 5.0, 15.0
 # For the last events and the end of the run in its mirror; a checkpoint that is left is copied as far as time permits.
@@ -67,6 +69,8 @@ _NEUTRAL: tuple[ExitReason, ...] = (
 # fmt: on
 # Restarts that are charged to no budget.
 _FREE: tuple[ExitReason, ...] = ("time-limit", "resize")
+# Charged to nodes, of which each may be healthy; one that is not is excluded, which takes other nodes.
+_OF_SEVERAL: tuple[ExitReason, ...] = ("hang", "communication")
 # How the ranks of an idle run may end on the signal: with their state saved, or without a handler for it.
 _ENDS_OF_IDLE: tuple[ExitReason, ...] = ("preempted", "out-of-grace", "killed", "crash", "communication")
 
@@ -136,6 +140,18 @@ def _budget_of(attempt: AttemptRecord) -> str | None:
 def is_preemption(reason: ExitReason) -> bool:
     """Return whether the restart after this reason is charged to no budget, as the scheduler took the nodes away."""
     return reason == "time-limit" or _BUDGET.get(reason) == "preemption"
+
+
+def may_restart_in_place(history: Sequence[AttemptRecord]) -> bool:
+    """Return whether the next attempt of a job may begin on the nodes of the last one, which has just ended.
+
+    Not where the scheduler took the nodes away, where a node is the cause, for another number of nodes, or once the run
+    has failed repeatedly at the same step.
+    """
+    on_healthy_nodes = (
+        _BUDGET.get(history[-1].reason or "node") in ("crash", "oom") or history[-1].reason in _OF_SEVERAL
+    )
+    return on_healthy_nodes and attempts_without_progress(history) < _FAILURES_ON_THE_SAME_NODES
 
 
 def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:

@@ -69,37 +69,45 @@ ended_by_slurm=
 trap 'ended_by_slurm=--ended-by-slurm' TERM
 trap : USR1
 
-# Begin an attempt: prints its number and the address of the rendezvous.
-began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit
-[ -n "$began" ] || exit 0 # the run has already finished
-read -r attempt address port <<<"$began"
+patience=() # of srun, once an attempt has ended in this job
+while :; do
+    # Begin an attempt: prints its number and the address of the rendezvous.
+    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit
+    [ -n "$began" ] || exit 0 # the run has already finished
+    read -r attempt address port <<<"$began"
 
-# env instead of export: no variable of the spec can change this shell or its own commands.
-env "${dropped[@]}" \
-    NCCL_DEBUG=WARN \
-    NOTE='it'"'"'s $(not) run' \
-    MASTER_ADDR="$address" MASTER_PORT="$port" \
-    "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=96 \
-    "$python" \
-    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
-step=$!
-beside=()
-# Slurm sends no early signal before the end of a reservation.
-if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then
-    "$python" -c "$start" scaletrain_cli.launch.backends.slurm.job watch-reservation "$run" --attempt "$attempt" &
-    beside+=($!)
-fi
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
-wait "$step"
-code=$?
-[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null
+    # env instead of export: no variable of the spec can change this shell or its own commands.
+    env "${dropped[@]}" \
+        NCCL_DEBUG=WARN \
+        NOTE='it'"'"'s $(not) run' \
+        MASTER_ADDR="$address" MASTER_PORT="$port" \
+        "$(type -P srun)" "${patience[@]}" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=96 \
+        "$python" \
+        -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
+    step=$!
+    beside=()
+    # Slurm sends no early signal before the end of a reservation.
+    if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then
+        "$python" -c "$start" scaletrain_cli.launch.backends.slurm.job watch-reservation "$run" --attempt "$attempt" &
+        beside+=($!)
+    fi
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
+    wait "$step"
+    code=$?
+    [ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null
 
-# Record the end of the attempt: prints `requeue` and what changes in the job, or `stop`.
-decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
-    --srun-exit-code "$code" $ended_by_slurm)
-code=$?
-read -r -a decision <<<"$decision"
-[ "${decision[0]-}" = requeue ] || exit "$code"
+    # Record the end of the attempt: prints `restart` to begin the next one on these nodes, `requeue` and what
+    # changes in the job, or `stop`.
+    signaled=$ended_by_slurm ended_by_slurm=
+    decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
+        --srun-exit-code "$code" $signaled)
+    code=$?
+    read -r -a decision <<<"$decision"
+    if [ "${decision[0]-}" != restart ] || [ -n "$ended_by_slurm" ]; then break; fi
+    # If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit.
+    patience=(--immediate=300)
+done
+case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac
 ended_by_slurm= # a signal that came before was no end of the job
 
 # Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.

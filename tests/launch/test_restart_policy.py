@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.attempts import AttemptRecord
-from scaletrain_cli.launch.restart import attempts_without_progress, decide
+from scaletrain_cli.launch.restart import attempts_without_progress, decide, may_restart_in_place
 from scaletrain_cli.spec.run import RestartsSpec
 
 CODES = {"done": 0, "preempted": 75, "resize": 75, "wrong-nodes": 5}
@@ -106,6 +106,26 @@ def test_a_decision_names_the_budget_or_the_setting_that_is_too_short() -> None:
 def test_attempts_without_progress_are_those_since_the_newest_checkpoint() -> None:
     assert attempts_without_progress(attempts("crash crash crash:5 crash:5 crash:5")) == 2
     assert attempts_without_progress(attempts("resize:1 resize:1 crash:1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("history", "may"),
+    [
+        *((reason, True) for reason in ("crash", "killed", "oom", "host-oom", "nan", "hang", "communication")),
+        *(
+            (f"{reason}:9", False)
+            for reason in ("preempted", "out-of-grace", "time-limit", "resize", "idle", "cancelled")
+        ),
+        *((f"{reason}:9", False) for reason in ("node", "hardware", "wrong-nodes")),
+        ("crash crash", False),  # at the same step: another node may differ
+        ("crash crash:5", True),
+        ("crash:5 crash:5", True),
+        ("crash:5 crash:5 crash:5", False),
+        ("crash preempted crash", False),
+    ],
+)
+def test_an_attempt_may_follow_on_the_same_nodes_if_they_were_kept_and_may_be_healthy(history: str, may: bool) -> None:
+    assert may_restart_in_place(attempts(history)) == may
 
 
 @pytest.mark.parametrize(("history", "again"), [("preempted " * 12, True), ("node " * 4, True), ("crash " * 4, False)])

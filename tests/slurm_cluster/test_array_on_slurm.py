@@ -69,14 +69,15 @@ def test_a_task_is_requeued_canceled_and_resumed_on_its_own(site: Site) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_requeues_only_its_own_task(site: Site) -> None:
-    """The batch script requeues the last task of the array, whose number is that of the array."""
-    fake = {"steps": 30, "checkpoint_every": 5, "die": {"1:1": -9}, "die_at": 12}
-    submit(site, fake)
+def test_a_rank_that_dies_restarts_or_requeues_only_its_own_task(site: Site) -> None:
+    """Requeued after a second failure at the same step. The last task of the array has the number of the array."""
+    dies, stays = {"1:1": -9, "2:1": -9}, {"1:0": 2, "2:0": 2}
+    submit(site, {"steps": 30, "checkpoint_every": 5, "die": dies, "die_at": 3, "stay": stays})
     done = site.scaletrain("status", "sweep", "--wait", "1h", "--json")
-    assert [(run["state"], run["attempt"]) for run in done["runs"]] == [("finished", 2)] * 4
+    assert [(run["state"], run["attempt"]) for run in done["runs"]] == [("finished", 3)] * 4
     for name in RUNS:
-        assert site.ends(name) == [(1, "killed"), (0, "done")]
+        assert site.ends(name) == [(1, "killed"), (1, "killed"), (0, "done")]
+        assert site.cluster.job(site.attempts(name)[0]["job_id"])["Restarts"] == "1"
         log = site.runs / name / f"slurm-{site.attempts(name)[0]['job_id']}.log"
         assert log.is_file()
 

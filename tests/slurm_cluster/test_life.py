@@ -79,6 +79,25 @@ def steps(site: Site) -> list[str]:
     return site.cluster.run("squeue", "--steps", "--noheader", "--format=%i").stdout.split()
 
 
+def test_a_run_whose_ranks_die_restarts_on_the_nodes_that_its_job_keeps(site: Site) -> None:
+    """No requeue, for which a job waits two minutes on most sites; the real one of a crash is in the next test."""
+    fake = {
+        "steps": 60,
+        "checkpoint_every": 5,
+        "die": {"1:1": -9, "2:0": 1},
+        "die_at": 23,
+        "stay": {"1:0": 20, "3:*": 40},
+    }
+    run_id = site.submit(fake, "cluster.slurm.partition=main")
+    third = site.trains(run_id, attempt=3)
+    assert site.cluster.job(third["job_id"])["Restarts"] == "0"
+    assert len({tuple(attempt["nodes"]) for attempt in site.attempts(run_id)}) == 1
+    site.go(run_id)
+    done = site.wait(run_id, lambda now: now["state"] == "finished", "the third attempt finishes")
+    assert (done["attempt"], site.ends(run_id)) == (3, [(1, "killed"), (1, "crash"), (0, "done")])
+    site.nothing_is_lost(run_id)
+
+
 def test_a_rank_killed_without_a_controller_ends_the_other_node_and_is_requeued(site: Site) -> None:
     fake = {"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}, "die": {"1:1": -9}, "die_at": 40}
     run_id = site.submit(fake, "cluster.slurm.partition=main")

@@ -213,7 +213,7 @@ def _wait_for_other_nodes(run: RunDir, options: AgentOptions, nodes: int) -> Non
     """
     until = time.monotonic() + _TOGETHER_SECONDS
     with contextlib.suppress(ScaletrainError, OSError):
-        while nodes > 1 and not is_announced(run, options.attempt, "ended") and time.monotonic() < until:
+        while nodes > 1 and not is_announced(run, options.attempt, "ended", "failed") and time.monotonic() < until:
             records = read_node_records(run, options.attempt) if options.node_rank == 0 else []
             if sum(node.ended is not None for node in records) >= nodes:
                 announce(run, options.attempt, "ended")

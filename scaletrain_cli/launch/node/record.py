@@ -84,6 +84,6 @@ def announce(run: RunDir, attempt: int, mark: Mark) -> None:
     touch(run.attempt(attempt) / mark)
 
 
-def is_announced(run: RunDir, attempt: int, mark: Mark) -> bool:
-    """Return whether an agent has announced this."""
-    return (run.attempt(attempt) / mark).exists()
+def is_announced(run: RunDir, attempt: int, *marks: Mark) -> bool:
+    """Return whether an agent has announced one of these."""
+    return any((run.attempt(attempt) / mark).exists() for mark in marks)

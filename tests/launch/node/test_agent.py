@@ -1,5 +1,6 @@
 """The node agent with real processes: signals, failures, codes and orphans."""
 
+import os
 import re
 import signal
 import subprocess
@@ -261,13 +262,21 @@ def test_agents_that_end_together_wait_for_the_node_that_ends_last(make_run: Mak
     assert is_announced(made.run, 1, "ended")
 
 
-def test_an_agent_that_waits_for_the_others_ends_on_a_signal(make_run: MakeRun, start_agent: StartAgent) -> None:
+@pytest.mark.parametrize("event", ["a signal", "a failure of another node"])
+def test_an_agent_that_waits_for_the_others_ends_early_on(
+    event: str, make_run: MakeRun, start_agent: StartAgent
+) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", linger=True)
     agents = [start_agent(made, None, "--end-together", node_rank=number) for number in range(2)]
     wait_until(lambda: len(read_node_records(made.run, 1)) == 2 and agents[1].node.ended is not None, "node 1 ended")
-    agents[1].process.send_signal(signal.SIGTERM)
+    if event == "a signal":
+        agents[1].process.send_signal(signal.SIGTERM)
+    else:
+        wait_until(lambda: agents[0].ranks, "the agent has recorded its rank")
+        os.kill(agents[0].ranks[0].pid, signal.SIGKILL)
+        assert agents[0].wait() == 1
     assert agents[1].wait() == 0
-    assert agents[0].node.ended is None
+    assert (agents[0].node.ended is None) == (event == "a signal")
 
 
 def test_when_a_rank_dies_other_nodes_end_and_its_node_is_the_cause(make_run: MakeRun, start_agent: StartAgent) -> None:

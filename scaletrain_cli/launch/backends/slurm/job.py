@@ -1,9 +1,10 @@
 """Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
 Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, and for a run with a
-range of nodes also ``NODES NAMES``, or nothing if the run must not continue; ``end`` prints ``requeue`` and what
-``scontrol update`` must change, or ``stop``, and exits with the run's code; ``not-requeued`` withdraws a requeue that
-failed; ``watch-reservation`` signals the ranks before the job's reservation ends.
+range of nodes also ``NODES NAMES``, or nothing if the run must not continue. ``end`` prints ``restart`` if the next
+attempt may begin on the same nodes, ``requeue`` and what ``scontrol update`` must change, or ``stop``, and exits with
+the run's code; ``not-requeued`` withdraws a restart that failed; ``watch-reservation`` signals the ranks before the
+job's reservation ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
+from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
@@ -44,6 +45,7 @@ from scaletrain_cli.launch.restart import (
     conclude_attempt,
     conclude_run,
     first_attempt_of_job,
+    may_restart_in_place,
     why_not_begin,
     withdraw_restart,
 )
@@ -186,9 +188,31 @@ def end(
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment),
         down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
     )
-    print(*(("requeue", *_changes(run, record, environment)) if decision.requeue else ("stop",)))
+    if decision.requeue:
+        changes = [*_changes(run, record, environment)]
+        print(
+            *(["restart"] if not changes and _may_restart(run, record, job_id, environment) else ["requeue", *changes])
+        )
+    else:
+        print("stop")
     may_go_on = decision.requeue or decision.left_to_scheduler
     return decision.exit_code if may_go_on else conclude_run(run, decision)
+
+
+def _may_restart(run: RunDir, record: RunRecord, job_id: str, environment: Mapping[str, str]) -> bool:
+    """Return whether the next attempt may begin on the nodes of the last one, which the job keeps.
+
+    A requeued job loses its nodes, and waits two minutes at least (cred_expire). It is better where the nodes may be
+    the cause, where the job has given some back, or where the signal before its end may come between two attempts.
+    """
+    history = [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
+    return (
+        may_restart_in_place(history)
+        and history[-1].nodes == node_names(environment.get("SLURM_JOB_NODELIST", ""))
+        and lost_nodes(history[-1]) == frozenset()
+        and _still_runs(environment)
+        and not time_is_up(job_id, record.spec.cluster, environment)
+    )
 
 
 def was_ended_by_slurm(attempt: AttemptRecord) -> bool:

@@ -152,6 +152,7 @@ def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python
 # After one agent has ended, srun ends the others in this time (--wait): they would wait for ranks that are gone. Those
 # of a run that has finished end together (--end-together).
 _AGENTS_END_WITHIN_SECONDS = 30
+_LONGEST_WAIT_FOR_NODES_SECONDS = 300
 _LEAST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
 _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
 # The script and srun set these for the agents; in the ranks the engine contract overrides the user's values.
@@ -181,8 +182,6 @@ def job_script(
         if in_array
         else "$SLURM_JOB_ID"
     )
-    elastic = len(sizes) > 1
-    grows = elastic and spec.cluster.node_range is not None and spec.cluster.node_range.grow
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude, sizes)),
@@ -204,37 +203,11 @@ def job_script(
         "trap 'ended_by_slurm=--ended-by-slurm' TERM",
         "trap : USR1",
         "",
-        "# Begin an attempt: prints its number and the address of the rendezvous"
-        f"{', and its nodes if Slurm may give more' if elastic else ''}.",
-        'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit',
-        '[ -n "$began" ] || exit 0 # the run has already finished',
-        f'read -r attempt address port{" nodes names" if elastic else ""} <<<"$began"',
-        "",
-        "# env instead of export: no variable of the spec can change this shell or its own commands.",
-        'env "${dropped[@]}" \\',
-        *(f"    {name}={shlex.quote(value)} \\" for name, value in spec_environment(spec).items()),
-        '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
-        f"    {_srun(spec, run_folder, elastic=elastic)} \\",
-        f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
-        '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &',
-        "step=$!",
-        "beside=()",
-        "# Slurm sends no early signal before the end of a reservation.",
-        'if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then',
-        *_beside("job watch-reservation"),
-        "fi",
-        *(_growth_lines(sizes[-1]) if grows else ()),
-        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait',
-        'wait "$step"',
-        "code=$?",
-        '[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null',
-        "",
-        "# Record the end of the attempt: prints `requeue` and what changes in the job, or `stop`.",
-        'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\',
-        '    --srun-exit-code "$code" $ended_by_slurm)',
-        "code=$?",
-        'read -r -a decision <<<"$decision"',
-        '[ "${decision[0]-}" = requeue ] || exit "$code"',
+        "patience=() # of srun, once an attempt has ended in this job",
+        "while :; do",
+        *(f"    {line}" if line else "" for line in _attempt_lines(spec, run_folder, sizes)),
+        "done",
+        'case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac',
         "ended_by_slurm= # a signal that came before was no end of the job",
         "",
         "# Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.",
@@ -255,6 +228,48 @@ def job_script(
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of an attempt, with a ``break`` from the loop over attempts unless the next one follows here."""
+    elastic = len(sizes) > 1
+    yield "# Begin an attempt: prints its number and the address of the rendezvous" + (
+        ", and its nodes if Slurm may give more." if elastic else "."
+    )
+    yield 'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit'
+    yield '[ -n "$began" ] || exit 0 # the run has already finished'
+    yield f'read -r attempt address port{" nodes names" if elastic else ""} <<<"$began"'
+    yield ""
+    yield "# env instead of export: no variable of the spec can change this shell or its own commands."
+    yield 'env "${dropped[@]}" \\'
+    yield from (f"    {name}={shlex.quote(value)} \\" for name, value in spec_environment(spec).items())
+    yield '    MASTER_ADDR="$address" MASTER_PORT="$port" \\'
+    yield f"    {_srun(spec, run_folder, elastic=elastic)} \\"
+    yield f"    {' '.join(agent_words(spec.cluster, run_folder))} \\"
+    yield '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &'
+    yield "step=$!"
+    yield "beside=()"
+    yield "# Slurm sends no early signal before the end of a reservation."
+    yield 'if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then'
+    yield from _beside("job watch-reservation")
+    yield "fi"
+    if elastic and spec.cluster.node_range is not None and spec.cluster.node_range.grow:
+        yield from _growth_lines(sizes[-1])
+    yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait'
+    yield 'wait "$step"'
+    yield "code=$?"
+    yield '[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null'
+    yield ""
+    yield "# Record the end of the attempt: prints `restart` to begin the next one on these nodes, `requeue` and what"
+    yield "# changes in the job, or `stop`."
+    yield "signaled=$ended_by_slurm ended_by_slurm="
+    yield 'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\'
+    yield '    --srun-exit-code "$code" $signaled)'
+    yield "code=$?"
+    yield 'read -r -a decision <<<"$decision"'
+    yield 'if [ "${decision[0]-}" != restart ] || [ -n "$ended_by_slurm" ]; then break; fi'
+    yield "# If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit."
+    yield f"patience=(--immediate={_LONGEST_WAIT_FOR_NODES_SECONDS})"
 
 
 def _growth_lines(largest: int) -> Iterator[str]:
@@ -360,7 +375,13 @@ def _srun(spec: RunSpec, run_folder: Path, *, elastic: bool = False) -> str:
     # --wait instead of --kill-on-bad-exit: an agent that exits with 75 must not kill the others, which are still
     # saving. Since 22.05 srun does not inherit --cpus-per-task from the job.
     cores = cores_per_node(spec)
-    options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_AGENTS_END_WITHIN_SECONDS}"]
+    options = [
+        '"${patience[@]}"',
+        "--export=ALL",
+        "--mpi=none",
+        "--kill-on-bad-exit=0",
+        f"--wait={_AGENTS_END_WITHIN_SECONDS}",
+    ]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
     if elastic:  # the first node, where this script runs, is the first of the names

@@ -7,12 +7,14 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
-from scaletrain_cli.launch.backends.slurm import job
+from scaletrain_cli.launch.backends.slurm import explain, job
 from scaletrain_cli.launch.backends.slurm.job import begin, main, time_is_up, watch_reservation
 from scaletrain_cli.launch.backends.slurm.tables import moment, records
+from scaletrain_cli.launch.node.record import write_node_record
 from scaletrain_cli.reasons import recorded
 from tests.launch.backends.slurm.test_elastic_job import Slurm
 from tests.launch.conftest import MadeRun, MakeRun
+from tests.launch.test_attempts import node, rank
 
 JOB = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "localhost"}
 ENDED_BY_SLURM = "Slurm is ending the job"
@@ -109,6 +111,43 @@ def test_a_requeue_that_slurm_refuses_ends_the_run(made: MadeRun, capfd: pytest.
     assert not attempt.decision.requeue
     assert "Slurm did not requeue" in made.events("stopped")[-1]["why"]
     assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]
+
+
+HEALTHY = {
+    "scontrol --oneliner show node n1,n2": "NodeName=n1 State=ALLOCATED\nNodeName=n2 State=MIXED+PLANNED\n",
+    "scontrol -o show job 42": "JobId=42 JobState=RUNNING PreemptTime=None",
+    "squeue": "N/A|UNLIMITED",
+}
+
+
+@pytest.mark.parametrize(
+    ("differs", "environment", "word"),
+    [
+        ({}, {}, "restart"),
+        ({"scontrol --oneliner show node n1,n2": "NodeName=n1 State=IDLE\nNodeName=n2 State=DOWN*\n"}, {}, "requeue"),
+        ({"scontrol --oneliner show node n1,n2": "fails"}, {}, "requeue"),  # no answer: srun would get none, too
+        ({"scontrol -o show job 42": "JobId=42 JobState=RUNNING PreemptTime=2026-01-01T00:00:00"}, {}, "requeue"),
+        ({}, {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}, "requeue"),  # its signal may have come before
+        ({}, {"SLURM_JOB_NODELIST": "n[1-4]"}, "requeue"),  # of which it has given two back
+    ],
+    ids=["healthy", "a node is down", "no answer", "preempted", "at the time limit", "fewer nodes"],
+)
+def test_a_run_whose_rank_died_restarts_in_its_job_as_long_as_slurm_leaves_it_its_nodes(
+    made: MadeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    differs: dict[str, str],
+    environment: dict[str, str],
+    word: str,
+) -> None:
+    for module in (job, explain):
+        monkeypatch.setattr(module, "call_slurm", Slurm(HEALTHY | differs))
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=("n1", "n2"))
+    write_node_record(made.run, number, node(1, rank(0, -9)))
+    for name, value in ({"SLURM_JOB_NODELIST": "n[1-2]"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert say(made, "end", "--attempt=1", "--srun-exit-code=1") == 1
+    assert capfd.readouterr().out == f"{word}\n"
 
 
 def test_an_attempt_with_a_killed_script_ends_and_is_charged(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:

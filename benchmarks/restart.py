@@ -1,0 +1,114 @@
+"""The time from the death of a rank to the next optimizer step, by part, over many kills of one run.
+
+``python benchmarks/restart.py`` trains a small network on this machine, ``--scheduler slurm`` on the nodes of the Slurm
+that ``sbatch`` reaches (``slurm/dev_cluster.py`` starts one on this machine). Kills a rank by SIGKILL, the ranks in
+turn, each time once the attempt has committed a checkpoint, and prints a table of the seconds since the kill at which
+the attempt had ended, the next one had begun, its last rank had started, and its first step was done; with the requeues
+that Slurm counts. Target: 5 s for a step (median), without a requeue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+
+_SIZES = {
+    "tiny": "hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 128, vocab_size: 512",
+    "10M": "hidden_size: 256, num_hidden_layers: 8, num_attention_heads: 4, intermediate_size: 688, vocab_size: 4096",
+}
+_SPEC = """
+schema: scaletrain/v1
+name: restart
+model: {{family: llama, {size}, seq_len: 64}}
+data: {{source: python-stdlib, tokenizer: {{kind: bpe, vocab_size: 512}}}}
+training: {{global_batch_size: 4, micro_batch_size: 2, steps: 1000000, precision: fp32, schedule: {{name: constant}}}}
+evaluation: {{every: 0}}
+layout: {{zero_stage: 1}}
+cluster: {cluster}
+checkpoint: {{every: 5}}
+restarts: {{crash: 1000}}
+"""
+_CLUSTERS = {
+    "local": "{scheduler: local, gpus_per_node: 2, gpu: cpu}",
+    "slurm": "{scheduler: slurm, nodes: 2, gpus_per_node: 1, gpu: cpu, slurm: {time: 2h}}",
+}
+_PARTS = ("attempt ended", "next one began", "ranks started", "first step")
+
+
+def newest(run: RunDir) -> AttemptRecord:
+    """Return the newest attempt, which may not have begun yet: then wait for it."""
+    while not (attempts := read_attempts(run)):
+        time.sleep(0.1)
+    return attempts[-1]
+
+
+def first_step(run: RunDir, attempt: int) -> float | None:
+    """Return when the first step of an attempt was done (Unix time); None if none is."""
+    lines = (line for line in read_metrics(run) if line.get("attempt") == attempt and "loss" in line)
+    return next((float(line["time"]) for line in lines), None)
+
+
+def kill_and_wait(run: RunDir, kill: int) -> list[float]:
+    """Kill a rank of the newest attempt once it has saved, and return the seconds of each part since then."""
+    before = newest(run)
+    spec = read_record(run).spec
+    while (newest_checkpoint_step(run, spec) or 0) <= (before.checkpoint_at_start or 0):
+        time.sleep(0.1)
+    pids = [rank.pid for node in read_node_records(run, before.number) for rank in node.ranks]
+    began = time.time()
+    os.kill(pids[kill % len(pids)], signal.SIGKILL)
+    while (step := first_step(run, before.number + 1)) is None:
+        time.sleep(0.1)
+    ended = next(attempt.ended for attempt in read_attempts(run) if attempt.number == before.number)
+    ranks = [rank.started for node in read_node_records(run, before.number + 1) for rank in node.ranks]
+    return [moment - began for moment in (ended or began, newest(run).started, max(ranks), step)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description="Measure the time from the death of a rank to the next step.")
+    parser.add_argument("--scheduler", choices=tuple(_CLUSTERS), default="local")
+    parser.add_argument("--size", choices=tuple(_SIZES), default="tiny")
+    parser.add_argument("--kills", type=int, default=20)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        spec, program = Path(folder) / "restart.yaml", [sys.executable, "-m", "scaletrain_cli"]
+        spec.write_text(_SPEC.format(size=_SIZES[options.size], cluster=_CLUSTERS[options.scheduler]))
+        environment = {**os.environ, "SCALETRAIN_RUNS": folder}
+        submit = [*program, "submit", str(spec), "--yes", "--run-id", "restart"]
+        subprocess.run(submit, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = RunDir(Path(folder) / "restart")
+        try:
+            rows = [kill_and_wait(run, kill) for kill in range(options.kills)]
+            requeues = "none, as there is no queue"
+            if options.scheduler == "slurm":
+                job = subprocess.run(["scontrol", "show", "job", newest(run).job_id], capture_output=True, text=True)
+                requeues = "".join(re.findall(r"Restarts=(\d+)", job.stdout))
+        finally:
+            subprocess.run([*program, "cancel", "restart", "--yes"], env=environment, stdout=subprocess.DEVNULL)
+            subprocess.run([*program, "status", "restart", "--wait", "10m"], env=environment, stdout=subprocess.DEVNULL)
+    print(f"{options.scheduler}, {options.size} model, {options.kills} kills, requeues: {requeues}")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+    print("| seconds from the kill until | median | fastest | slowest |\n|---|---|---|---|")
+    for part, seconds in zip(_PARTS, zip(*rows, strict=True), strict=True):
+        print(f"| {part} | {statistics.median(seconds):.1f} | {min(seconds):.1f} | {max(seconds):.1f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
