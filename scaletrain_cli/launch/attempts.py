@@ -37,6 +37,7 @@ class Decision:
 
     ``code`` and ``params`` are those of the Reason whose text is ``why``.
     ``left_to_scheduler``: the scheduler was ending the job, and it alone decides whether it starts the job again.
+    ``in_place``: the next attempt begins on the nodes of this one, which the job keeps.
     """
 
     requeue: bool
@@ -45,6 +46,7 @@ class Decision:
     left_to_scheduler: bool = False
     code: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
+    in_place: bool = False
 
     @classmethod
     def because(cls, requeue: bool, exit_code: int, reason: Reason, *, left_to_scheduler: bool = False) -> Decision:

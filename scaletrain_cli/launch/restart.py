@@ -143,7 +143,7 @@ def is_preemption(reason: ExitReason) -> bool:
 
 
 def may_restart_in_place(history: Sequence[AttemptRecord]) -> bool:
-    """Return whether the next attempt of a job may begin on the nodes of the last one, which has just ended.
+    """Return whether the next attempt may begin on the nodes of the last one, which has just ended, if they are kept.
 
     Not where the scheduler took the nodes away, where a node is the cause, for another number of nodes, or once the run
     has failed repeatedly at the same step.
@@ -249,6 +249,7 @@ def conclude_attempt(
     stop_reason: Reason | None = None,
     time_is_up: Callable[[], bool] = lambda: False,
     down: frozenset[str] | None = None,
+    keeps_nodes: Callable[[], bool] = lambda: False,
 ) -> Decision:
     """End attempt ``number`` and return the restart decision.
 
@@ -256,6 +257,7 @@ def conclude_attempt(
     agent or of srun, for an attempt without records; ``stop_reason``: a reason outside the run why
     no attempt can follow. ``time_is_up`` distinguishes the time limit from a preemption. ``down``: the nodes that the
     scheduler reports as lost; without it, a node that reported no end may be one whose job was ended.
+    ``keeps_nodes``: whether the job has all its nodes for another attempt; called only where that matters.
     """
     spec, cancelled = record.spec, run.is_cancelled
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
@@ -287,6 +289,8 @@ def conclude_attempt(
             cancelled,
             progress_known=_progress_known(run, record),
         )
+        if decision.requeue and not outcome.against and may_restart_in_place(history) and keeps_nodes():
+            decision = dataclasses.replace(decision, in_place=True)
         if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:
             decision = Decision.because(False, decision.exit_code, why)
     _record(run, end_attempt(run, spec, number, outcome, decision))

@@ -3,7 +3,7 @@
 Writes the run directory to the volume, waits for the other pods of the gang, runs the node agent, and exits with the
 code that decides what Kubernetes does. Pod 0 begins the attempt and decides on a restart; all pods end with its
 decision. Why a pod ended is in its termination message. Calls no Kubernetes API: the pod's own data are in the
-environment.
+environment. After a failure for which no node is to blame, the pods begin the next attempt themselves.
 """
 
 from __future__ import annotations
@@ -131,15 +131,19 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
 
 
 def run_pod(options: PodOptions) -> PodEnd:
-    """Run from the rendezvous to the decision. Raises ScaletrainError if no attempt could begin."""
+    """Run from the rendezvous to the decision to end. Raises ScaletrainError if no attempt could begin."""
+    started = _begin(options) if options.node_rank == 0 else _join(options)
+    while not isinstance(started, PodEnd):
+        started = _run_attempt(options, *started)
+    return started
+
+
+def _run_attempt(options: PodOptions, run: RunDir, number: int) -> tuple[RunDir, int] | PodEnd:
+    """Run an attempt; return the next one if it begins in these pods, else the end of the pod."""
     from scaletrain_cli.launch.backends.kubernetes.pod_output import PodOutput, attempt_start_line
     from scaletrain_cli.launch.node.attempt import run_node
     from scaletrain_cli.rundir.record import read_record
 
-    started = _begin(options) if options.node_rank == 0 else _join(options)
-    if isinstance(started, PodEnd):
-        return started
-    run, number = started
     # The submitter's lock is in a shared run directory; without one, the submitter reads the pods' output.
     shared = (run.path / "submit.lock").exists()
     print(attempt_start_line(number, shared=shared), flush=True)
@@ -171,7 +175,7 @@ def run_pod(options: PodOptions) -> PodEnd:
         return _await_decision(run, number, code, why)
     record = read_record(run)
     end = _decide_on_restart(options, run, record, number, code)
-    if end.exit_code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
+    if isinstance(end, PodEnd) and end.exit_code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
         shutil.rmtree(run.path, ignore_errors=True)  # the submitting machine does not mount this volume
     return end
 
@@ -244,33 +248,49 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
         logger.error("%s", answer["why"])
         return PodEnd(int(answer["exit_code"]), reason_from(answer["reason"]))
     run = RunDir(options.runs_root / str(answer["run_id"]))
-    deadline = time.monotonic() + _VOLUME_SECONDS
-    while not (run.attempt(answer["attempt"]) / "attempt.json").is_file():
-        if time.monotonic() > deadline:
-            folder = str(run.attempt(answer["attempt"]))
-            raise WrongNodesError(reason("volume-not-shared", folder=folder, node=options.node_name))
-        time.sleep(_POLL_SECONDS)
+    if not _has_begun(run, int(answer["attempt"])):
+        folder = str(run.attempt(answer["attempt"]))
+        raise WrongNodesError(reason("volume-not-shared", folder=folder, node=options.node_name))
     return run, int(answer["attempt"])
 
 
-def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> PodEnd:
-    """Conclude the attempt in pod 0, once the other nodes have ended or after a timeout; return the end of the pod."""
-    from scaletrain_cli.launch.attempts import read_attempt
+def _has_begun(run: RunDir, number: int) -> bool:
+    """Return whether pod 0 begins an attempt within the time that the volume may take to show its record."""
+    deadline = time.monotonic() + _VOLUME_SECONDS
+    while not (begun := (run.attempt(number) / "attempt.json").is_file()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return begun
+
+
+def _decide_on_restart(
+    options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int
+) -> tuple[RunDir, int] | PodEnd:
+    """Conclude the attempt in pod 0, once the other nodes have ended or after a timeout, and begin one that follows."""
+    from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
     from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
     from scaletrain_cli.launch.restart import conclude_attempt, conclude_run, first_attempt_of_job
 
     deadline = time.monotonic() + DECISION_SECONDS - 15
-    while time.monotonic() < deadline:
+
+    def all_ended() -> bool:
         nodes = read_node_records(run, number)
-        if len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes):
-            break
+        return len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes)
+
+    while time.monotonic() < deadline and not all_ended():
         time.sleep(_POLL_SECONDS)
     if number < max(run.attempts(), default=number):
         logger.warning("another attempt already follows attempt %d; the run has not ended", number)
         return PodEnd(code, reason("pod-superseded", attempt=number), number)
     first = first_attempt_of_job(run, options.workload, number)
-    decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
+    decision = conclude_attempt(
+        run,
+        record,
+        number,
+        first_attempt=first,
+        launcher_exit_code=code,
+        keeps_nodes=lambda: all_ended() and not _is_terminating(),
+    )
     ended = read_attempt(run, number)
     if not decision.requeue:
         conclude_run(run, decision)
@@ -278,6 +298,8 @@ def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, numb
     ended_for, free = (ended.reason, ended.free_of_charge) if ended is not None else (None, False)
     code = exit_code_for(decision, ended_for, free=free)
     print(attempt_end_line(number, code, requeue=decision.requeue, reason=decision.reason), flush=True)
+    if decision.in_place and ended is not None:
+        return run, begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=ended.nodes)
     return PodEnd(code, decision.reason, number, requeue=decision.requeue) if ended is None else _end_of(ended, code)
 
 
@@ -292,8 +314,8 @@ def _end_of(attempt: AttemptRecord, code: int) -> PodEnd:
     return PodEnd(code, why, attempt.number, attempt.last_step, attempt.last_checkpoint_step, requeue)
 
 
-def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = None) -> PodEnd:
-    """Wait for pod 0's decision on the attempt and return the end; with this pod's own code if pod 0 makes none.
+def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = None) -> tuple[RunDir, int] | PodEnd:
+    """Wait for pod 0's decision on the attempt and return it; the end with this pod's own code if pod 0 makes none.
 
     ``why``: why this pod's agent failed, if it did. If pod 0 was lost with its node, a crash here is a consequence of
     that and is not charged to the run.
@@ -305,6 +327,8 @@ def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = No
     while time.monotonic() < deadline:
         attempt = read_attempt(run, number)
         if attempt is not None and attempt.decision is not None:
+            if attempt.decision.in_place and _has_begun(run, number + 1):
+                return run, number + 1
             return _end_of(attempt, exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge))
         if not run.path.is_dir():  # pod 0 has deleted the directory of a preflight
             return PodEnd(code, why or reason("pod-measured"), number)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt, read_attempts
+from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
@@ -45,7 +45,6 @@ from scaletrain_cli.launch.restart import (
     conclude_attempt,
     conclude_run,
     first_attempt_of_job,
-    may_restart_in_place,
     why_not_begin,
     withdraw_restart,
 )
@@ -187,31 +186,28 @@ def end(
         stop_reason=stop_reason,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment),
         down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
+        keeps_nodes=lambda: attempt is not None and _keeps_nodes(run, record, attempt, environment),
     )
-    if decision.requeue:
-        changes = [*_changes(run, record, environment)]
-        print(
-            *(["restart"] if not changes and _may_restart(run, record, job_id, environment) else ["requeue", *changes])
-        )
+    if decision.in_place:
+        print("restart")
     else:
-        print("stop")
+        print(*(("requeue", *_changes(run, record, environment)) if decision.requeue else ("stop",)))
     may_go_on = decision.requeue or decision.left_to_scheduler
     return decision.exit_code if may_go_on else conclude_run(run, decision)
 
 
-def _may_restart(run: RunDir, record: RunRecord, job_id: str, environment: Mapping[str, str]) -> bool:
-    """Return whether the next attempt may begin on the nodes of the last one, which the job keeps.
+def _keeps_nodes(run: RunDir, record: RunRecord, attempt: AttemptRecord, environment: Mapping[str, str]) -> bool:
+    """Return whether another attempt may begin on the nodes of the job, which a requeue would give back.
 
-    A requeued job loses its nodes, and waits two minutes at least (cred_expire). It is better where the nodes may be
-    the cause, where the job has given some back, or where the signal before its end may come between two attempts.
+    Not if one is down or to be excluded, if the job has given some back, or if the signal before its end may come
+    between two attempts.
     """
-    history = [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
     return (
-        may_restart_in_place(history)
-        and history[-1].nodes == node_names(environment.get("SLURM_JOB_NODELIST", ""))
-        and lost_nodes(history[-1]) == frozenset()
+        attempt.nodes == node_names(environment.get("SLURM_JOB_NODELIST", ""))
+        and exclusion_for(run, record.spec).nodes == last_exclusion(run)
+        and lost_nodes(attempt) == frozenset()
         and _still_runs(environment)
-        and not time_is_up(job_id, record.spec.cluster, environment)
+        and not time_is_up(attempt.job_id, record.spec.cluster, environment)
     )
 
 

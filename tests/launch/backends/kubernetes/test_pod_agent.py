@@ -63,13 +63,26 @@ def test_an_idle_gang_saves_and_ends_with_93_so_that_no_other_follows(make_run: 
     assert "launch.stop-idle" in gang.termination_log(1).read_text()
 
 
-def test_after_a_crash_pods_exit_with_1_until_the_budget_ends(make_run: MakeRun, start_gang: StartGang) -> None:
-    made = make_run(*TWO_NODES, "restarts.crash=1", die={"*:2": 7}, checkpoint_every=1, steps=200)
-    assert start_gang(made).wait() == [1, 1]
-    gang = start_gang(made, 1)
+def test_after_a_crash_the_pods_begin_the_next_attempt_until_the_budget_ends(
+    make_run: MakeRun, start_gang: StartGang
+) -> None:
+    gang = start_gang(make_run(*TWO_NODES, "restarts.crash=1", die={"*:2": 7}, checkpoint_every=1, steps=200))
     assert gang.wait() == [93, 93]
     assert [attempt.reason for attempt in gang.attempts] == ["crash", "crash"]
+    assert gang.attempts[0].nodes == gang.attempts[1].nodes
+    assert "attempt 2 begins" in gang.output[1]
     assert read_events(gang.run)[-1]["event"] == "stopped"
+
+
+def test_pods_that_fail_twice_at_the_same_step_exit_with_1_for_other_nodes(
+    make_run: MakeRun, start_gang: StartGang
+) -> None:
+    made = make_run(*TWO_NODES, die={"*:2": 7}, stay={"*:0": 1}, steps=200)
+    gang = start_gang(made)
+    assert gang.wait() == [1, 1]
+    assert [attempt.decision.in_place for attempt in gang.attempts if attempt.decision] == [True, False]
+    assert start_gang(made, 1).wait() == [93, 93]
+    assert len(gang.attempts) == 3
 
 
 def test_a_gang_of_an_ended_run_exits_with_the_decision(make_run: MakeRun, start_gang: StartGang) -> None:
