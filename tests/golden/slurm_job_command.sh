@@ -80,7 +80,7 @@ while :; do
     read -r -a decision <<<"$decision"
     if [ "${decision[0]-}" != restart ] || [ -n "$ended_by_slurm" ]; then break; fi
     # If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit.
-    patience=(--immediate=300)
+    patience=(--immediate=60)
 done
 case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac
 ended_by_slurm= # a signal that came before was no end of the job

@@ -152,7 +152,7 @@ def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python
 # After one agent has ended, srun ends the others in this time (--wait): they would wait for ranks that are gone. Those
 # of a run that has finished end together (--end-together).
 _AGENTS_END_WITHIN_SECONDS = 30
-_LONGEST_WAIT_FOR_NODES_SECONDS = 300
+_LONGEST_WAIT_FOR_NODES_SECONDS = 60  # what a requeue costs at least on most sites is twice that
 _LEAST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
 _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
 # The script and srun set these for the agents; in the ranks the engine contract overrides the user's values.
