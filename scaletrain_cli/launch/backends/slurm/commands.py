@@ -16,7 +16,7 @@ from scaletrain_cli.launch.backends.base import Check
 from scaletrain_cli.reasons import Reason, recorded
 
 logger = logging.getLogger(__name__)
-_TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 120
 _SEARCHES, _SEARCH_PAUSE_SECONDS = 3, 1.0  # for a job whose answer was lost
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 # Messages of Slurm's commands about a request that was sent but not answered (schedmd/slurm, slurm_errno.c). With
@@ -43,7 +43,7 @@ def call_slurm(
     folder: Path | None = None,
     accept: Sequence[str] = (),
     without: Sequence[str] = (),
-    seconds: float = _TIMEOUT_SECONDS,
+    seconds: float = TIMEOUT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run one Slurm command. Raises SchedulerError if it fails, unless its message contains one of ``accept``.
 

@@ -26,7 +26,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.commands import TIMEOUT_SECONDS, call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
 from scaletrain_cli.launch.backends.slurm.queue import job_cause
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
@@ -59,6 +59,7 @@ from scaletrain_cli.text import listed
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 _NOT_REQUEUED = Reason("slurm.job-not-requeued")
+_PROMPT_SECONDS = 10.0  # for an answer of Slurm without which the job is requeued
 _ASKED_NODES = 4  # one is enough, unless its name does not resolve
 _EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
 _POLL_SECONDS = 60.0  # between two questions when a reservation ends, which an administrator may change
@@ -204,8 +205,8 @@ def _keeps_nodes(run: RunDir, record: RunRecord, attempt: AttemptRecord, environ
     """
     return (
         attempt.nodes == node_names(environment.get("SLURM_JOB_NODELIST", ""))
+        and lost_nodes(attempt, _PROMPT_SECONDS) == frozenset()
         and exclusion_for(run, record.spec).nodes == last_exclusion(run)
-        and lost_nodes(attempt) == frozenset()
         and _still_runs(environment)
         and not time_is_up(attempt.job_id, record.spec.cluster, environment)
     )
@@ -229,12 +230,12 @@ def was_ended_by_slurm(attempt: AttemptRecord) -> bool:
     return lost_nodes(attempt) == frozenset()
 
 
-def lost_nodes(attempt: AttemptRecord) -> frozenset[str] | None:
+def lost_nodes(attempt: AttemptRecord, seconds: float = TIMEOUT_SECONDS) -> frozenset[str] | None:
     """Return the nodes of an attempt that Slurm reports as down, or booted since; None if it does not answer."""
     if not attempt.nodes:
         return None
     try:
-        answer = call_slurm(["scontrol", "--oneliner", "show", "node", ",".join(attempt.nodes)])
+        answer = call_slurm(["scontrol", "--oneliner", "show", "node", ",".join(attempt.nodes)], seconds=seconds)
     except SchedulerError:
         return None
     return frozenset(node["NodeName"] for node in records(answer.stdout) if _is_lost(node, attempt.started))
