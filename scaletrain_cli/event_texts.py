@@ -160,8 +160,9 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
     "attempt-ended": (
         "attempt {attempt} ended with exit code {exit_code}, {reason}",
         ("message", ": {message}"),
-        ("requeue", "; the run is requeued"),
-        ("!requeue", "; the run is not requeued"),
+        ("requeue", "; another one follows"),
+        ("in_place", " on the same nodes"),
+        ("!requeue", "; none follows"),
         ("why", " ({why})"),
     ),
     "rolled-back": _rolled_back,

@@ -416,6 +416,7 @@ def _record(run: RunDir, attempt: AttemptRecord) -> None:
         reason=attempt.reason,
         message=attempt.message,
         requeue=decision is not None and decision.requeue,
+        in_place=decision is not None and decision.in_place,
         why=str(why),
         **attempt.why.to_document(),
         decision=why.to_document(),
