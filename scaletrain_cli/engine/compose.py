@@ -29,8 +29,7 @@ from scaletrain_cli.engine.eager import prepare_compiler
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
-from scaletrain_cli.engine.model.base import TrainedModel, VisionModel
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM, TrainedModel, VisionModel
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import (

@@ -16,7 +16,7 @@ from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
 from scaletrain_cli.engine.metrics.profiler import in_update
 from scaletrain_cli.engine.metrics.step_split import Phase, StepSplit
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
 from scaletrain_cli.engine.objectives.base import Inputs, Joined, RowLosses
 from scaletrain_cli.engine.objectives.dpo import DPO

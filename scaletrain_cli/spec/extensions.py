@@ -41,7 +41,7 @@ class OptimizerExtension:
 class ModelFamilyExtension:
     """A decoder-only transformer with the parameters and the costs of a built-in family, ``base``.
 
-    ``build``: ``module:name`` of a callable ``(ModelSpec) -> CausalLM`` (scaletrain_cli.engine.model.causal_lm) whose
+    ``build``: ``module:name`` of a callable ``(ModelSpec) -> CausalLM`` (scaletrain_cli.engine.model.base) whose
     modules have the names and shapes of those of ``base``, by which they are sharded, initialized and checkpointed.
     """
 

@@ -4,7 +4,7 @@ import torch
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.spec import ModelSpec
 

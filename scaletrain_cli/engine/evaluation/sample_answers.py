@@ -16,7 +16,7 @@ from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.evaluation.inference import without_images
 from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.spec import LlavaSpec
 

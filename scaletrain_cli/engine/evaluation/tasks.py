@@ -23,7 +23,7 @@ from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
 from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.reasons import Reason

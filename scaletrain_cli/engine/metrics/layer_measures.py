@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.compose import Composed
-from scaletrain_cli.engine.model.base import TrainedModel
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM, TrainedModel
 from scaletrain_cli.engine.model.materialization import matrices_of
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
 from scaletrain_cli.engine.parallel.mesh import Mesh

@@ -9,8 +9,7 @@ import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from scaletrain_cli.engine.model.base import TrainedModel, VisionModel
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM, TrainedModel, VisionModel
 from scaletrain_cli.engine.model.gpt import GPT2LMHeadModel
 from scaletrain_cli.engine.model.llama import LlamaForCausalLM
 from scaletrain_cli.plugins import load_reference

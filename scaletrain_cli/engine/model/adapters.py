@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, dropout_key
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.loss import LanguageModelHead
 from scaletrain_cli.engine.model.materialization import DrawnWeights, Initial, WeightSource

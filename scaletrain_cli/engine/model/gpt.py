@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, attention_core
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.spec import ModelSpec
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.activation import activation_named, gated
 from scaletrain_cli.engine.model.attention import AttentionSettings, KeyedDropout, TokenContext, attention_core
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.latent_attention import LatentAttention
 from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.engine.model.norm import RMSNorm

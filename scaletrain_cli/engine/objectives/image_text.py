@@ -10,7 +10,7 @@ from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.data.images.mixing import normalized
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.objectives.base import NextToken, Objective
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import LlavaSpec, RunSpec

@@ -28,7 +28,7 @@ from scaletrain_cli.engine.model.adapters import (
     add_adapter,
     remember_context,
 )
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.moe import Experts
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, ShardSpec, copy_to_ranks, sum_over_ranks
 from scaletrain_cli.engine.parallel.tensor import (

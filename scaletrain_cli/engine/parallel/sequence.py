@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, KeyedDropout, TokenContext
-from scaletrain_cli.engine.model.causal_lm import CausalLM, longest
+from scaletrain_cli.engine.model.base import CausalLM, longest
 from scaletrain_cli.engine.parallel.context import RingAttention
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, exchange
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.latent_attention import LatentAttention
 from scaletrain_cli.engine.model.linear import Product, linear_product

@@ -6,7 +6,7 @@ import torch
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.metrics.memory_measurement import watching_activations
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.plan.memory.activations import Recomputation, stage_activation_bytes, token_activations
 from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.spec import ModelSpec

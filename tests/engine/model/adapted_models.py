@@ -12,7 +12,7 @@ from torch import Tensor
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import Matrix, materialize, matrices_in
 from scaletrain_cli.engine.model.peft_files import PeftFolder
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder

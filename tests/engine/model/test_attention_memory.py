@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.metrics.memory_measurement import watching_activations
-from scaletrain_cli.engine.model.causal_lm import TokenContext
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.activations import token_activations
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes

@@ -13,7 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenContext, causal_attention
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.rope import rotary_tables
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import ModelSpec

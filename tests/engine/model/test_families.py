@@ -11,7 +11,7 @@ from torch import nn
 from scaletrain_cli.engine.checkpoint.export import export, stored_layout
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import matrices_of, stored_buffers
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import UsageError

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaletrain_cli.engine.model.causal_lm import CausalLM, TokenContext
+from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.plan.architecture import block_attention_flops
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products, block_flops, block_graph
 from scaletrain_cli.plan.memory.activations import token_activations

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.peft_files import (
     CONFIG,

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import materialize, named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.mesh import ShardSpec

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks

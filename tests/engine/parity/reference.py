@@ -18,7 +18,7 @@ from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_keys
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.moe import update_correction_biases
 from scaletrain_cli.spec import RunSpec

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.base import TrainedModel
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import CausalLM, TrainedModel
 from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.clip import VisionTower, tower_initial
 from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS
