@@ -23,6 +23,7 @@ from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.plan.speed.offload import host_update_seconds
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.run_consistency import run_inconsistencies
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
     if measured.mfu is None and measured.step_seconds:
         measured = replace(measured, mfu=predicted_time.mfu * predicted_time.step / measured.step_seconds)
-    refused = any(case.spec.inconsistencies()) or bool(division_problems(case.spec, resolve_axes(case.spec)))
+    refused = any(run_inconsistencies(case.spec)) or bool(division_problems(case.spec, resolve_axes(case.spec)))
     return Judged(row, table.panel(row.inputs), case, measured, predicted_time, memory, refused)
 
 

@@ -18,7 +18,7 @@ from scaletrain_cli.spec.corpus_files import (
     PYTHON_STDLIB,
     format_by_name,
 )
-from scaletrain_cli.spec.hub_files import DataPath, ModelPath
+from scaletrain_cli.spec.hub_paths import DataPath, ModelPath
 from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies

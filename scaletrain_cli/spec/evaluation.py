@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema
 
 from scaletrain_cli.spec.cluster import ClusterSpec
-from scaletrain_cli.spec.hub_files import DataPath
+from scaletrain_cli.spec.hub_paths import DataPath
 from scaletrain_cli.spec.quantities import Matching, NonNegative, Text, Whole, WholeOrZero, valid_if
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 

@@ -13,10 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from typing import Any, Literal
 
 from scaletrain_cli.hub.cache import (
     CACHE_VARIABLES,
@@ -45,12 +42,8 @@ from scaletrain_cli.spec.corpus_files import (
 )
 from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES, SHARD_SUFFIX, TABLE_SUFFIX
 from scaletrain_cli.spec.losses import LOSSES_OF
-from scaletrain_cli.spec.quantities import Text
-from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES
+from scaletrain_cli.spec.run import RunSpec
 from scaletrain_cli.spec.splits import read_split
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec.run import RunSpec
 
 Purpose = Literal["weights", "beside_weights", "adapter", "tokenizer", "template", "source"]
 CONFIG = "config.json"
@@ -65,7 +58,6 @@ TOKENIZER_FILES = (
 )
 _BESIDE = tuple(PurePosixPath(name).parts for name in (CONFIG, "generation_config.json", *TOKENIZER_FILES))
 _BESIDE_IMAGES = ("txt", "cls", "json")  # captions and classes
-_SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]*)://")
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 _OWN_PROGRAMS = "scaletrain_cli.engine."  # such as evaluations, which read what the run reads
@@ -77,33 +69,6 @@ _PATHS_ON_NODES = (*CACHE_VARIABLES, TOKEN_PATH, "HF_XET_CACHE", "HF_ASSETS_CACH
 # The names that the library datasets gives to the parts of a split.
 _SHARD = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>\.[a-z.]+)")
 _MOST_SHARDS, _MOST_SHOWN = 10_000, 3
-
-
-def _checked(text: str) -> str:
-    if is_reference(text):
-        try:
-            parse_reference(text)
-        except ValueError as error:
-            raise PydanticCustomError("hub", f"{error}") from error
-    return text
-
-
-def _checked_data(text: str) -> str:
-    scheme = _SCHEME.match(text)
-    if scheme is not None and not is_reference(text) and scheme["name"] not in REMOTE_SCHEMES:
-        known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
-        raise PydanticCustomError("data_scheme", f"must be a local path, or begin with {known} or hf://datasets/")
-    return _checked(text)
-
-
-def _checked_model(text: str) -> str:
-    if is_reference(_checked(text)) and parse_reference(text).kind != "model":
-        raise PydanticCustomError("hub", "must name a model of the hub, not a data set: hf://org/name")
-    return text
-
-
-ModelPath = Annotated[Text, AfterValidator(_checked_model)]  # a local path, or hf://org/name
-DataPath = Annotated[Text, AfterValidator(_checked_data)]  # a local path, or hf://datasets/org/name
 
 
 @dataclass(frozen=True)
@@ -167,7 +132,7 @@ def _of_hub(given: Mapping[str, str], environment: Mapping[str, str]) -> dict[st
     return here
 
 
-def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
+def hub_uses(spec: RunSpec) -> tuple[HubUse, ...]:
     """Return the references of a RunSpec that the built-in engine reads; empty for another training program."""
     if spec.code.own_program and not (spec.code.engine or "").startswith(_OWN_PROGRAMS):
         return ()
@@ -199,7 +164,7 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     )
 
 
-def may_be_frozen(spec: "RunSpec") -> bool:
+def may_be_frozen(spec: RunSpec) -> bool:
     """Return True if checkpoints may lack weights of ``model.weights``, because these do not train."""
     if getattr(spec.model, "weights", None) is None:
         return False
@@ -367,7 +332,7 @@ def local_path(use: HubUse, settings: HubSettings, commit: str) -> str:
     return str(path if name is None or is_file else path / name)
 
 
-def with_local_files(spec: "RunSpec", commits: Mapping[str, str], settings: HubSettings) -> "RunSpec":
+def with_local_files(spec: RunSpec, commits: Mapping[str, str], settings: HubSettings) -> RunSpec:
     """Return the RunSpec with the local path in place of each reference that has a commit. Sends no request."""
     uses = [use for use in hub_uses(spec) if use.text in commits]
     paths = {use.key: local_path(use, settings, commits[use.text]) for use in uses}

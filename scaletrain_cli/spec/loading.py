@@ -20,14 +20,12 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, ScaletrainError, SpecError
-from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.sent_run import sent
 from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
-from scaletrain_cli.spec.hub_files import hub_environment, read_hub_config
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
     SourceError,
@@ -357,6 +355,8 @@ def hub_environment_of(raw: dict[str, Any]) -> dict[str, str]:
         runs_here = False
     secrets = raw.get("secret_env")
     names = [name for name in secrets if isinstance(name, str)] if isinstance(secrets, list) else []
+    from scaletrain_cli.spec.hub_files import hub_environment  # most specs have no config.json
+
     return hub_environment(env if isinstance(env, dict) else {}, names, os.environ, runs_here=runs_here)
 
 
@@ -423,6 +423,9 @@ def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> 
     """Return the path of the config.json, fetched to the cache if it is on the hub. Raises SourceError."""
     if not is_reference(given):
         return base_dir / given
+    from scaletrain_cli.hub.cache import HubSettings
+    from scaletrain_cli.spec.hub_files import read_hub_config
+
     try:
         return read_hub_config(given, HubSettings.from_environment(environment))
     except (ScaletrainError, ValueError, OSError) as error:

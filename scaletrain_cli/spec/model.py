@@ -1,6 +1,5 @@
 """The model section: dimensions of transformers under their Hugging Face names."""
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Annotated, Literal
 
@@ -9,13 +8,13 @@ from pydantic import Field, WithJsonSchema
 from scaletrain_cli.plugins import MODEL_FAMILIES
 from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
-from scaletrain_cli.spec.hub_files import ModelPath
+from scaletrain_cli.spec.hub_paths import ModelPath
 from scaletrain_cli.spec.hybrid import BlockParts, BlockType, MambaSpec, parts_of
-from scaletrain_cli.spec.model_consistency import MOST_LAYERS, model_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
+MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
 # A share of a whole, without zero.
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 AttentionKind = Literal["full_attention", "sliding_attention", "chunked_attention"]
@@ -393,6 +392,3 @@ class ModelSpec(Section):
     def has_interleaved_experts(self) -> bool:
         """Return True if the outputs of gates and ups of experts alternate in Hugging Face's files, as in GPT-OSS."""
         return self.swiglu_limit is not None
-
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        yield from model_inconsistencies(self)

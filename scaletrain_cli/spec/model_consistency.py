@@ -1,17 +1,12 @@
 """Contradictions between the dimensions of a transformer."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from scaletrain_cli.spec.hybrid import parts_of
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec.model import ModelSpec
-
-MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
+from scaletrain_cli.spec.model import MOST_LAYERS, ModelSpec
 
 
-def model_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
+def model_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for each dimension of a transformer that contradicts another one."""
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if heads % kv_heads:
@@ -59,7 +54,7 @@ def model_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
         yield from _group_inconsistencies(model)
 
 
-def _group_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
+def _group_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     groups = model.n_group
     if model.num_experts % groups:
         yield "n_group", f"must divide num_experts = {model.num_experts}; use {divisors(model.num_experts)}."
@@ -76,7 +71,7 @@ def _group_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
         yield "n_group", "must leave at least 2 experts in a group, whose scores are added."
 
 
-def _block_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
+def _block_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     if not model.block_types:
         if model.mamba is not None:
             yield "mamba", "has no effect without block_types."
@@ -99,7 +94,7 @@ def _block_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
         yield "mamba.groups", f"must divide num_heads = {model.mamba.num_heads}."
 
 
-def _rotary_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
+def _rotary_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     scaling = model.rope_scaling
     if scaling is not None:
         if model.positions != "rotary":
@@ -114,7 +109,7 @@ def _rotary_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
             yield key, "must be even, because rotary positions rotate pairs of channels."
 
 
-def _attention_inconsistencies(model: "ModelSpec") -> Iterator[tuple[str, str]]:
+def _attention_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     kinds = set(model.layer_types)
     if model.index_topk and not model.kv_lora_rank:
         yield "index_topk", "must be 0 without latent attention (kv_lora_rank)."

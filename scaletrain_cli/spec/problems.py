@@ -12,7 +12,10 @@ from pydantic import BaseModel, Tag
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.plugins import MODEL_FAMILIES, plugins
+from scaletrain_cli.spec.model import ModelSpec
+from scaletrain_cli.spec.model_consistency import model_inconsistencies
 from scaletrain_cli.spec.run import FAMILIES, MODELS, RunSpec
+from scaletrain_cli.spec.run_consistency import run_inconsistencies
 from scaletrain_cli.spec.section import Condition, OpenSection, UsedWhen
 from scaletrain_cli.spec.source import SET_OPTION, Key, Source, key_of, shown
 from scaletrain_cli.text import did_you_mean
@@ -157,7 +160,14 @@ def field_problem(detail: Any, source: Source) -> Problem:
 
 def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
     """Yield the contradictions of a section, with their locations."""
-    for dotted, message in section.inconsistencies() if hasattr(section, "inconsistencies") else ():
+    match section:
+        case RunSpec():
+            found = run_inconsistencies(section)
+        case ModelSpec():
+            found = model_inconsistencies(section)
+        case _:
+            found = section.inconsistencies() if hasattr(section, "inconsistencies") else iter(())
+    for dotted, message in found:
         inner = key_of(dotted)
         full, value = (*key, *inner), section
         for part in inner:

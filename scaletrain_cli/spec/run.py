@@ -33,7 +33,6 @@ from scaletrain_cli.spec.quantities import (
     or_word,
     parse_whole,
 )
-from scaletrain_cli.spec.run_consistency import run_inconsistencies
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
 from scaletrain_cli.spec.source import Key, Source, key_of
 from scaletrain_cli.spec.tracking import TrackingSpec
@@ -396,7 +395,3 @@ class RunSpec(Section):
         yield from self.data.validation_paths()
         if self.evaluation.zero_shot is not None and self.evaluation.every:
             yield f"{ZERO_SHOT}.source", self.evaluation.zero_shot.source
-
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (dotted key, message) for each contradiction between sections."""
-        yield from run_inconsistencies(self)

@@ -1,7 +1,6 @@
 """Contradictions between the sections of a run spec."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from scaletrain_cli.spec.cluster import LEAST_IDLE_SECONDS
 from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, PYTHON_STDLIB
@@ -13,17 +12,14 @@ from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.model_consistency import divisors
 from scaletrain_cli.spec.notify import notify_inconsistencies
 from scaletrain_cli.spec.quantities import MOST_EPOCHS
+from scaletrain_cli.spec.run import RunSpec
 from scaletrain_cli.spec.sources import format_inconsistencies, stage_order_problems
 from scaletrain_cli.spec.vision_model import OBJECTIVES_OF, ClipSpec, LlavaSpec, image_channels
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec.run import RunSpec
-
 
 SAMPLES_OF_IDLE = 10  # of the use of the GPUs in cluster.idle_timeout
 
 
-def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+def run_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, message) for each contradiction between sections."""
     yield from (
         _transformer_inconsistencies(spec) if isinstance(spec.model, ModelSpec) else _vision_inconsistencies(spec)
@@ -69,7 +65,7 @@ def run_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     yield from spec.cluster.section.run_inconsistencies(env=spec.env, secret_env=spec.secret_env)
 
 
-def _group_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+def _group_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for number, group in enumerate(spec.training.trainable):
         for key in ("start_step", "end_step"):
             if (step := getattr(group, key)) is not None and step > spec.total_steps:
@@ -79,7 +75,7 @@ def _group_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
                 )
 
 
-def _evaluation_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+def _evaluation_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if not isinstance(spec.model, ModelSpec):
         yield "evaluation.tasks", "are for language models. Remove them."
     if spec.code.own_program:
@@ -88,20 +84,20 @@ def _evaluation_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
     yield from cluster_problems(spec.cluster, spec.evaluation.job)
 
 
-def _metric_names(spec: "RunSpec") -> tuple[str, ...]:
+def _metric_names(spec: RunSpec) -> tuple[str, ...]:
     objective = spec.training.objective
     loss = spec.training.loss.of(objective) if objective in LOSSES_OF else ""
     return spec.evaluation.metric_names(objective, loss, getattr(spec.model, "num_labels", 0))
 
 
-def _keep_best_inconsistencies(spec: "RunSpec", metric: str) -> Iterator[tuple[str, str]]:
+def _keep_best_inconsistencies(spec: RunSpec, metric: str) -> Iterator[tuple[str, str]]:
     names = _metric_names(spec)
     if not any(metric == name or (name.endswith("/") and metric.startswith(name)) for name in names):
         known = ", ".join(f"{name}..." if name.endswith("/") else name for name in names) or "none"
         yield "checkpoint.keep_best", f"must be a metric of an evaluation. This spec has: {known}."
 
 
-def _transformer_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+def _transformer_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
     model, layout, schedule = spec.transformer, spec.layout, spec.training.schedule
     if spec.training.tokens is not None:
         ramps = schedule.warmup_steps + (schedule.cooldown_steps if schedule.name == "wsd" else 0)
@@ -153,7 +149,7 @@ def _transformer_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
         yield "layout.expert_parallel", f"must divide num_experts = {model.num_experts}."
 
 
-def _vision_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+def _vision_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
     family = spec.model.family
     allowed = OBJECTIVES_OF[family]
     if spec.training.objective not in allowed:
@@ -200,7 +196,7 @@ def _vision_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
         yield "layout.activation_checkpointing", f"must be none, full or auto with family: {family}."
 
 
-def _mixture_inconsistencies(spec: "RunSpec", *parts: str) -> Iterator[tuple[str, str]]:
+def _mixture_inconsistencies(spec: RunSpec, *parts: str) -> Iterator[tuple[str, str]]:
     """``parts``: of a sample of images that the run reads; none for text."""
     found = [*format_inconsistencies(spec.data.sources, parts)]
     if spec.training.epochs is None:
@@ -208,7 +204,7 @@ def _mixture_inconsistencies(spec: "RunSpec", *parts: str) -> Iterator[tuple[str
     yield from ((f"data.{key}", message) for key, message in found)
 
 
-def _image_inconsistencies(spec: "RunSpec") -> Iterator[tuple[str, str]]:
+def _image_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
     model, training, images = spec.model, spec.training, spec.data.images
     assert not isinstance(model, ModelSpec)
     channels, size = image_channels(model), training.micro_batch_size

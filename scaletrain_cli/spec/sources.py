@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.hub_files import DataPath
+from scaletrain_cli.spec.hub_paths import DataPath
 from scaletrain_cli.spec.image_files import FOLDER, IMAGE_FORMATS, SHARDS
 from scaletrain_cli.spec.quantities import Bytes, Epochs, Matching, Text, not_a_switch, or_word, valid_if
 from scaletrain_cli.spec.section import Section

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from scaletrain_cli.spec.hub_files import ModelPath
-from scaletrain_cli.spec.model import ModelSpec
-from scaletrain_cli.spec.model_consistency import MOST_LAYERS
+from scaletrain_cli.spec.hub_paths import ModelPath
+from scaletrain_cli.spec.model import MOST_LAYERS, ModelSpec
+from scaletrain_cli.spec.model_consistency import model_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import Section, used_when, where_not
 
@@ -284,9 +284,10 @@ OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
 
 
 def _inner(model: ClipSpec | LlavaSpec) -> Iterator[tuple[str, str]]:
-    for name in ("vision_config", "text_config"):
-        for key, message in getattr(model, name).inconsistencies():
-            yield f"{name}.{key}", message
+    yield from ((f"vision_config.{key}", message) for key, message in model.vision_config.inconsistencies())
+    text = model.text_config
+    found = model_inconsistencies(text) if isinstance(text, ModelSpec) else text.inconsistencies()
+    yield from ((f"text_config.{key}", message) for key, message in found)
 
 
 def image_channels(model: VisionSpec | LlavaSpec) -> int:

@@ -371,7 +371,7 @@ def test_a_cache_in_env_that_cannot_be_looked_at_is_not_used_here(
 
 def test_the_hub_is_not_looked_at_for_a_spec_without_a_config_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(loading, "hub_environment", lambda *args, **_: asked.append(args))
+    monkeypatch.setattr(loading, "hub_environment_of", lambda *args, **_: asked.append(args))
     load(SPEC, "env={HF_HOME: /x}")
     assert asked == []
 

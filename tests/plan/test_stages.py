@@ -18,6 +18,7 @@ from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.search.layouts import build_layout, division_problems
 from scaletrain_cli.plan.stages import Stage, blocks_per_stage, chunks_in_flight, stage_shard
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.run_consistency import run_inconsistencies
 from tests.counting import calls_of
 from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
@@ -72,7 +73,7 @@ def test_the_user_sets_the_blocks_of_each_stage() -> None:
 )
 def test_a_split_that_contradicts_layers_or_stages_is_refused(settings: dict[str, Any], key: str) -> None:
     spec = spec_of("llama-7b", **{f"layout__{name}": value for name, value in settings.items()})
-    assert [found for found, _ in spec.inconsistencies()] == [key]
+    assert [found for found, _ in run_inconsistencies(spec)] == [key]
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-8b", "qwen2.5-0.5b"])

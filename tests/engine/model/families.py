@@ -15,6 +15,7 @@ from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hugging_face import from_config, read_config
+from scaletrain_cli.spec.model_consistency import model_inconsistencies
 from scaletrain_cli.spec.presets import derived_dimensions
 from tests.model_sizes import model_sizes
 
@@ -136,7 +137,7 @@ def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
 def spec_of(folder: Path, **changes: Any) -> ModelSpec:
     found = derived_dimensions({**from_config(read_config(folder)), "seq_len": LENGTH, **changes})
     spec = ModelSpec.model_validate(found)
-    assert list(spec.inconsistencies()) == []
+    assert list(model_inconsistencies(spec)) == []
     return spec
 
 

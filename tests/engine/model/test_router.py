@@ -14,6 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from scaletrain_cli.engine.model.moe import MoELayer, routing_measures, update_correction_biases
 from scaletrain_cli.engine.model.router import Router
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.model_consistency import model_inconsistencies
 
 HIDDEN, EXPERTS, TOP = 16, 12, 4
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP}
@@ -26,7 +27,7 @@ def spec_of(**settings: Any) -> ModelSpec:
         **{"head_dim": HIDDEN, "intermediate_size": 8, "vocab_size": 32, "seq_len": 24, "max_position_embeddings": 24},
         **{**SIZES, "num_experts": EXPERTS, **settings},
     )
-    assert list(spec.inconsistencies()) == []
+    assert list(model_inconsistencies(spec)) == []
     return spec
 
 

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.vision.trained import trained_network
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
+from scaletrain_cli.spec.run_consistency import run_inconsistencies
 from tests.plan.vision.test_vision_plan import sized, spec_of, whole
 from tests.plan.vision.test_vision_size import model_of
 
@@ -63,9 +64,9 @@ def test_gradients_pass_through_frozen_blocks_above_one_that_trains() -> None:
 
 def test_a_spec_of_images_may_set_what_trains_in_which_steps_and_rates_by_layer() -> None:
     spec = spec_of("vit-base-patch16", training__trainable=HEAD, training__optimizer={"layer_decay": 0.75})
-    assert not [key for key, _ in spec.inconsistencies() if key.startswith("training")]
+    assert not [key for key, _ in run_inconsistencies(spec) if key.startswith("training")]
     late = spec_of("vit-base-patch16", training__trainable=[{**HEAD[0], "start_step": 1001}])
-    assert "training.trainable.0.start_step" in dict(late.inconsistencies())
+    assert "training.trainable.0.start_step" in dict(run_inconsistencies(late))
     rates = {settings.lr_factor for settings in stage_at(spec, 1).settings_at(1).values()}
     assert rates == {1.0}
     whole_model = spec_of("vit-base-patch16", training__optimizer={"layer_decay": 0.75})
