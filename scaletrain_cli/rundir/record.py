@@ -339,6 +339,9 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
     first = from_document(_OfSubmission, {key: data[key] for key in data.keys() & fields}, run.record)
     with reporting_damage(path):
         spec = RunSpec.model_validate(decided["spec"], context=dict(RECORDED))
+        length = (spec.training.steps, spec.training.tokens, spec.training.samples, spec.training.epochs)
+        if length.count(None) == len(length):
+            raise ValueError("spec.training has no number of steps")
         spec.set_folder(Path(first.working_folder))
         return RunRecord(
             **vars(first),
