@@ -12,9 +12,9 @@ import math
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scaletrain_cli import __version__
-from scaletrain_cli.diagnosis.rehearsal import Rehearsal
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.calibration import Measurement, samples_length, workload_text
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -28,6 +28,9 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.clusters_file import clusters_file
+
+if TYPE_CHECKING:
+    from scaletrain_cli.diagnosis.rehearsal import Rehearsal
 
 SCHEMA = "scaletrain.measurement/v1"
 FEWEST_STEPS = 20
