@@ -53,8 +53,9 @@ from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse, r
 from scaletrain_cli.launch.resume import resume as resume_run
 from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_move
 from scaletrain_cli.launch.resume_elsewhere import move_here as move_run_here
+from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.shared_folder import disk_space_notes
-from scaletrain_cli.launch.status import RunStatus, is_over, run_status
+from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.launch.submission import Submission, submitted_before
 from scaletrain_cli.launch.submit import (
     changes_since_sent,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import dotted, nodes_of, text_of, tree_of
+from tests.source_trees import dotted, tree_of
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = "scaletrain_cli"
@@ -188,19 +188,8 @@ def test_every_package_imports_only_what_it_may() -> None:
     assert not violations(PROJECT), "\n" + "\n".join(violations(PROJECT))
 
 
-@functools.cache
-def lines_for_types(file: str) -> frozenset[int]:
-    """Return the numbers of the lines within ``if TYPE_CHECKING``."""
-    path = PROJECT / file
-    nodes = nodes_of(path) if "TYPE_CHECKING" in text_of(path) else ()
-    blocks = [node for node in nodes if isinstance(node, ast.If) and is_for_types(node)]
-    return frozenset(
-        line for block in blocks for line in range(block.body[0].lineno, (block.body[-1].end_lineno or 0) + 1)
-    )
-
-
 def test_no_modules_import_each_other_in_a_cycle() -> None:
-    """Imports inside functions count too: they hide a cycle and do not undo it. Those for type checkers never run."""
+    """Imports inside functions and for type checkers count too: they hide a cycle and do not undo it."""
     modules = {
         ".".join((path.parent if path.name == "__init__.py" else path.with_suffix("")).relative_to(PROJECT).parts): path
         for path in (PROJECT / PACKAGE).rglob("*.py")
@@ -209,7 +198,7 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for found in imports_of(PROJECT):
         target = f"{found.target}.{found.name}" if f"{found.target}.{found.name}" in modules else found.target
-        if target in modules and target != by_file[found.file] and found.line not in lines_for_types(found.file):
+        if target in modules and target != by_file[found.file]:
             graph[by_file[found.file]].add(target)
     # Raises CycleError, which names the modules of the cycle.
     assert set(TopologicalSorter(graph).static_order()) == set(modules)

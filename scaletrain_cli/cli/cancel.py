@@ -15,7 +15,7 @@ from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -109,7 +109,7 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     Raises SchedulerError, after canceling the others, if the scheduler rejected a run.
     """
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.status import OVER
+    from scaletrain_cli.launch.run_status import OVER
     from scaletrain_cli.launch.sweep import cancel_members, sweep_status
 
     status = sweep_status(sweep)

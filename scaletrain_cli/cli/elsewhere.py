@@ -380,7 +380,8 @@ def _has_logs_here(run: RunDir, line: CommandLine) -> bool:
     the files have all lines; the API server keeps the last ones only, and what was fetched may lack the end.
     """
     from scaletrain_cli.launch.logs import early_output, fetched_logs, log_files
-    from scaletrain_cli.launch.status import OVER, run_status
+    from scaletrain_cli.launch.run_status import OVER
+    from scaletrain_cli.launch.status import run_status
 
     if line.params.get("follow") and run_status(run).state not in OVER:
         return True
@@ -400,7 +401,8 @@ def _follows(line: CommandLine) -> bool:
 def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachableError | None) -> int | None:
     """Show the verb, over several connections if it follows the run. None: it is shown here."""
     from scaletrain_cli.launch.node.streams import write_to
-    from scaletrain_cli.launch.status import OVER, run_status
+    from scaletrain_cli.launch.run_status import OVER
+    from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.launch.view_elsewhere import LinesOnce, NotReachableError
     from scaletrain_cli.ui.console import say, warn
 

@@ -19,14 +19,14 @@ from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
 def state_groups() -> dict[str, frozenset[str]]:
     """Return the states selected by each value of --state."""
-    from scaletrain_cli.launch.status import DAMAGED, OVER, RunState
+    from scaletrain_cli.launch.run_status import DAMAGED, OVER, RunState
 
     states = frozenset((*get_args(RunState), DAMAGED))
     return {
@@ -144,7 +144,7 @@ def _states(given: Sequence[str]) -> frozenset[str] | None:
 
 
 def _row(run: RunDir, status: RunStatus | UsageError) -> dict[str, Any]:
-    from scaletrain_cli.launch.status import DAMAGED
+    from scaletrain_cli.launch.run_status import DAMAGED
 
     if isinstance(status, UsageError):
         return {"run_id": run.run_id, "state": DAMAGED, "error": status.to_json()}

@@ -15,7 +15,7 @@ from scaletrain_cli.text import either
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.launch.sweep import SweepStatus
     from scaletrain_cli.spec import ClusterSpec
 

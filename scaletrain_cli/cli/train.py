@@ -19,7 +19,7 @@ from scaletrain_cli.ui.console import drop_output, say, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.ui.live import StatusLine
 
 EXIT_CODES = (

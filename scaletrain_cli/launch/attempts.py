@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit, ended_with_its_job
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
@@ -80,6 +79,7 @@ class AttemptRecord:
     last_checkpoint_step: int | None = None
     last_step: int | None = None  # the last one logged
     free_of_charge: bool = False  # a node was lost, and the scheduler restarts the job for free
+    lost_nodes_free: bool = False  # the scheduler requeues the job after a lost node: charged to no budget
     code: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     revision: int | None = None  # that it trains, if not the one that its job was submitted with
@@ -110,11 +110,12 @@ def begin_attempt(
     nodes: Sequence[str],
     revision: int | None = None,
     after: int = 0,
+    lost_nodes_free: bool = False,
 ) -> int:
     """Claim the next attempt's number, fence earlier ones off the checkpoints, and record its start.
 
     ``revision``: that it trains, if it may differ from the one that its job was submitted with. ``after``: the number
-    of an earlier attempt that this run directory does not have.
+    of an earlier attempt that this run directory does not have. ``lost_nodes_free``: see AttemptRecord.
     """
     number = run.new_attempt(after)
     for folder in ("nodes", "failures"):
@@ -122,7 +123,7 @@ def begin_attempt(
     open_attempt(checkpoint_folder(run, spec), number)
     newest = newest_checkpoint_step(run, spec)
     began = AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), newest, revision=revision)
-    _write(run, began)
+    _write(run, dataclasses.replace(began, lost_nodes_free=lost_nodes_free))
     return number
 
 
@@ -158,7 +159,7 @@ def with_outcome(
         decision=decision,
         last_checkpoint_step=newest_checkpoint_step(run, spec),
         last_step=last_logged_step(run),
-        free_of_charge=outcome.lost and backend_for(began.scheduler).restarts_lost_nodes_free(began),
+        free_of_charge=outcome.lost and began.lost_nodes_free,
         **outcome.why.to_document(),
     )
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.status import OVER, RunStatus, is_over, run_status
+from scaletrain_cli.launch.run_status import OVER, RunStatus
+from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record, require_cancellable

@@ -17,7 +17,8 @@ from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.resume import resume
-from scaletrain_cli.launch.status import RunStatus, exit_code_of
+from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.status import exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plugins import DRILLS, plugins

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 
 from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.finding import Evidence, Explanation, Finding
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.launch.node.record import read_node_records
-from scaletrain_cli.launch.status import RunStatus, failed_preparation, run_status, unreported_end
+from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.status import failed_preparation, run_status, unreported_end
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import undamaged_document
 from scaletrain_cli.rundir.journal import (

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
-from scaletrain_cli.launch.status import OVER, is_over, run_status
+from scaletrain_cli.launch.run_status import OVER
+from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.journal import read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir

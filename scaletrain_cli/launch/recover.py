@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts, read_stop_request
-from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.restart import automatic_submissions
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import unreported_end, why_ended

@@ -17,11 +17,12 @@ from typing import Any
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
-from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import remove_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import fetch_to_shared_cache, resolve_commits
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.replan import SCHEDULE_EVENT, SCHEDULE_KEYS, Resize, continues_after_early_stop
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import has_finished, why_ended

@@ -32,7 +32,8 @@ from scaletrain_cli.launch.calibration import keep_measurement, measure_rehearsa
 from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.drill import make_jobs_folder
 from scaletrain_cli.launch.preparation import prepare_data
-from scaletrain_cli.launch.status import RunStatus, exit_code_of
+from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.status import exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason

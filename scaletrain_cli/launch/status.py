@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,17 @@ from scaletrain_cli.launch.attempts import (
     read_attempt,
     read_attempts,
 )
-from scaletrain_cli.launch.backends.base import Backend, Job, job_from
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
 from scaletrain_cli.launch.exit_classification import ExitReason
+from scaletrain_cli.launch.job import Job, job_from
 from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.run_status import DAMAGED, OVER, RunState, RunStatus
 from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import reporting_damage
 from scaletrain_cli.rundir.evaluations import measures_in
 from scaletrain_cli.rundir.goodput import (
-    Goodput,
     newest_steps,
     remaining_seconds,
     run_goodput,
@@ -36,11 +36,11 @@ from scaletrain_cli.rundir.goodput import (
     without_first_steps,
 )
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
-from scaletrain_cli.rundir.measured import Measured, read_measured
-from scaletrain_cli.rundir.mirror_state import MirrorState, read_mirror_state
-from scaletrain_cli.rundir.paths import RunDir, SweepPlace, read_sweep_place
+from scaletrain_cli.rundir.measured import read_measured
+from scaletrain_cli.rundir.mirror_state import read_mirror_state
+from scaletrain_cli.rundir.paths import RunDir, read_sweep_place
 from scaletrain_cli.rundir.preparation import why_not_prepared
-from scaletrain_cli.rundir.record import BranchPoint, RunRecord, is_elsewhere, read_record
+from scaletrain_cli.rundir.record import RunRecord, is_elsewhere, read_record
 from scaletrain_cli.sent_run import sent_run
 from scaletrain_cli.spec.backend_traits import display_name
 
@@ -102,84 +102,10 @@ def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job
     return Reason("launch.attempt-ended-decided", params | {"decision": attempt.decision.reason})
 
 
-# fmt: off
-RunState = Literal[
-    "queued", "running", "suspended", "ending", "preempted", "finished", "failed", "cancelled", "ended-idle", "unknown",
-]
-# fmt: on
-OVER: tuple[RunState, ...] = ("finished", "failed", "cancelled", "ended-idle")  # only a resume continues the run
-DAMAGED = "damaged"  # the state of a run with a document that cannot be read
 SETTLED_SECONDS = 3600.0  # since the recorded end of a run: its job has ended, too
 SENT_JOB_SECONDS = 60.0  # since the machine that shows a view has sent the job: after that, it is not known
 # The number of latest lines that are searched for a validation loss.
 _LINES_SEARCHED = 10_000
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """The status of one run. Steps are optimizer steps; ``agent_pids``: pids of node agents that have not ended.
-
-    ``reason``: why the run is in its state. ``job`` is the scheduler's answer, or state ``unknown`` with its error.
-    """
-
-    run_id: str
-    name: str
-    state: RunState
-    scheduler: str
-    job_id: str
-    attempt: int
-    step: int
-    total_steps: int
-    loss: float | None
-    validation_loss: float | None
-    tokens_per_second: float | None
-    last_checkpoint_step: int | None
-    steps_lost_total: int
-    restarts: int
-    nodes: tuple[str, ...]
-    agent_pids: tuple[int, ...]
-    run_dir: str
-    reason: Reason
-    job: Job
-    measured: Measured | None  # by the newest attempt that measured anything
-    goodput: Goodput | None  # the shares of the time over all attempts
-    straggler: Reason | None = None  # the rank that is slower than the others
-    idle: Reason | None = None  # that the run does nothing, and when it is ended for that
-    sweep: SweepPlace | None = None  # the sweep that the run is a point of
-    source_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of several sources, by name
-    source_validation_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    unit: str = "tokens"  # of the training data: tokens, images or pairs
-    samples_per_second: float | None = None  # images or pairs; None for a language model
-    validation_measures: Mapping[str, float] = dataclasses.field(default_factory=dict)  # beside the loss, by name
-    learning_rate: float | None = None
-    grad_norm: float | None = None  # of the whole model, before clipping
-    mfu: float | None = None  # model FLOPs utilization, from 0 to 1; None on a CPU
-    mirror: MirrorState | None = None  # of a run with checkpoint.mirror, once its process has started
-    planned_nodes: int | None = None  # of the current plan
-    sizes: tuple[int, ...] = ()  # numbers of nodes on which an attempt may start, if there are several
-    step_seen: bool = True  # False: nothing that was read has a step, and ``step`` is 0
-    files_seen: bool = True  # False: the run directory is on a volume that this machine does not see
-    branch_of: BranchPoint | None = None  # the checkpoint of another run that it began with
-
-    @property
-    def why(self) -> str:
-        """The text of ``reason``; empty where there is nothing to explain."""
-        return str(self.reason)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the stable JSON object (docs/json.md)."""
-        measured = None if self.measured is None else self.measured.to_json()
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
-        plain |= {"why": self.why, **self.reason.to_document()} | ({} if self.step_seen else {"step": None})
-        slow = self.straggler
-        plain |= {"straggler": str(slow or ""), "straggler_reason": None if slow is None else slow.to_document()}
-        plain |= {"idle": str(self.idle or ""), "idle_reason": None if self.idle is None else self.idle.to_document()}
-        plain["job"] = {"state": self.job.state, "detail": self.job.detail, **self.job.why.to_document()}
-        goodput = None if self.goodput is None else self.goodput.to_json()
-        sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
-        plain["branch_of"] = None if self.branch_of is None else dataclasses.asdict(self.branch_of)
-        plain["mirror"] = None if self.mirror is None else self.mirror.to_json()
-        return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
 
 def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None = None) -> RunStatus:

@@ -14,7 +14,8 @@ from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.cancel import cancel
 from scaletrain_cli.launch.code import Snapshot
 from scaletrain_cli.launch.preparation import PreparedData
-from scaletrain_cli.launch.status import OVER, RunStatus, exit_code_of, is_over, run_statuses
+from scaletrain_cli.launch.run_status import OVER, RunStatus
+from scaletrain_cli.launch.status import exit_code_of, is_over, run_statuses
 from scaletrain_cli.launch.submission import Submission, open_request, read_submission
 from scaletrain_cli.launch.submit import (
     CreatedRun,

@@ -15,10 +15,11 @@ from scaletrain_cli.diagnosis.timing import RunFigures, run_figures
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
-from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.logs import LogFile, end_of, is_for_people, log_files
 from scaletrain_cli.launch.node.record import NodeRecord, read_node_records
-from scaletrain_cli.launch.status import RunStatus, is_over, run_status
+from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, is_elsewhere, read_record

@@ -35,7 +35,8 @@ from scaletrain_cli.launch.node_session import (
     resizing,
     terminal_size,
 )
-from scaletrain_cli.launch.status import RunStatus, run_status
+from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import events_to_send

@@ -12,7 +12,7 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.reasons import Reason
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
 
 
 class NowReachableError(ScaletrainError):
@@ -37,7 +37,7 @@ def switch_if_reachable(status: RunStatus, lines: int = 0) -> None:
 
     ``lines``: those that the view has printed.
     """
-    from scaletrain_cli.launch.status import OVER
+    from scaletrain_cli.launch.run_status import OVER
 
     if _awaited and not status.files_seen and (status.state == "running" or status.state in OVER):
         raise NowReachableError(lines)

@@ -21,7 +21,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.node.record import NodeRecord, read_node_records
-from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.view import RunView, read_view
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.report.curves import MOST_BINS, Curves, read_curves

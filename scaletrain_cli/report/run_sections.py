@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scaletrain_cli.launch.status import OVER
+from scaletrain_cli.launch.run_status import OVER
 from scaletrain_cli.markup import details, plain_value, prose, safe, table, tiles, value_text
 from scaletrain_cli.report.hardware import hardware_section
 from scaletrain_cli.report.reading import verdict

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.ui.console import event_line, line, stderr_console
 from scaletrain_cli.ui.status import measures_text
 from scaletrain_cli.ui.tables import steps_text

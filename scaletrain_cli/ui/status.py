@@ -18,7 +18,7 @@ from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.finding import Finding as Explained
-from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import Goodput

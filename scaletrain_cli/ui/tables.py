@@ -17,7 +17,7 @@ from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_co
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.cluster_view import ClusterView, QuotaRow
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.rundir.bad_nodes import BadNode
     from scaletrain_cli.rundir.paths import RunDir
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.checkpoints import latest_valid
 from scaletrain_cli.spec import load_spec

@@ -14,7 +14,8 @@ import pytest
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import request_stop
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
-from scaletrain_cli.launch.status import DAMAGED, RunStatus, run_statuses
+from scaletrain_cli.launch.run_status import DAMAGED, RunStatus
+from scaletrain_cli.launch.status import run_statuses
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.report.reading import read_run_report
 from scaletrain_cli.rundir.documents import write_document

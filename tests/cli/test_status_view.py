@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.base import Job
-from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.journal import append_lines

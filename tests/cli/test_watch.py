@@ -106,7 +106,7 @@ def test_a_run_in_every_state_has_its_state_and_its_reason(prepared: dict[str, P
 
 def test_a_run_on_a_volume_that_is_not_visible_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The output of the pods is shown as `status` does; one sentence tells what cannot be had."""
-    from scaletrain_cli.launch.backends.base import Job
+    from scaletrain_cli.launch.job import Job
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.launch.submit import create_run
     from scaletrain_cli.spec import load_spec
@@ -285,8 +285,8 @@ def test_a_damaged_record_is_an_error(prepared: dict[str, Path], monkeypatch: py
 
 def test_a_scheduler_is_asked_every_ten_seconds(trained: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt that ended for good needs no question; an open one is asked about, and its answer stands."""
-    from scaletrain_cli.launch.backends.base import Job
     from scaletrain_cli.launch.backends.local.backend import LocalBackend
+    from scaletrain_cli.launch.job import Job
     from scaletrain_cli.spec.backend_traits import BUILT_IN
 
     attempt = trained.attempt(1) / "attempt.json"

@@ -5,11 +5,11 @@ from typing import get_args
 import pytest
 
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.backends.base import Job, JobCause
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.explain import RESUME_IS_A_REMEDY, explain
 from scaletrain_cli.launch.finding import Finding
+from scaletrain_cli.launch.job import Job, JobCause
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reason_texts.launch import TEXTS
 from scaletrain_cli.reasons import Reason, recorded

@@ -13,11 +13,11 @@ import pytest
 from scaletrain_cli.cli.status import wait_for_end as wait_in_command
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, request_stop
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, read_supervisor
 from scaletrain_cli.launch.backends.slurm import queue
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.cancel import wait_for_end
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records, write_node_record
 from scaletrain_cli.launch.recover import delay_seconds, recover, recover_runs, why_lost
 from scaletrain_cli.launch.restart import automatic_submissions, first_attempt_of_job

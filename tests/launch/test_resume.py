@@ -4,7 +4,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.submission import read_submission

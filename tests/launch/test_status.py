@@ -7,10 +7,11 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.backends.base import Job, JobState
 from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.job import Job, JobState
 from scaletrain_cli.launch.resume import inspect_resume
-from scaletrain_cli.launch.status import RunStatus, is_over, run_status
+from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, record_event

@@ -13,9 +13,10 @@ import pytest
 
 import scaletrain_cli
 from scaletrain_cli.errors import SchedulerError, UsageError
-from scaletrain_cli.launch.backends.base import Backend, Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.base import Backend, PreflightResult, Start
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import code_hash
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import (
     create_run,

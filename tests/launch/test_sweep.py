@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, point_ids, submit_sweep
 from scaletrain_cli.reasons import Reason, recorded

@@ -6,7 +6,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch import cancel, status
-from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.sweep import (
     SweepCancellation,

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.node.streams import Frame, Kind, Link
 from scaletrain_cli.launch.node.view import KnownRun as FarRun
 from scaletrain_cli.launch.node.view import View
 from scaletrain_cli.launch.node_session import Streams
-from scaletrain_cli.launch.status import OVER
+from scaletrain_cli.launch.run_status import OVER
 from scaletrain_cli.launch.view_elsewhere import KnownRun, LinesOnce
 from scaletrain_cli.launch.view_switch import NowReachableError, await_files, switch_if_reachable
 from scaletrain_cli.rundir.paths import RunDir

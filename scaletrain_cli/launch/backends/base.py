@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -16,9 +15,10 @@ from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, 
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason, as_reason, reason_from, recorded
+from scaletrain_cli.reasons import Reason, as_reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import CodeRecord, RunRecord
 from scaletrain_cli.spec import ClusterSpec, RunSpec
@@ -27,7 +27,7 @@ from scaletrain_cli.spec.backend_traits import BackendTraits, backend_traits
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.resource_checks.view import View
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.plan.data_size import DataSize
     from scaletrain_cli.plan.reliability.node_sizes import NodeSize
     from scaletrain_cli.rundir.preparation import PreparationJob
@@ -123,73 +123,6 @@ def notes_json(warnings: Sequence[Reason]) -> dict[str, Any]:
         "notes": [sentences(warning) for warning in warnings],
         "note_reasons": [warning.to_document() for warning in warnings],
     }
-
-
-# A "suspended" job keeps its nodes but does not run; an "ending" one waits for its last processes. Both are active.
-JobState = Literal["queued", "running", "suspended", "ending", "ended", "unknown"]
-# Causes of the end of a job that a scheduler reports.
-JobCause = Literal["cancelled", "preempted", "time-limit", "host-oom", "node"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run's job as its scheduler reports it; ``detail`` is the text for the state. See ``because``.
-
-    ``resumable``: the job is active, but the run may be resumed: its gang does not exist, and its data are prepared.
-    ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not visible here.
-    ``cause`` is set for an ended job if the scheduler names one; ``unsettled``: the submission was not answered, and
-    the scheduler may still accept it; ``forgotten``: it ended, and the scheduler no longer has a record of it.
-    ``begins_no_attempt``: it ended by an error of its own after the last attempt of the run; ``reason`` has the error.
-    """
-
-    id: str
-    state: JobState
-    detail: str = ""
-    nodes: tuple[str, ...] = ()
-    exit_code: int | None = None
-    cause: JobCause | None = None
-    unsettled: bool = False
-    progress: Mapping[str, float] = field(default_factory=dict)
-    forgotten: bool = False
-    reason: Reason | None = None  # why it is in this state; ``detail`` contains its text
-    resumable: bool = False
-    begins_no_attempt: bool = False
-
-    @classmethod
-    def because(cls, job_id: str, state: JobState, reason: Reason, nodes: tuple[str, ...] = (), **more: Any) -> Job:
-        """Return the job with the text of ``reason`` as its detail; ``more``: further fields."""
-        return cls(job_id, state, str(reason), nodes, reason=reason, **more)
-
-    def to_document(self) -> dict[str, Any]:
-        """Return the JSON object from which job_from() makes an equal job."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain |= {"nodes": list(self.nodes), "progress": dict(self.progress)}
-        return plain | {"reason": None if self.reason is None else self.reason.to_document()}
-
-    @property
-    def why(self) -> Reason:
-        """Return ``reason`` if ``detail`` is its text; else a Reason with the text ``detail`` that nests ``reason``."""
-        if self.reason is None:
-            return recorded(self.detail)
-        whole = str(self.reason) == self.detail
-        return self.reason if whole else Reason("launch.job-detail", {"detail": self.detail, "reason": self.reason})
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether the scheduler reports that the job has not ended. False for an unknown state."""
-        return self.state in ("queued", "running", "suspended", "ending")
-
-    @property
-    def may_be_active(self) -> bool:
-        """Return whether the job may still run. True for an unknown state, so that no second gang starts."""
-        return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
-
-
-def job_from(document: Mapping[str, Any]) -> Job:
-    """Return the job in a document of Job.to_document()."""
-    why = document["reason"]
-    known = {**document, "nodes": tuple(document["nodes"]), "reason": None if why is None else reason_from(why)}
-    return Job(**known)
 
 
 @dataclass(frozen=True)
@@ -558,12 +491,6 @@ class Backend(ABC):
     def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
         """Return how to end the suspension of a job: commands or sentences."""
         return ()
-
-    # ---- attempts -----------------------------------------------------------------------------------------------
-
-    def restarts_lost_nodes_free(self, attempt: AttemptRecord) -> bool:
-        """Return whether a restart after a lost node is charged to no budget, as the scheduler requeues the job."""
-        return False
 
     # ---- the cluster and this machine ---------------------------------------------------------------------------
 

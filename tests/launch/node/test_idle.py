@@ -12,7 +12,6 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, SpecError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, read_stop_request, request_stop
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import exit_code_for
 from scaletrain_cli.launch.backends.kubernetes.termination_message import (
     PodEnd,
@@ -21,6 +20,7 @@ from scaletrain_cli.launch.backends.kubernetes.termination_message import (
 )
 from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.node.heartbeats import LastBeat
 from scaletrain_cli.launch.node.idle import GpuUse, IdleWatch, ProcessUse, Window, idle_seconds_of_others
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record

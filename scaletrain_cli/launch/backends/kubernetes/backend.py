@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.base import (
-    Backend,
-    Check,
-    Job,
-    JobNode,
-    NodeCommand,
-    PreflightResult,
-    ViewWaitsError,
-)
+from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult, ViewWaitsError
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect, default_namespace, is_configured
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
@@ -79,6 +71,7 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
 )
 from scaletrain_cli.launch.backends.kubernetes.session import require_kubectl, session_command
 from scaletrain_cli.launch.code import take_snapshot
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.plan.result import RunPlan
@@ -92,9 +85,8 @@ from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.finding import Finding
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
 
 _CHECK_SECONDS = 10  # timeout of `scaletrain doctor`
 
@@ -427,10 +419,6 @@ class KubernetesBackend(Backend):
         from scaletrain_cli.launch.backends.kubernetes.explain import how_it_ended
 
         return how_it_ended(run, status)
-
-    def restarts_lost_nodes_free(self, attempt: AttemptRecord) -> bool:
-        """Return True for all but Volcano, which counts each restart."""
-        return not attempt.job_id.startswith("volcano/")
 
     def is_available(self) -> bool:
         """Return whether there is a kubeconfig, or this process is in a pod."""

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.backends.kubernetes.api import NotServedError, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
@@ -44,6 +43,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     unix_time,
 )
 from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scaletrain_cli.launch.backends.base import Job, JobState
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
 from scaletrain_cli.launch.backends.kubernetes.messages import (
     deactivation,
@@ -35,6 +34,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     unix_time,
 )
 from scaletrain_cli.launch.backends.kubernetes.termination_message import read_termination_message
+from scaletrain_cli.launch.job import Job, JobState
 from scaletrain_cli.reasons import Reason
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`

@@ -10,7 +10,7 @@ from scaletrain_cli.launch.backends.kubernetes.conditions import StuckJob
 from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.finding import Evidence, Finding
-from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 

@@ -212,7 +212,13 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
             if record.spec.cluster.kubernetes.runs.per_pod:  # earlier attempts were recorded on other volumes
                 after = newest_attempt(checkpoint_folder(run, record.spec))
             number = begin_attempt(
-                run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes, after=after
+                run,
+                record.spec,
+                scheduler="kubernetes",
+                job_id=options.workload,
+                nodes=nodes,
+                after=after,
+                lost_nodes_free=not options.workload.startswith("volcano/"),  # which counts each restart
             )
         server.broadcast({"attempt": number, "run_id": run.run_id})
         return run, number

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, POD, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import exit_code_of_pod, failed_pod, why_pods_wait
@@ -47,6 +46,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import Observation, c
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, preparation_template
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end
 from scaletrain_cli.launch.engine_process import EngineProcessError
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.paths import RunDir

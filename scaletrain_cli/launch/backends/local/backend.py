@@ -24,7 +24,6 @@ from scaletrain_cli.launch.backends.base import (
     SESSION_MODULE,
     Backend,
     Check,
-    Job,
     JobNode,
     NodeCommand,
     PreflightResult,
@@ -33,6 +32,7 @@ from scaletrain_cli.launch.backends.base import (
     session_arguments,
 )
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.node.record import read_node_records

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.node.inspection import count_gpus
 from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.rundir.paths import RunDir, list_runs

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, signaled_nodes
-from scaletrain_cli.launch.backends.base import (
-    Backend,
-    Check,
-    Job,
-    JobNode,
-    NodeCommand,
-    PreflightResult,
-)
+from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.slurm.array import (
     ArrayPlan,
@@ -58,6 +51,7 @@ from scaletrain_cli.launch.backends.slurm.site import (
     record_exclusion,
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.resource_checks.view import is_missing
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.own_processes import absolute_paths
@@ -73,7 +67,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.node.inspection import NodeFacts
     from scaletrain_cli.launch.resource_checks.view import View
-    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.launch.run_status import RunStatus
 
 
 @dataclass(frozen=True)

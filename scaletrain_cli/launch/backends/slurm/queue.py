@@ -16,12 +16,12 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Job, JobCause, JobState
 from scaletrain_cli.launch.backends.slurm.array import is_of_array, job_order, tasks_of
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm, cause_of, lost_job, queue_script
 from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation, dependency_of
 from scaletrain_cli.launch.backends.slurm.site import user_name
 from scaletrain_cli.launch.backends.slurm.tables import node_names
+from scaletrain_cli.launch.job import Job, JobCause, JobState
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.reasons import Reason

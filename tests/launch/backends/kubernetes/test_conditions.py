@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, job_of, stuck_jobs
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, unix_time
+from scaletrain_cli.launch.job import Job
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 
 NOW = datetime.datetime(2026, 11, 21, 12, tzinfo=datetime.timezone.utc).timestamp()

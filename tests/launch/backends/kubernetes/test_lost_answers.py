@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes import job_ref
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import TRAIN_JOB
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.short_jobs import run_preflight
 from scaletrain_cli.launch.status import run_status

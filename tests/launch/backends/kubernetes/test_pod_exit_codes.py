@@ -123,8 +123,10 @@ def lose_a_node(made: MadeRun, number: int, lost: int) -> None:
 
 
 def begin(made: MadeRun, workload: str) -> int:
-    nodes = ("gpu-0", "gpu-1")
-    return begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=workload, nodes=nodes)
+    nodes, free = ("gpu-0", "gpu-1"), workload.startswith("jobset/")
+    return begin_attempt(
+        made.run, made.record.spec, scheduler="kubernetes", job_id=workload, nodes=nodes, lost_nodes_free=free
+    )
 
 
 def decided(made: MadeRun, number: int, workload: str = "jobset/fake-s1") -> int:
