@@ -7,8 +7,8 @@
     run = submit(spec).run
     print(run.wait(timeout_seconds=3600).state)
 
-The verbs submit, resume and cancel call this module. Those that only read call the same functions of ``launch``: they
-need neither the planner nor the checks of a submission, whose import takes longer than their work.
+The verb resume calls this module. The others call the same functions of ``launch``, as each needs a part of what is
+imported here.
 
 No function prints or prompts. Each raises a ScaletrainError: SpecError for a wrong spec, InfeasibleError for a run that
 does not fit, SchedulerError where the scheduler refuses or does not answer, UsageError for the rest. The names in
@@ -18,10 +18,9 @@ does not fit, SchedulerError where the scheduler refuses or does not answer, Usa
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import (
@@ -32,59 +31,43 @@ from scaletrain_cli.errors import (
     SpecError,
     UsageError,
 )
-from scaletrain_cli.launch import preparation as data_preparation
+from scaletrain_cli.launch import prepared_submission
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.branch import Branch, find_branch
+from scaletrain_cli.launch.branch import find_branch
 from scaletrain_cli.launch.cancel import Cancellation
 from scaletrain_cli.launch.cancel import cancel as cancel_run
-from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.dataset_checks import require_same_data
 from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
-from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
-from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
+from scaletrain_cli.launch.preparation import Choice, prepare_data
+from scaletrain_cli.launch.prepared_submission import RenderedJob, rendered_job
 from scaletrain_cli.launch.replan import Resize, replan
-from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
+from scaletrain_cli.launch.resource_checks.checks import require_external_to_resume
 from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse, refuse_branch
 from scaletrain_cli.launch.resume import resume as resume_run
-from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_move
-from scaletrain_cli.launch.resume_elsewhere import move_here as move_run_here
 from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.status import is_over, run_status
-from scaletrain_cli.launch.submission import Submission, submitted_before
-from scaletrain_cli.launch.submit import (
-    changes_since_sent,
-    create_run,
-    make_record,
-    require_run_id,
-    submit_run,
-)
-from scaletrain_cli.mirror.restore import FoundRun
+from scaletrain_cli.launch.submission import submitted_before
+from scaletrain_cli.launch.submit import changes_since_sent, require_run_id
 from scaletrain_cli.plan import RunPlan, make_plan
-from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import committed_folders
-from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.paths import find_run as find_directory
 from scaletrain_cli.rundir.paths import list_runs as list_directories
-from scaletrain_cli.rundir.preparation import preparation_folder, read_job
 from scaletrain_cli.rundir.record import (
     RunRecord,
     checkpoint_folder,
     read_record,
-    read_size_plans,
     require_changeable,
     require_own_checkpoints,
     require_own_run,
 )
-from scaletrain_cli.rundir.shared_datasets import shared_root_notes
-from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.spec import RunSpec, load_spec
 
 API_VERSION = "1.0"
@@ -190,29 +173,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class RenderedJob:
-    """The rendered job that submit() hands to the scheduler: ``text`` is the script, the manifest or the command.
-
-    ``preparation``: what is submitted before it and prepares the data, if the job does not name it; else ''.
-    """
-
-    run_id: str
-    run_dir: Path
-    text: str
-    preparation: str = ""
-
-    @property
-    def whole_text(self) -> str:
-        """The documents of ``preparation`` and ``text``."""
-        return f"{self.preparation.rstrip()}\n---\n{self.text}" if self.preparation else self.text
-
-
-def _rendered(backend: Backend, run: RunDir, record: RunRecord) -> RenderedJob:
-    before = backend.render_preparation(run, record) if data_preparation.reads_prepared_data(record.spec) else ""
-    return RenderedJob(run.run_id, run.path, backend.render(run, record), before)
-
-
-@dataclass(frozen=True)
 class Submitted:
     """A submitted run. ``created`` is False if its run directory existed: an earlier submission, even a refused one,
     created it.
@@ -224,63 +184,8 @@ class Submitted:
     created: bool
 
 
-@dataclass(frozen=True)
-class PreparedSubmission:
-    """A spec that was planned and checked on this machine; nothing has been written or queued.
-
-    ``warnings`` are those of the checks; ``earlier`` is the submission of the same run where it was submitted before.
-    ``branch``: the checkpoint of another run that it continues, and ``resize``, what differs from that run.
-    """
-
-    spec: RunSpec
-    plan: RunPlan
-    backend: Backend
-    snapshot: Snapshot | None  # of the user's code
-    warnings: tuple[Reason, ...]
-    earlier: Submission | None
-    run_id: str | None
-    trust_owner: bool
-    sizes: tuple[NodeSize, ...] = ()  # every number of nodes of the range, if the spec has one
-    epochs: Reason | None = None  # how training.epochs was counted in steps, which ``spec`` has in their place
-    branch: Branch | None = None
-    resize: Resize | None = None
-
-    @property
-    def root(self) -> Path:
-        """The folder of the run directory: the runs root, or that of the run from which it branches."""
-        return runs_root() if self.branch is None else self.branch.run.path.parent
-
-    @property
-    def size_plans(self) -> Mapping[int, RunPlan]:
-        """The plans of the sizes on which an attempt may start, by number of nodes."""
-        if self.branch is not None and self.resize is not None:
-            planned = self.resize.size_plans
-            return read_size_plans(self.branch.run, self.branch.parent) if planned is None else planned
-        return PlannedRun(self.spec, self.plan, self.sizes).size_plans
-
-    def render(self) -> RenderedJob:
-        """Return the job that submit() would hand to the scheduler. Contacts no server and writes nothing."""
-        record = make_record(
-            self.spec, self.plan, self.run_id, self.snapshot, size_plans=self.size_plans, branch=self.branch
-        )
-        return _rendered(self.backend, RunDir(self.root / record.run_id), record)
-
-    def check(self) -> SubmissionSummary:
-        """Query the scheduler; return the cost, the start and all warnings. Raises SchedulerError if it cannot run.
-
-        Leaves nothing behind.
-        """
-        require_writable(self.root, "no run can be submitted")
-        code, step = None if self.snapshot is None else self.snapshot.record, 0
-        if self.branch is None:
-            found = self.backend.preflight(self.spec, self.plan)
-        else:
-            code, step = code or self.branch.parent.code, self.branch.checkpoint.step
-            found = self.backend.preflight(self.spec, self.plan, self.branch.run, code)
-        shared = shared_root_notes(self.root, prepares=not self.spec.code.own_program)
-        space = disk_space_notes(self.spec, self.plan, self.root)
-        warnings = (*self.warnings, *found.warnings, *shared, *space)
-        return SubmissionSummary(self.spec, self.plan, found.start, step, warnings, code, self.sizes)
+class PreparedSubmission(prepared_submission.PreparedSubmission):
+    """A spec that was planned and checked on this machine; nothing has been written or queued."""
 
     def submit(
         self,
@@ -291,45 +196,10 @@ class PreparedSubmission:
     ) -> Submitted:
         """Create the run directory and submit the job, once: a second call with the same ``run_id`` submits nothing.
 
-        Data that are not prepared are prepared first: here, before anything is created, or by a job that the gang waits
-        for, as ``prepare`` says; ``on_preparation`` gets what is chosen, and lines of progress. ``on_created`` is
-        called before the request to the scheduler, whose answer may be lost (SchedulerSilentError), ``on_fetch`` each
-        second while files of the hub are fetched to a cache that the nodes share.
+        Data that are not prepared are prepared first, as ``prepare`` says. Arguments as of create_and_submit().
         """
-        data, stored = PreparedData(), None
-        if self.earlier is None and self.branch is None:
-            data = prepare_data(self.spec, prepare, on_preparation)
-        elif self.earlier is None and self.branch is not None:  # with the datasets of the other run
-            run, folder = self.branch.run, self.branch.parent.working_folder
-            data = prepare_data(self.spec, prepare, on_preparation, folder, self.root, run)
-            require_same_data(self.spec, self.branch.checkpoint, data.datasets, Path(folder))
-            stored = read_document(run.secrets)
-        made = create_run(
-            self.spec,
-            self.plan,
-            self.run_id,
-            root=self.root,
-            snapshot=self.snapshot,
-            trust_owner=self.trust_owner,
-            stored_secrets=stored,
-            size_plans=self.size_plans,
-            branch=self.branch,
-        )  # raises where the run that is there has another spec or other code
-        if self.earlier is None:
-            on_created(Run(made.run.path))
-            replace(data, epochs=self.epochs).record(made.run)
-        try:
-            submission = self.earlier or submit_run(
-                made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation
-            )
-        except SchedulerSilentError:  # the scheduler may have the job
-            raise
-        except SchedulerError:
-            # Nothing was queued. A preparation of the data that failed stays, so that `explain` can name the cause.
-            if made.created and read_job(preparation_folder(made.run)) is None:
-                shutil.rmtree(made.run.path)
-            raise
-        return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
+        done = self.create_and_submit(lambda run: on_created(Run(run.path)), on_fetch, prepare, on_preparation)
+        return Submitted(Run(done.run.path), done.scheduler, done.job_id, done.created)
 
 
 @dataclass(frozen=True)
@@ -362,7 +232,7 @@ class PreparedResume:
 
     def render(self) -> RenderedJob:
         """Return the job that submit() would hand to the scheduler."""
-        return _rendered(self.backend, self.run.directory, self.record)
+        return rendered_job(self.backend, self.run.directory, self.record)
 
     def changes(self, job: RenderedJob) -> list[str] | None:
         """Return the lines in which ``job`` differs from the last submission; None if there was none."""
@@ -449,36 +319,7 @@ def logs(
         return list(read_logs(found, attempt, rank, last_lines))
 
 
-def prepare_submission(
-    spec: RunSpec,
-    *,
-    run_id: str | None = None,
-    trust_owner: bool = False,
-    name: str | Path = "the run spec",
-    dry_run: bool = False,
-    prepare: Choice = "auto",
-    on_preparation: Callable[[str], None] = lambda line: None,
-) -> PreparedSubmission:
-    """Plan a run and check what the spec refers to on this machine. Contacts no scheduler.
-
-    ``run_id`` (default: a new one) makes the submission repeatable. ``trust_owner`` accepts a run directory of another
-    user. ``name`` is what errors call the spec. ``dry_run``: check it as if it had not been submitted before.
-
-    Writes nothing, unless the spec has ``training.epochs`` and data that are not prepared: these are then prepared, to
-    be counted, with ``prepare`` and ``on_preparation`` as in PreparedSubmission.submit(). A dry run estimates their
-    size. Raises UsageError where they are not prepared on this machine.
-    """
-    backend = backend_for(spec.cluster.scheduler)
-    spec, epochs = in_steps(backend.with_local_defaults(spec), name, None if dry_run else prepare, on_preparation)
-    planned, snapshot = plan_run(spec, name), take_snapshot(spec)
-    spec, plan = planned.spec, planned.plan
-    if run_id is not None and os.path.lexists(runs_root() / run_id):
-        require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
-    earlier = None if run_id is None or dry_run else submitted_before(RunDir(runs_root() / run_id))
-    warnings = require_external(spec, snapshot) if earlier is None else ()
-    return PreparedSubmission(
-        spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner, planned.sizes, epochs
-    )
+prepare_submission = PreparedSubmission.prepare
 
 
 def submit(spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False) -> Submitted:
@@ -559,41 +400,6 @@ def prepare_branch(
         branch=branch,
         resize=resize,
     )
-
-
-def find_mirrored(run_id: str, mirror: str, *, take_over: bool = False) -> FoundRun:
-    """Return a run in the mirror at ``mirror``, the value of its checkpoint.mirror, that may be moved here.
-
-    Raises UsageError if it may still train in another place, unless ``take_over``: the other place then stops at its
-    next checkpoint. Writes nothing.
-    """
-    return find_to_move(mirror, run_id, take_over=take_over)
-
-
-def move_here(
-    found: FoundRun,
-    overrides: Sequence[str] = (),
-    *,
-    cluster: str | None = None,
-    on_bytes: Callable[[int, int], None] = lambda done, total: None,
-    on_restored: Callable[[int, Sequence[str], Sequence[Reason]], None] = lambda step, passed_over, notes: None,
-) -> Run:
-    """Download the newest valid checkpoint and the history of a run, claim it, and return it, to be resumed here.
-
-    The run is planned for ``cluster`` of clusters.yaml with ``overrides`` before it is claimed. ``on_bytes`` gets
-    the bytes of the checkpoint that are received, and all of them; ``on_restored`` its step, a line for each newer one
-    that is not valid, and what differs from the run that was mirrored. A call that failed or was killed is continued by
-    the next one.
-    """
-
-    def check(draft: RunDir) -> None:
-        given = [*(cluster_overrides(draft, cluster) if cluster is not None else ()), *overrides]
-        if given:
-            replan(draft, given, moving=True)
-
-    restored = move_run_here(found, check=check, on_bytes=on_bytes)
-    on_restored(restored.checkpoint.step, restored.passed_over, restored.notes)
-    return Run(restored.run.path)
 
 
 def resume(

@@ -80,7 +80,7 @@ def test_a_run_whose_data_could_not_be_prepared_stays_and_can_be_explained(
         record_job(preparation_folder(run), JOB)
         raise api.SchedulerError("the job that prepares the data has failed")
 
-    monkeypatch.setattr(api, "submit_run", prepare)
+    monkeypatch.setattr("scaletrain_cli.launch.prepared_submission.submit_run", prepare)
     with pytest.raises(api.SchedulerError):
         api.submit(spec, run_id="first")
     assert read_job(preparation_folder(RunDir(tmp_path / "runs" / "first"))) == JOB
@@ -96,7 +96,7 @@ def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Pat
 def test_a_dry_run_checks_a_run_that_was_submitted_before_as_a_new_one(
     spec: api.RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scaletrain_cli.api.submitted_before", lambda run_id: object())
+    monkeypatch.setattr("scaletrain_cli.launch.prepared_submission.submitted_before", lambda run_id: object())
     assert api.prepare_submission(spec, run_id="same").earlier is not None
     assert api.prepare_submission(spec, run_id="same", dry_run=True).earlier is None
 

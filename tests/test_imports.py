@@ -30,7 +30,7 @@ BASE_LAYER = set(
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "api": {"launch", "mirror", "plan", "rundir", "spec", "telemetry"},
+    "api": {"launch", "plan", "rundir", "spec"},
     "cli": set("api data diagnosis notify report ui launch plan spec rundir telemetry tracking worker".split()),
     "ui": {"data", "diagnosis", "launch", "plan", "spec", "rundir", "telemetry", "worker"},
     "report": {"diagnosis", "launch", "plan", "spec", "rundir", "telemetry"},

@@ -46,26 +46,24 @@ def command(
     For a sweep, cancel every run that has not ended, after one confirmation. If one cannot be canceled, the others
     still are.
     """
-    from scaletrain_cli import api
-    from scaletrain_cli.launch.cancel import require_cancel
+    from scaletrain_cli.launch.cancel import cancel, require_cancel
 
     named = find_run_or_sweep(run)
     if isinstance(named, Sweep):
         _cancel_sweep(named, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
-    found = api.Run(named.path)
     status = require_cancel(named, force=force, trust_owner=trust_owner)
     if status.state in _ENDS:
-        say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
-        _answer(as_json, found.run_id, status.state, cancelled=False)
+        say(f"{named.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
+        _answer(as_json, named.run_id, status.state, cancelled=False)
         return
     step = f"step {status.step} of {status.total_steps}" if status.step_seen else "its step was not seen"
-    confirm(f"Cancel {found.run_id} ({status.state}, {step})?", yes)
-    removed = api.cancel(found, force=force, trust_owner=trust_owner, seen=status).removed
+    confirm(f"Cancel {named.run_id} ({status.state}, {step})?", yes)
+    removed = cancel(named, force=force, trust_owner=trust_owner, seen=status).removed
     if force:
         say(f"removed {', '.join(removed)}" if removed else "there was nothing left to remove.")
-    _answer(as_json, found.run_id, status.state, cancelled=True, removed=removed)
-    say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
+    _answer(as_json, named.run_id, status.state, cancelled=True, removed=removed)
+    say(f"{_done(status)}. `scaletrain resume {named.run_id}` continues it.")
 
 
 def _done(status: RunStatus) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +23,8 @@ from scaletrain_cli.ui.console import document, say, suggest, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.api import Reason, Run
+    from scaletrain_cli.api import Run
+    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
@@ -215,11 +215,11 @@ def _branch(
             typer.echo(document(job.whole_text), nl=False)
         return
     if prepared.earlier is not None:
-        print_submitted(prepared.submit(), details, as_json, before=True)
+        print_submitted(prepared.create_and_submit(), details, as_json, before=True)
         return
     summary = checked(prepared, run_id, as_json)
     confirm(f"Submit to {prepared.backend.name}?", yes)
-    done = prepared.submit(prepare=as_choice(prepare), on_preparation=say)
+    done = prepared.create_and_submit(prepare=as_choice(prepare), on_preparation=say)
     print_submitted(done, details | summary.to_json(), as_json)
 
 
@@ -235,10 +235,12 @@ def _move(
     as_json: bool,
 ) -> Run | None:
     """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
-    from scaletrain_cli.api import find_mirrored, move_here
+    from scaletrain_cli.api import Run
+    from scaletrain_cli.launch.replan import replan
+    from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_move, move_here
     from scaletrain_cli.ui.checkpoints import BytesLine
 
-    found = find_mirrored(run, mirror, take_over=take_over)
+    found = find_to_move(mirror, run, take_over=take_over)
     step, owner = found.folders[0].step if found.folders else None, found.owner
     ago = seconds_text(max(0.0, time.time() - found.activity.time))
     state = "ended" if found.activity.released else "last active"
@@ -250,18 +252,18 @@ def _move(
             print_json({"run_id": run, "mirror": found.place, "step": step, "owner": place, **active})
         return None
     confirm("Move it here and resume?", yes)
-    restored: list[tuple[int, Sequence[str], Sequence[Reason]]] = []
 
-    def keep(*what: Any) -> None:
-        restored.append(what)
+    def check(draft: RunDir) -> None:
+        """Plan the run for its new place, before it is claimed."""
+        if given := [*(cluster_overrides(draft, cluster) if cluster is not None else ()), *overrides]:
+            replan(draft, given, moving=True)
 
     with BytesLine() as line:
         line.begin("checkpoint")
-        moved = move_here(found, overrides, cluster=cluster, on_bytes=line.show, on_restored=keep)
-    received, passed_over, notes = restored[0]
-    for problem in passed_over:
+        moved = move_here(found, check=check, on_bytes=line.show)
+    for problem in moved.passed_over:
         warn(f"passed over a checkpoint of the mirror: {problem}")
-    for note in notes:
+    for note in moved.notes:
         warn(sentences(note))
-    say(f"received step {received}, {bytes_text(line.total_bytes)}, in {moved.path}")
-    return moved
+    say(f"received step {moved.checkpoint.step}, {bytes_text(line.total_bytes)}, in {moved.run.path}")
+    return Run(moved.run.path)

@@ -34,10 +34,9 @@ from scaletrain_cli.ui.console import document, say, suggest, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
-    from scaletrain_cli.api import PreparedSubmission, Submitted
     from scaletrain_cli.launch.backends.base import SubmissionSummary
-    from scaletrain_cli.launch.node_sizes import PlannedRun
     from scaletrain_cli.launch.preparation import Choice
+    from scaletrain_cli.launch.prepared_submission import PreparedSubmission, SubmittedRun
     from scaletrain_cli.launch.short_jobs import RehearsalResult
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan.data_size import DataSize
@@ -147,8 +146,9 @@ def command(
             )
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
-    from scaletrain_cli.api import Run, load_spec, prepare_submission
     from scaletrain_cli.launch.backends.registry import all_backends, backend_for
+    from scaletrain_cli.launch.prepared_submission import PreparedSubmission
+    from scaletrain_cli.spec import load_spec
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
@@ -158,7 +158,7 @@ def command(
         raise UsageError("--rehearse submits a job and cannot be combined with --dry-run.")
 
     def prepared_submission() -> PreparedSubmission:
-        return prepare_submission(
+        return PreparedSubmission.prepare(
             run_spec,
             run_id=run_id,
             trust_owner=trust_owner,
@@ -175,7 +175,7 @@ def command(
         _show_rendered(prepared, output, as_json)
         return
     if prepared.earlier is not None:
-        print_submitted(prepared.submit(), {}, as_json, before=True)
+        print_submitted(prepared.create_and_submit(), {}, as_json, before=True)
         return
     summary = checked(prepared, run_id, as_json)
     if probe:
@@ -188,10 +188,10 @@ def command(
         prepared = prepared_submission()  # with the plan that the measured steps correct
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
 
-    def print_id(run: Run) -> None:
+    def print_id(run: RunDir) -> None:
         say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
-    done = prepared.submit(print_id, show_fetch(), as_choice(prepare), say)
+    done = prepared.create_and_submit(print_id, show_fetch(), as_choice(prepare), say)
     print_submitted(done, summary.to_json() | passed, as_json)
 
 
@@ -243,7 +243,7 @@ def checked(prepared: PreparedSubmission, run_id: str | None, as_json: bool) -> 
     return summary
 
 
-def print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
+def print_submitted(done: SubmittedRun, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
     """Print the run and its job. ``before``: the scheduler had accepted the job before this command."""
     run = done.run
     if as_json:
@@ -289,7 +289,6 @@ def submit_points(
     from scaletrain_cli.launch.preparation import PreparedData, prepare_data
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import disk_space_notes
-    from scaletrain_cli.launch.submit import make_record
     from scaletrain_cli.launch.sweep import submit_as_array, submit_sweep
 
     sweep, planned = _plan_points(spec, overrides, points, cluster, run_id, None if dry_run else prepare)
@@ -309,11 +308,7 @@ def submit_points(
     if dry_run:
         for warning in not_checked:
             warn(sentences(warning))
-        records = [
-            make_record(point.spec, point.plan, point.run_id, point.snapshot, size_plans=point.size_plans)
-            for point in planned
-        ]
-        runs = [(RunDir(runs_root() / record.run_id), record) for record in records]
+        runs = [point.new_record() for point in planned]
         whole = {"array": scheduler.render_array(sweep, runs, cap)} if array else {}
         texts = [scheduler.render(run, record) for run, record in runs]
         if as_json:
@@ -352,16 +347,11 @@ def submit_points(
         data = _data_of(point.spec)
         if data not in prepared:
             prepared[data] = prepare_data(point.spec, prepare, say)
-    planned = [
-        replace(point, data=replace(prepared[_data_of(point.spec)], epochs=point.data.epochs)) for point in planned
-    ]
-    if array:
-        done = submit_as_array(sweep, planned, scheduler, cap)
-    else:
-        done = submit_sweep(sweep, planned, scheduler, cap, say)
+    planned = [replace(point, data=prepared[_data_of(point.spec)]) for point in planned]
+    done = submit_as_array(sweep, planned, cap) if array else submit_sweep(sweep, planned, cap, say)
     if as_json:
         rows = [
-            {"run_id": one.run.run_id, "run_dir": str(one.run.path), "job_id": one.submission.job_id}
+            {"run_id": one.run.run_id, "run_dir": str(one.run.path), "job_id": one.job_id}
             | {"created": one.created, "overrides": list(point.overrides)}
             for one, point in zip(done, planned, strict=True)
         ]
@@ -392,16 +382,15 @@ def _plan_points(
 
     Raises SpecError or InfeasibleError for the first invalid point; the message names its values.
     """
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code import take_snapshot
     from scaletrain_cli.launch.epochs import in_counted_steps, size_to_count
     from scaletrain_cli.launch.node_sizes import plan_run
-    from scaletrain_cli.launch.preparation import PreparedData
     from scaletrain_cli.launch.submit import new_run_id
     from scaletrain_cli.launch.sweep import Point, point_ids
 
-    found: list[PlannedRun] = []
+    found: list[Point] = []
     sizes: dict[str, dict[str, DataSize]] = {}
-    epochs: list[Reason | None] = []
     for varied in variants:
         try:
             one, how = load_varied(spec, overrides, varied, SWEEP_OPTION, cluster), None
@@ -411,15 +400,12 @@ def _plan_points(
                     sizes[data] = size_to_count(one, spec, prepare, say)
                 one, how = in_counted_steps(one, sizes[data], spec)
                 say(f"{', '.join(varied)}: {how}")
-            epochs.append(how)
-            found.append(plan_run(one, spec))
+            planned, backend = plan_run(one, spec), backend_for(one.cluster.scheduler)
+            found.append(Point(planned.spec, planned.plan, backend, sizes=planned.sizes, epochs=how, overrides=varied))
         except (SpecError, InfeasibleError) as error:
             error.message = f"{', '.join(varied)}: {error.message}"
             raise
     sweep = run_id if run_id is not None else new_run_id(found[0].spec.name, time.time())
     code = {section: take_snapshot(spec) for section, spec in {one.spec.code: one.spec for one in found}.items()}
-    named = zip(point_ids(sweep, variants), variants, found, epochs, strict=True)
-    return sweep, [
-        Point(name, varied, one.spec, one.plan, one.size_plans, code[one.spec.code], PreparedData(epochs=how))
-        for name, varied, one, how in named
-    ]
+    named = zip(point_ids(sweep, variants), found, strict=True)
+    return sweep, [replace(one, run_id=name, snapshot=code[one.spec.code]) for name, one in named]

@@ -5,62 +5,35 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.cancel import cancel
-from scaletrain_cli.launch.code import Snapshot
 from scaletrain_cli.launch.preparation import PreparedData
+from scaletrain_cli.launch.prepared_submission import PreparedSubmission, SubmittedRun
 from scaletrain_cli.launch.run_status import OVER, RunStatus
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_statuses
 from scaletrain_cli.launch.submission import Submission, open_request, read_submission
-from scaletrain_cli.launch.submit import (
-    CreatedRun,
-    create_run,
-    submit_run,
-    submit_together,
-)
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.launch.submit import CreatedRun, submit_run, submit_together
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir, Sweep, SweepPlace, read_sweep_place, write_sweep_place
-from scaletrain_cli.spec import RunSpec
 
 MOST_POINTS = 500
 _LONGEST_ID = 100
 
 
 @dataclass(frozen=True)
-class Point:
-    """One run to submit: its id, its overrides, its spec and its plan; ``size_plans``: as in PlannedRun.
+class Point(PreparedSubmission):
+    """One run of a sweep, with the overrides that only it has. All points are prepared before the first is submitted.
 
-    ``snapshot``: of the user's code, taken before the first point is submitted, since the tree may change meanwhile.
+    ``snapshot``: of the user's code, as the tree may change meanwhile; ``data``: what is prepared for it.
     """
 
-    run_id: str
-    overrides: tuple[str, ...]
-    spec: RunSpec
-    plan: RunPlan
-    size_plans: Mapping[int, RunPlan] = field(default_factory=dict)
-    snapshot: Snapshot | None = None
+    overrides: tuple[str, ...] = ()
     data: PreparedData = field(default_factory=PreparedData)
-
-    def create(self) -> CreatedRun:
-        """Create the run directory, or return the one of the same run, and record the data. Raises UsageError."""
-        made = create_run(self.spec, self.plan, self.run_id, snapshot=self.snapshot, size_plans=self.size_plans)
-        self.data.record(made.run)
-        return made
-
-
-@dataclass(frozen=True)
-class SubmittedPoint:
-    """A submitted point. ``created`` is False if the same run existed already."""
-
-    run: RunDir
-    submission: Submission
-    created: bool
 
 
 def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
@@ -73,12 +46,8 @@ def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def submit_sweep(
-    sweep: str,
-    points: Sequence[Point],
-    scheduler: Backend,
-    cap: int,
-    say: Callable[[str], None] = lambda line: None,
-) -> list[SubmittedPoint]:
+    sweep: str, points: Sequence[Point], cap: int, say: Callable[[str], None] = lambda line: None
+) -> list[SubmittedRun]:
     """Submit all points; if one fails, cancel those already submitted and raise its error.
 
     ``say``: as in submit_run().
@@ -88,7 +57,7 @@ def submit_sweep(
         after = points[index - cap].run_id if index >= cap else None
         made: CreatedRun | None = None
         try:
-            made = point.create()
+            made = point.create(point.data)
             earlier = None if made.created else read_sweep_place(made.run)
             # Of an array that was not queued, as far as is known: it is still looked for.
             of_array = earlier is not None and earlier.array
@@ -96,10 +65,10 @@ def submit_sweep(
                 place = SweepPlace(sweep, index + 1, len(points), point.overrides, after, array=of_array)
                 write_sweep_place(made.run, place)
             tasks = point.data.tasks
-            done.append((made, submit_run(made.run, made.record, scheduler, preparation_tasks=tasks, say=say)))
+            done.append((made, submit_run(made.run, made.record, point.backend, preparation_tasks=tasks, say=say)))
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)
-            left = _cancel_submitted([made for made, _ in done], scheduler)
+            left = _cancel_submitted([made for made, _ in done], point.backend)
             if made is not None and made.created and not silent:
                 shutil.rmtree(made.run.path)
             cause = error.reason or recorded(error.message.rstrip("."))
@@ -109,21 +78,22 @@ def submit_sweep(
             if left:
                 error.explain(Reason("launch.sweep-partly-submitted", {"why": why, "runs": left}))
             raise
-    return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
+    return [SubmittedRun.of(made, submission) for made, submission in done]
 
 
-def submit_as_array(sweep: str, points: Sequence[Point], scheduler: Backend, cap: int) -> list[SubmittedPoint]:
+def submit_as_array(sweep: str, points: Sequence[Point], cap: int) -> list[SubmittedRun]:
     """Submit all points as one job array, of which ``cap`` run at a time; if that fails, nothing is left of them.
 
     Raises UsageError if they do not request the same from the scheduler, or their data are not prepared.
     """
+    scheduler = points[0].backend
     scheduler.require_array([point.spec for point in points])
     if any(point.data.tasks for point in points):
         raise UsageError(Reason("launch.array-not-prepared"))
     made: list[CreatedRun] = []
     try:
         for index, point in enumerate(points):
-            made.append(one := point.create())
+            made.append(one := point.create(point.data))
             if one.created or (read_submission(one.run) is None and open_request(one.run) is None):
                 place = SweepPlace(sweep, index + 1, len(points), point.overrides, array=True)
                 write_sweep_place(one.run, place)
@@ -135,7 +105,7 @@ def submit_as_array(sweep: str, points: Sequence[Point], scheduler: Backend, cap
             if one.created:
                 shutil.rmtree(one.run.path)
         raise
-    return [SubmittedPoint(one.run, submission, one.created) for one, submission in zip(made, done, strict=True)]
+    return [SubmittedRun.of(*both) for both in zip(made, done, strict=True)]
 
 
 def _cancel_submitted(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.script import job_script
@@ -51,11 +52,14 @@ class Queue(CountingScheduler):
         del self.jobs[run.run_id]
 
 
-def points(*seeds: int) -> list[Point]:
+def points(backend: Backend, *seeds: int) -> list[Point]:
     overrides = [(f"training.seed={seed}",) for seed in seeds]
     specs = [make_spec(*one) for one in overrides]
     names = point_ids("s", overrides)
-    return [Point(name, one, spec, make_plan(spec)) for name, one, spec in zip(names, overrides, specs, strict=True)]
+    return [
+        Point(spec, make_plan(spec), backend, run_id=name, overrides=one)
+        for name, one, spec in zip(names, overrides, specs, strict=True)
+    ]
 
 
 def test_every_combination_is_a_run_named_after_its_values() -> None:
@@ -72,7 +76,7 @@ def test_any_values_make_names_that_are_unique_and_safe(found: list[tuple[str, .
 
 def test_a_limit_makes_chains_of_runs() -> None:
     queue = Queue()
-    done = submit_sweep("s", points(1, 2, 3, 4, 5), queue, cap=2)
+    done = submit_sweep("s", points(queue, 1, 2, 3, 4, 5), cap=2)
     places = [read_sweep_place(one.run) for one in done]
     assert [place and place.after for place in places] == [None, None, "s-seed-1", "s-seed-2", "s-seed-3"]
     assert [(place.number, place.points, place.sweep) for place in places if place][::4] == [(1, 5, "s"), (5, 5, "s")]
@@ -82,20 +86,20 @@ def test_a_limit_makes_chains_of_runs() -> None:
 def test_a_partly_rejected_sweep_leaves_nothing_and_can_be_submitted_again() -> None:
     queue = Queue(room=2)
     with pytest.raises(SchedulerError, match=r"s-seed-3 \(training\.seed=3\) could not be submitted") as caught:
-        submit_sweep("s", points(1, 2, 3, 4), queue, cap=4)
+        submit_sweep("s", points(queue, 1, 2, 3, 4), cap=4)
     why = {"run": "s-seed-3", "overrides": ["training.seed=3"], "cause": recorded("the queue is full")}
     assert caught.value.reason == Reason("launch.sweep-not-submitted", why)
     assert queue.jobs == {}
     assert queue.cancelled == ["s-seed-2", "s-seed-1"]  # the last first: none may start because of it
     assert list(runs_root().iterdir()) == []
     queue.room = 100
-    assert all(one.created for one in submit_sweep("s", points(1, 2, 3, 4), queue, cap=4))
+    assert all(one.created for one in submit_sweep("s", points(queue, 1, 2, 3, 4), cap=4))
 
 
 def test_a_run_without_an_answer_is_kept_because_its_job_may_exist() -> None:
     queue = Queue(room=1, refusal=SchedulerSilentError("no answer."))
     with pytest.raises(SchedulerSilentError, match="Check it with `scaletrain status s-seed-2`"):
-        submit_sweep("s", points(1, 2), queue, cap=2)
+        submit_sweep("s", points(queue, 1, 2), cap=2)
     assert [run.run_id for run in list_runs()] == ["s-seed-2"]
 
 
@@ -107,42 +111,42 @@ def test_a_submitted_run_that_cannot_be_cancelled_is_named(monkeypatch: pytest.M
 
     monkeypatch.setattr(queue, "cancel", refuse)
     with pytest.raises(SchedulerError, match="could not be canceled again: s-seed-1"):
-        submit_sweep("s", points(1, 2), queue, cap=2)
+        submit_sweep("s", points(queue, 1, 2), cap=2)
 
 
 def test_the_same_sweep_under_the_same_id_is_submitted_once() -> None:
     queue = Queue()
-    submit_sweep("s", points(1, 2), queue, cap=2)
-    again = submit_sweep("s", points(1, 2), queue, cap=2)
+    submit_sweep("s", points(queue, 1, 2), cap=2)
+    again = submit_sweep("s", points(queue, 1, 2), cap=2)
     assert [one.created for one in again] == [False, False]
     assert len(queue.jobs) == 2
 
 
 def test_a_run_of_an_earlier_submission_is_not_cancelled() -> None:
     queue = Queue()
-    submit_sweep("s", points(1), queue, cap=1)
+    submit_sweep("s", points(queue, 1), cap=1)
     queue.room = 1
     with pytest.raises(SchedulerError):
-        submit_sweep("s", points(1, 2), queue, cap=2)
+        submit_sweep("s", points(queue, 1, 2), cap=2)
     assert list(queue.jobs) == ["s-seed-1"]
     assert [run.run_id for run in list_runs()] == ["s-seed-1"]
 
 
 def test_a_point_that_lost_its_place_in_a_crash_gets_it_from_the_next_submission() -> None:
-    first, second = points(1, 2)
+    first, second = points(Queue(), 1, 2)
     create_run(second.spec, second.plan, second.run_id)
-    done = submit_sweep("s", [first, second], Queue(), cap=1)
+    done = submit_sweep("s", [first, second], cap=1)
     place = read_sweep_place(done[1].run)
     assert place is not None
     assert (place.number, place.after) == (2, first.run_id)
 
 
 def test_a_run_with_the_name_of_a_point_that_is_being_submitted_is_not_changed() -> None:
-    (mine,) = points(1)
+    (mine,) = points(Queue(), 1)
     other = make_spec("training.seed=7")
     theirs = create_run(other, make_plan(other), mine.run_id).run
     with pytest.raises(UsageError, match="exists with another spec"):
-        submit_sweep("s", [mine], Queue(), cap=1)
+        submit_sweep("s", [mine], cap=1)
     assert theirs.record.exists()
 
 
@@ -224,7 +228,7 @@ def test_a_dry_run_of_a_sweep_prints_every_script(slurm: Recorded) -> None:
 
 
 def test_the_list_shows_which_points_of_a_sweep_runs_are(make_run: MakeRun) -> None:
-    submit_sweep("s", points(1, 2), Queue(), cap=2)
+    submit_sweep("s", points(Queue(), 1, 2), cap=2)
     make_run(run_id="single")
     rows = {row.split()[0]: row for row in scaletrain("list").out.splitlines()}
     assert rows["run"].endswith("of sweep")
@@ -241,8 +245,11 @@ def test_on_this_machine_a_run_waits_for_the_one_before_it(forked_jobs: None) ->
     scheduler = LocalBackend(engine=ENGINE)
     fake = json.dumps({"stay": {"1:*": 1}})
     specs = [make_spec(f"training.seed={seed}").model_copy(update={"env": {"FAKE": fake}}) for seed in (1, 2)]
-    both = [Point(f"s-{index}", ("x=1",), spec, make_plan(spec)) for index, spec in enumerate(specs)]
-    first, second = submit_sweep("s", both, scheduler, cap=1)
+    both = [
+        Point(spec, make_plan(spec), scheduler, run_id=f"s-{index}", overrides=("x=1",))
+        for index, spec in enumerate(specs)
+    ]
+    first, second = submit_sweep("s", both, cap=1)
     waiting = scheduler.job(second.run, read_record(second.run))
     assert (waiting.state, waiting.detail) == ("queued", "waits for s-0, the run before it in its sweep")
     for one in (first, second):

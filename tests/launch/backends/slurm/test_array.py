@@ -17,8 +17,9 @@ from scaletrain_cli.launch.backends.slurm import array, commands, queue
 from scaletrain_cli.launch.backends.slurm.array import own_job_id, require_one_array
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.preparation import PreparedData
+from scaletrain_cli.launch.prepared_submission import SubmittedRun
 from scaletrain_cli.launch.submission import open_request, read_submission
-from scaletrain_cli.launch.sweep import Point, SubmittedPoint, submit_as_array, submit_sweep
+from scaletrain_cli.launch.sweep import Point, submit_as_array, submit_sweep
 from scaletrain_cli.rundir.paths import RunDir, read_sweep_place, runs_root
 from scaletrain_cli.rundir.record import read_record
 from tests.launch.conftest import make_plan, make_spec
@@ -32,7 +33,8 @@ def points(*settings: str) -> list[Point]:
     found = []
     for seed, more in ((1, ()), (2, settings), (3, ())):
         spec = make_spec(*SETTINGS, f"training.seed={seed}", *more)
-        found.append(Point(f"sweep-{seed}", (f"training.seed={seed}",), spec, make_plan(spec)))
+        named = (f"training.seed={seed}",)
+        found.append(Point(spec, make_plan(spec), SLURM, run_id=f"sweep-{seed}", overrides=named))
     return found
 
 
@@ -76,13 +78,13 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     return found
 
 
-def submit(cap: int = 2) -> list[SubmittedPoint]:
-    return submit_as_array("sweep", points(), SLURM, cap)
+def submit(cap: int = 2) -> list[SubmittedRun]:
+    return submit_as_array("sweep", points(), cap)
 
 
 def test_one_request_queues_all_runs_and_each_is_a_task(controller: Controller) -> None:
     done = submit()
-    assert [one.submission.job_id for one in done] == ["70_1", "70_2", "70_3"]
+    assert [one.job_id for one in done] == ["70_1", "70_2", "70_3"]
     assert controller.sent() == 1
     assert [read_sweep_place(one.run).number for one in done] == [1, 2, 3]  # type: ignore[union-attr]
     script = (runs_root() / ".array-sweep" / "array.sh").read_text()
@@ -90,7 +92,7 @@ def test_one_request_queues_all_runs_and_each_is_a_task(controller: Controller) 
     assert "#SBATCH --job-name=sweep\n" in script
     jobs = [(one.run.path / "job.sh").read_text() for one in done]
     assert [requeued_by(job, {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"}) for job in jobs] == ["70_2"] * 3
-    assert submit()[0].submission.job_id == "70_1"
+    assert submit()[0].job_id == "70_1"
     assert controller.sent() == 1, "the same command queues no second array"
 
 
@@ -114,7 +116,7 @@ def test_an_array_that_was_not_sent_is_a_whole_job(controller: Controller, monke
         with pytest.raises(KeyboardInterrupt):
             submit()
     monkeypatch.setattr(queue, "_SETTLED_SECONDS", 0.0)
-    done = submit_sweep("sweep", points(), SLURM, 2)
+    done = submit_sweep("sweep", points(), 2)
     script = (done[0].run.path / "job.sh").read_text()
     assert requeued_by(script, {}) == "70", "its own job"
     places = [read_sweep_place(one.run) for one in done]
@@ -146,7 +148,7 @@ def test_a_refused_array_leaves_nothing(controller: Controller) -> None:
 
 def test_an_array_whose_answer_was_lost_is_found(controller: Controller) -> None:
     controller.refusal = SchedulerSilentError("no answer.")
-    assert [one.submission.job_id for one in submit()] == ["70_1", "70_2", "70_3"]
+    assert [one.job_id for one in submit()] == ["70_1", "70_2", "70_3"]
 
 
 def test_a_late_array_is_found_by_the_same_command(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +160,7 @@ def test_a_late_array_is_found_by_the_same_command(controller: Controller, monke
     runs = [RunDir(runs_root() / f"sweep-{seed}") for seed in (1, 2, 3)]
     assert all(open_request(run) is not None for run in runs)
     assert SLURM.job(runs[1], None).id == "70_2"  # type: ignore[arg-type]
-    assert [one.submission.job_id for one in submit()] == ["70_1", "70_2", "70_3"]
+    assert [one.job_id for one in submit()] == ["70_1", "70_2", "70_3"]
     assert controller.sent() == 1
 
 
@@ -173,13 +175,13 @@ def test_a_resumed_run_gets_a_job_of_its_own(controller: Controller) -> None:
 def test_runs_that_request_different_jobs_are_refused_before_anything_is_made(controller: Controller) -> None:
     different = points("cluster.slurm.time=1h")
     with pytest.raises(UsageError, match="time=60:00"):
-        submit_as_array("sweep", different, SLURM, 2)
+        submit_as_array("sweep", different, 2)
     with pytest.raises(UsageError, match="is a range"):
         require_one_array([make_spec("cluster.scheduler=slurm", "cluster.nodes={min: 1, max: 4}")] * 2)
     with pytest.raises(UsageError, match="are not prepared"):
-        submit_as_array("sweep", [replace(one, data=PreparedData(tasks=1)) for one in points()], SLURM, 2)
+        submit_as_array("sweep", [replace(one, data=PreparedData(tasks=1)) for one in points()], 2)
     with pytest.raises(UsageError, match="has no job arrays"):
-        submit_as_array("sweep", points(), LocalBackend(), 2)
+        submit_as_array("sweep", [replace(one, backend=LocalBackend()) for one in points()], 2)
     assert controller.calls == []
     assert not runs_root().exists() or list(runs_root().iterdir()) == []
 
