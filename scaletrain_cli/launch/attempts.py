@@ -25,9 +25,6 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.telemetry.run import read_telemetry
-from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from scaletrain_cli.worker.failures import read_failures
 
 
 @dataclass(frozen=True)
@@ -117,6 +114,8 @@ def begin_attempt(
     ``revision``: that it trains, if it may differ from the one that its job was submitted with. ``after``: the number
     of an earlier attempt that this run directory does not have. ``lost_nodes_free``: see AttemptRecord.
     """
+    from scaletrain_cli.worker.checkpoint_commit import open_attempt  # the other verbs need no worker
+
     number = run.new_attempt(after)
     for folder in ("nodes", "failures"):
         make_folder(run.attempt(number) / folder)
@@ -188,6 +187,8 @@ def last_sign_of(run: RunDir, attempt: AttemptRecord) -> float:
 
     The next one may begin hours later: the time until then is not the attempt's.
     """
+    from scaletrain_cli.telemetry.run import read_telemetry
+
     number, times = attempt.number, [attempt.started]
     for node in read_node_records(run, number):
         times += [node.started, node.ended or 0.0, *(rank.ended or 0.0 for rank in node.ranks)]
@@ -225,6 +226,8 @@ def attempt_outcome(
 
     A run of this engine that recorded its end has finished, whatever ended its processes afterwards.
     """
+    from scaletrain_cli.worker.failures import read_failures
+
     attempt = read_attempt(run, number)
     outcome = classify_exit(
         read_node_records(run, number),

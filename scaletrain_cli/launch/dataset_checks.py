@@ -8,11 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.images.compatibility import (
-    require_outputs,
-    require_same_classes,
-    require_same_tokenizer,
-)
 from scaletrain_cli.data.stages import planned_stages
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.resource_checks.view import View
@@ -49,6 +44,8 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
 
 
 def _require_usable_images(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> None:
+    from scaletrain_cli.data.images.compatibility import require_outputs, require_same_classes
+
     documents: dict[str, Mapping[str, Any]] = {}
     for entry in datasets:
         if entry["source"] == ZERO_SHOT:  # the preparation has checked its classes
@@ -97,6 +94,8 @@ def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[
             raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
     path = spec.data.tokenizer.path
     if path is not None and os.path.isfile(folder / expand_home(path)):
+        from scaletrain_cli.data.images.compatibility import require_same_tokenizer
+
         require_same_tokenizer(spec, checkpoint.path.name, saved, folder)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.worker.failures import Failure
+
+if TYPE_CHECKING:
+    from scaletrain_cli.worker.failures import Failure
 
 # fmt: off
 ExitReason = Literal[

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.dataset_checks import require_same_data
 from scaletrain_cli.launch.epochs import in_steps
@@ -23,7 +22,6 @@ from scaletrain_cli.launch.resource_checks.checks import require_external
 from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.submission import Submission, submitted_before
 from scaletrain_cli.launch.submit import CreatedRun, create_run, make_record, submit_run
-from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
@@ -35,7 +33,9 @@ from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.branch import Branch
     from scaletrain_cli.launch.replan import Resize
+    from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 
 _Prepared = TypeVar("_Prepared", bound="PreparedSubmission")
 

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import InfeasibleError, ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch_to_shared_cache, resolve_commits
 from scaletrain_cli.launch.submission import Request, Submission, open_request, read_submission
@@ -51,6 +50,9 @@ from scaletrain_cli.rundir.record import (
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
 from scaletrain_cli.spec.source import read_documents
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.branch import Branch
 
 
 def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:

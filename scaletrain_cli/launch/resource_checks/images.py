@@ -26,11 +26,11 @@ _WITH_CAUSE = {"images.source-unusable": "problem", "remote.of-key": "cause"}  #
 
 def image_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of the sources of images. Reads the names of files and the schema of a table of each."""
-    from scaletrain_cli.data.images.compatibility import require_same_classes
-
     spec = view.spec
     if spec.code.own_program or spec.training.objective not in LOSSES_OF:
         return
+    from scaletrain_cli.data.images.compatibility import require_same_classes
+
     classes: dict[str, Any] = {}
     for section, (key, path) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
         if section.name in view.prepared or is_reference(path) or view.unseen(parent_of_glob(path)):
@@ -76,13 +76,13 @@ def _source_problems(view: View, section: SourceSpec, key: str, classes: dict[st
 
 def zero_shot_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``evaluation.zero_shot``: of its source, and of the names of its classes."""
-    from scaletrain_cli.data.images.compatibility import given_index, zero_shot_classes, zero_shot_settings
-
     given, key = view.spec.evaluation.zero_shot, f"{ZERO_SHOT}.source"
     if given is None or not view.spec.evaluation.every or view.spec.code.own_program or ZERO_SHOT in view.prepared:
         return
     if given.classes is not None and view.unseen(given.classes):
         return
+    from scaletrain_cli.data.images.compatibility import given_index, zero_shot_classes, zero_shot_settings
+
     try:
         settings = zero_shot_settings(view.spec, view.folder)
     except UsageError as error:

@@ -73,10 +73,10 @@ def text_problems(view: View) -> Iterator[Problem]:
 
 def cache_problems(view: View) -> Iterator[Problem]:
     """Yield the problem of the cache of remote prepared data, which is created on a node of the job."""
-    from scaletrain_cli.data.block_cache import block_cache
-
     if not reads_text(view.spec) or not (view.on_node or view.spec.cluster.traits.runs_here):
         return
+    from scaletrain_cli.data.block_cache import block_cache
+
     path = view.spec.data.cache.path
     cache = block_cache(view.spec.data.cache)
     try:

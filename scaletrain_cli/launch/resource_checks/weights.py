@@ -17,8 +17,6 @@ from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import peft_settings_that_differ, unsupported_peft_keys
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
-from scaletrain_cli.spec.hugging_face import read_config
-from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
@@ -75,6 +73,8 @@ def header_problems(
     model = weights.model
     if isinstance(model, ModelSpec) and model.family not in BUILT_IN_FAMILIES:
         return
+    from scaletrain_cli.spec.hugging_face import read_config
+
     try:
         config = read_config(folder)
     except SourceError:
@@ -101,6 +101,8 @@ def header_problems(
 
 def config_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
     """Yield the differences between the weights' config.json and the model, or why it is unusable."""
+    from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+
     try:
         mismatches = list(config_mismatches(folder, weights.model, weights.section))
     except UsageError as error:

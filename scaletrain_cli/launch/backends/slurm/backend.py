@@ -22,9 +22,7 @@ from scaletrain_cli.launch.backends.slurm.array import (
     require_one_array,
     submit_array,
 )
-from scaletrain_cli.launch.backends.slurm.cluster_view import QUEUE, make_view
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm, commands_check, passed_on
-from scaletrain_cli.launch.backends.slurm.preflight import check_job
 from scaletrain_cli.launch.backends.slurm.preparation import (
     cancel_preparation,
     submit_preparation,
@@ -41,7 +39,6 @@ from scaletrain_cli.launch.backends.slurm.queue import (
     submitted_job,
 )
 from scaletrain_cli.launch.backends.slurm.script import job_script
-from scaletrain_cli.launch.backends.slurm.session import session_command
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
     exclude_option,
@@ -96,6 +93,8 @@ class SlurmBackend(Backend):
 
         Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's message.
         """
+        from scaletrain_cli.launch.backends.slurm.preflight import check_job
+
         _check_path(runs_root())
         excluded = None if run is None else exclude_option(spec, exclusion_for(run, spec))
         site = self._site(spec)
@@ -262,6 +261,8 @@ class SlurmBackend(Backend):
 
     def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
         """Return srun for a step that shares the resources of the running one, its devices too (Slurm 22.05)."""
+        from scaletrain_cli.launch.backends.slurm.session import session_command
+
         words = session_command(record.spec, run.path, node)
         return NodeCommand(words, absolute_paths(passed_on(record.spec.secret_env)))
 
@@ -300,6 +301,8 @@ class SlurmBackend(Backend):
         return shutil.which("sinfo") is not None
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
+        from scaletrain_cli.launch.backends.slurm.cluster_view import QUEUE, make_view
+
         states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
         text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
         return make_view(query_site(cluster), text)
