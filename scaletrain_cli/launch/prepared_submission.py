@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.launch import preparation as data_preparation
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
@@ -17,7 +18,7 @@ from scaletrain_cli.launch.dataset_checks import require_same_data
 from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
-from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data, reads_prepared_data
+from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
 from scaletrain_cli.launch.resource_checks.checks import require_external
 from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.submission import Submission, submitted_before
@@ -60,7 +61,7 @@ class RenderedJob:
 
 def rendered_job(backend: Backend, run: RunDir, record: RunRecord) -> RenderedJob:
     """Return the job that the back end would submit for a run with this record. Contacts no server."""
-    before = backend.render_preparation(run, record) if reads_prepared_data(record.spec) else ""
+    before = backend.render_preparation(run, record) if data_preparation.reads_prepared_data(record.spec) else ""
     return RenderedJob(run.run_id, run.path, backend.render(run, record), before)
 
 
