@@ -102,7 +102,8 @@ def _plugins() -> Iterator[Check]:
 
 def _packages() -> Iterator[Check]:
     yield Check("scaletrain", "ok", ", ".join(f"{name} {version(name)}" for name in _CORE))
-    tested = _tested_versions()
+    text = project_file("constraints.txt").read_text(encoding="utf-8")
+    tested = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
     for extra, (names, purpose) in _EXTRAS.items():
         found, missing = [], []
         hidden = [where for name in names if (where := _hidden_by(name)) is not None]
@@ -140,11 +141,6 @@ def _hidden_by(name: str) -> str | None:
         return None
     own = Path(str(installed.locate_file(""))).resolve()
     return None if Path(spec.origin).resolve().is_relative_to(own) else spec.origin
-
-
-def _tested_versions() -> dict[str, str]:
-    text = project_file("constraints.txt").read_text(encoding="utf-8")
-    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
 
 
 def _untested(name: str, tested: dict[str, str]) -> str | None:

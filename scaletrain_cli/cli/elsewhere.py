@@ -16,7 +16,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.app import CommandLine, parsed
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.view_switch import NowReachableError
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
-    from scaletrain_cli.spec import RunSpec
     from scaletrain_cli.spec.clusters_file import Cluster, LoginNode
 
 
@@ -106,7 +105,10 @@ def _with_spec(cluster: Cluster, line: CommandLine) -> int | None:
     require_run_id(name)
     submitted = submits and not line.params.get("dry_run") and line.params.get("output") is None
     sweep = bool(line.params.get("sweep"))
-    entry = SentRun(name, cluster.name, time.time(), _code_of(spec), tuple(spec.secret_env), sweep)
+    code = None  # the section ``code`` with the absolute path of the folder on this machine
+    if spec.code.path is not None:
+        code = spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
+    entry = SentRun(name, cluster.name, time.time(), code, tuple(spec.secret_env), sweep)
     options = ["--run-id", shlex.quote(name)] if submits and line.params.get("run_id") is None else []
     given = {"file": file, "text": text, "secret_names": spec.secret_env, "snapshot": snapshot, "options": options}
     return _with_bundle(cluster, line, name, **given, entry=entry if submitted else None)
@@ -311,13 +313,6 @@ def _newest_sent() -> SentRun | None:
     newest_here = max((run.record.stat().st_mtime for run in list_runs()), default=0.0)
     newest = sent_runs()[-1]
     return newest if newest.submitted > newest_here else None
-
-
-def _code_of(spec: RunSpec) -> dict[str, Any] | None:
-    """Return the section ``code`` with the absolute path of the folder on this machine."""
-    if spec.code.path is None:
-        return None
-    return spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
 
 
 _FIRST_WORDS = frozenset(("status", "watch", "diagnose", "report", "logs", "events", "checkpoint"))

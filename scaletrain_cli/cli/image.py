@@ -79,7 +79,10 @@ def command(
     target = output or source.folder / "Containerfile"
     if not to_stdout:
         _write(target, text)
-    file = "Containerfile" if to_stdout else _from_context(target, source.folder)
+    # As the build command names it, which runs in the folder of the context.
+    full, context = target.resolve(), source.folder.resolve()
+    named = full.relative_to(context) if full.is_relative_to(context) else full
+    file = "Containerfile" if to_stdout else str(named)
     place = checkout()
     commands = [
         {"tool": tool, "build": build_command(tool, image, file, place), "push": push_command(tool, image)}
@@ -122,21 +125,10 @@ def _image(source: Source, base: str | None, cuda: str | None, uid: int, tag: st
     origin = ScaletrainSource.INDEX if place is None else ScaletrainSource.CHECKOUT
     if place is not None and source.kind in ("constraints", "pyproject") and source.folder.resolve() == place.resolve():
         origin, source = ScaletrainSource.CONTEXT, replace(source, kind="constraints", files=(), packages={})
-    name = tag or f"REGISTRY/{_slug(source.folder)}:{__version__}"
+    slug = re.sub(r"[^a-z0-9]+", "-", source.folder.resolve().name.lower()).strip("-") or "scaletrain"
+    name = tag or f"REGISTRY/{slug}:{__version__}"
     chosen = base or (CUDA_IMAGES[cuda] if cuda is not None else PYTHON_IMAGE)
     return Image(source, origin, chosen, uid, __version__, name)
-
-
-def _slug(folder: Path) -> str:
-    """Return the name of the folder as that of an image."""
-    return re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "scaletrain"
-
-
-def _from_context(target: Path, folder: Path) -> str:
-    """Return the path of the file as the build command, run in the folder of the context, names it."""
-    resolved = target.resolve()
-    context = folder.resolve()
-    return str(resolved.relative_to(context)) if resolved.is_relative_to(context) else str(resolved)
 
 
 def _write(target: Path, text: str) -> None:

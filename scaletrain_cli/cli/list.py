@@ -103,7 +103,8 @@ def command(
         print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": left})
         return
     if not runs and submitted:
-        say(f"none of the {counted(len(submitted), 'run')} under {runs_root()} {_chosen_by(since, mine)}.")
+        chosen_by = [*([f"was submitted in the last {since}"] if since else []), *(["is yours"] if mine else [])]
+        say(f"none of the {counted(len(submitted), 'run')} under {runs_root()} {' and '.join(chosen_by)}.")
         return
     if not runs:
         say(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
@@ -124,12 +125,6 @@ def _is_of_another(run: RunDir) -> bool:
         return run.record.stat().st_uid != os.geteuid()
     except OSError:  # deleted in the meantime
         return True
-
-
-def _chosen_by(since: str | None, mine: bool) -> str:
-    """Return what --since and --mine select, as the end of a sentence."""
-    when = [] if since is None else [f"was submitted in the last {since}"]
-    return " and ".join([*when, *(["is yours"] if mine else [])])
 
 
 def _states(given: Sequence[str]) -> frozenset[str] | None:

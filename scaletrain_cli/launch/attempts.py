@@ -228,11 +228,13 @@ def attempt_outcome(
     """
     from scaletrain_cli.worker.failures import read_failures
 
-    attempt = read_attempt(run, number)
+    attempt, planned = read_attempt(run, number), spec.cluster.nodes
+    if attempt is not None and attempt.revision is not None and attempt.nodes:
+        planned = len(attempt.nodes)  # with a range, an earlier attempt may have had others than the spec now has
     outcome = classify_exit(
         read_node_records(run, number),
         read_failures(run, number),
-        _planned_nodes(spec, attempt),
+        planned,
         cancelled=cancelled,
         launcher_exit_code=launcher_exit_code,
         names=attempt.nodes if attempt is not None else (),
@@ -269,13 +271,6 @@ def _has_recorded_its_end(run: RunDir, number: int) -> bool:
         if event["event"] == "finished":
             return True
     return False
-
-
-def _planned_nodes(spec: RunSpec, attempt: AttemptRecord | None) -> int:
-    """Return the nodes of the attempt: with a range, an earlier attempt may have had others than the spec now has."""
-    if attempt is not None and attempt.revision is not None and attempt.nodes:
-        return len(attempt.nodes)
-    return spec.cluster.nodes
 
 
 def _write(run: RunDir, attempt: AttemptRecord) -> None:

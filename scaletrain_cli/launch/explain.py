@@ -176,6 +176,8 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
         # The scheduler ended the job and reports the reason.
         cause = job.cause
         why = Reason(f"launch.exit-by-scheduler-{cause}", params | {"detail": job.why})
+    followed = _is_followed(attempt, job) or (job.state == "unknown" and attempt.may_be_followed)
+    needs_resume = attempt.reason != "done" and not followed  # as far as is known
     return Finding.because(
         cause,
         why,
@@ -190,7 +192,7 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
             *_decision(attempt, job),
         ),
         Reason("launch.continue", {"run": run.run_id}).remedies
-        if _needs_resume(attempt, job) and cause not in RESUME_IS_A_REMEDY
+        if needs_resume and cause not in RESUME_IS_A_REMEDY
         else (),
     )
 
@@ -212,12 +214,6 @@ def _unreported(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job
             *_history(run, attempt),
         ),
     )
-
-
-def _needs_resume(attempt: AttemptRecord, job: Job) -> bool:
-    """Return whether only a resume continues the run: as far as is known, no attempt follows."""
-    followed = _is_followed(attempt, job) or (job.state == "unknown" and attempt.may_be_followed)
-    return attempt.reason != "done" and not followed
 
 
 def _is_followed(attempt: AttemptRecord, job: Job) -> bool:

@@ -423,7 +423,8 @@ def forward_ports(
                     forwarding.act(frame)
             finally:
                 for listener, _ in listeners:
-                    _shut(listener)
+                    with contextlib.suppress(OSError):
+                        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
                 forwarding.connections.close()
             raise session.failure()
 
@@ -480,8 +481,3 @@ def _listener(port: int) -> Iterator[socket.socket]:
         yield listener
     finally:
         listener.close()
-
-
-def _shut(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts

@@ -111,7 +111,8 @@ def decide(
         return Decision.because(True, exit_code, Reason("launch.restart-free", {"exit_reason": reason}))
     name = "preemption" if free else _BUDGET.get(reason, "crash")
     allowed: int | str = getattr(restarts, name)
-    used = sum(_budget_of(attempt) == name for attempt in history)
+    budgets = ("preemption" if one.free_of_charge else _BUDGET.get(one.reason or "node") for one in history)
+    used = sum(budget == name for budget in budgets)
     params = {"exit_reason": reason, "budget": name, "used": used, "allowed": allowed}
     if allowed == "unlimited":
         return Decision.because(True, exit_code, Reason("launch.restart-unlimited", params))
@@ -131,10 +132,6 @@ def _full_caches(history: Sequence[AttemptRecord]) -> Reason | None:
     if not codes or codes[-1] is None or codes.count(codes[-1]) < CACHES_TRIED:
         return None
     return Reason("launch.stop-caches", {"attempts": codes.count(codes[-1]), "failure": history[-1].why})
-
-
-def _budget_of(attempt: AttemptRecord) -> str | None:
-    return "preemption" if attempt.free_of_charge else _BUDGET.get(attempt.reason or "node")
 
 
 def is_preemption(reason: ExitReason) -> bool:

@@ -99,7 +99,8 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
     if elsewhere and read_restored(run)[0]:  # what was received from the mirror is older than what the pods have
         last, checkpoint, passed_over, logged = None, None, [], None
     reported = last is None and job.exit_code is not None  # the attempts are not visible here
-    stopped_early = _stopped_early(run)
+    last_of = (event["event"] for event in reversed(read_events(run)))
+    stopped_early = next((e for e in last_of if e in ("started", "resumed", "stopped-early")), "") == "stopped-early"
     newest = [event["event"] for event in read_events(run) if event["event"] in ("submitted", SCHEDULE_EVENT)][-1:]
     is_extended = newest == [SCHEDULE_EVENT]  # by a resume that was interrupted before its submission
     return ResumeReport(
@@ -116,12 +117,6 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
         unseen=elsewhere and checkpoint is None and not job.resumable,
         stopped_early=stopped_early,
     )
-
-
-def _stopped_early(run: RunDir) -> bool:
-    """Return whether early stopping has ended the training since it last began or resumed."""
-    names = (event["event"] for event in reversed(read_events(run)))
-    return next((name for name in names if name in ("started", "resumed", "stopped-early")), "") == "stopped-early"
 
 
 def _job_to_take_over(scheduler: Backend, run: RunDir, record: RunRecord) -> Job:

@@ -122,6 +122,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
     state = _state(run, record, job, last)
     files_seen = not is_elsewhere(run, record)
+    nodes = read_node_records(run, last.number) if last is not None and last.ended is None else ()
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
@@ -138,7 +139,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         steps_lost_total=steps_lost(read_events(run)),
         restarts=max(0, len(attempts) - 1),
         nodes=job.nodes or (last.nodes if last else ()),
-        agent_pids=_agent_pids(run, last),
+        agent_pids=tuple(node.agent_pid for node in nodes if node.ended is None),
         run_dir=str(run.path),
         reason=_why(run, record, job, last),
         job=job,
@@ -429,9 +430,3 @@ def idle_notice(run: RunDir, now: float) -> Reason | None:
                 return Reason("launch.idle", params | {"run": run.run_id, "timeout": float(event["timeout"])})
             break
     return None
-
-
-def _agent_pids(run: RunDir, last: AttemptRecord | None) -> tuple[int, ...]:
-    if last is None or last.ended is not None:
-        return ()
-    return tuple(node.agent_pid for node in read_node_records(run, last.number) if node.ended is None)

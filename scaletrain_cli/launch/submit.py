@@ -407,13 +407,9 @@ def in_format(backend: Backend, text: str, output: str) -> str:
     if output == usual:
         return text
     if output == "json":
-        return json.dumps(_as_json(backend, text), indent=1) + "\n"
+        whole: dict[str, Any] = {"schema": "scaletrain.sent/v1", "scheduler": backend.name, "script": text}
+        if usual != "script":
+            whole = {"apiVersion": "v1", "kind": "List", "items": read_documents(text)}
+        return json.dumps(whole, indent=1) + "\n"
     params = {"requested": output, "scheduler": backend.traits.display_name, "format": usual}
     raise UsageError(Reason("runs.output-format", params))
-
-
-def _as_json(backend: Backend, text: str) -> dict[str, Any]:
-    """Return a Kubernetes List, or an object with the script as one string."""
-    if backend.output_format == "script":
-        return {"schema": "scaletrain.sent/v1", "scheduler": backend.name, "script": text}
-    return {"apiVersion": "v1", "kind": "List", "items": read_documents(text)}

@@ -156,15 +156,10 @@ def _opened(
         return open_things.enter_context(open_session(command, str(where), request, errors, _ANSWER_SECONDS))
     except (SchedulerError, UsageError) as error:
         why = error.reason or Reason("launch.view-failed", {"error": error.message})
-        if said := _end_of(errors):
+        errors.seek(0)
+        if said := " ".join(errors.read().decode(errors="replace").split())[-_MOST_SAID:]:
             why = Reason("launch.view-said", {"why": why, "said": said})
         raise NotReachableError(why, waits=isinstance(error, ViewWaitsError)) from error
-
-
-def _end_of(errors: IO[bytes]) -> str:
-    """Return the end of what the command printed to standard errors, in one line."""
-    errors.seek(0)
-    return " ".join(errors.read().decode(errors="replace").split())[-_MOST_SAID:]
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,10 @@ def query_driver() -> NodeHealth | None:
         last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         return NodeHealth(trouble=f"reading the driver failed: {last[0]}")
     found = json.loads(output)
-    return None if found is None else _health_from(found)
+    if found is None:
+        return None
+    gpus = tuple(GpuHealth(**{**gpu, "held_down_by": tuple(gpu["held_down_by"])}) for gpu in found["gpus"])
+    return NodeHealth(**{**found, "gpus": gpus})
 
 
 def read_driver(nvml: Any) -> NodeHealth | None:
@@ -169,11 +172,6 @@ def _read_gpu(nvml: Any, index: int) -> GpuHealth:
         held_down_by=tuple(name for name, bit in causes.items() if reasons & bit),
         processes=None if processes is None else len(processes),
     )
-
-
-def _health_from(found: Mapping[str, Any]) -> NodeHealth:
-    gpus = tuple(GpuHealth(**{**gpu, "held_down_by": tuple(gpu["held_down_by"])}) for gpu in found["gpus"])
-    return NodeHealth(**{**found, "gpus": gpus})
 
 
 def main() -> None:

@@ -104,7 +104,8 @@ class HostSampler:
             limit = text_of(folder / "cpu.max").split()
             if version == 1:
                 limit = [text_of(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-            statistics = _counters(text_of(folder / "cpu.stat"))
+            pairs = (line.split() for line in text_of(folder / "cpu.stat").splitlines())
+            statistics = {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
             if len(limit) == 2 and all(word.isdigit() and int(word) for word in limit):
                 seconds = statistics["usage_usec"] / 1e6 if "usage_usec" in statistics else None
                 if version == 1:  # the files of cpuacct are beside those of cpu, or in a folder of its own
@@ -163,11 +164,6 @@ class HostSampler:
     def _increase(self, name: str, value: float, now: float = 0.0) -> float | None:
         before, self._before[name] = self._before.get(name), (now, value)
         return None if before is None or value < before[1] else value - before[1]
-
-
-def _counters(text: str) -> dict[str, float]:
-    pairs = (line.split() for line in text.splitlines())
-    return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 def _number(path: Path) -> float:

@@ -156,7 +156,8 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
     if stuck:
         text = "; ".join(one.text for one in stuck)
         return Job(job_id, "running" if seen.pods else "queued", text, nodes, reason=stuck[0].reason)
-    if _is_suspended(workload):  # by Kueue; the pods have their grace period
+    suspended = workload.get("spec", {}).get("suspend") or condition(workload, "Suspended") is not None
+    if suspended and not _is_volcano(workload):  # by Kueue; the pods have their grace period
         why = _why_suspended(workload, seen)
         saving = _terminating(left, seen, "pods-suspending") if left else ()
         return Explanation(why.cause, (*why.after, *saving)).job(job_id, "queued", nodes)
@@ -281,11 +282,6 @@ def _silence(nodes: Mapping[str, int]) -> tuple[Reason, ...]:
 
 def _is_volcano(workload: Object) -> bool:
     return bool(workload["apiVersion"].startswith("batch.volcano.sh/"))
-
-
-def _is_suspended(workload: Object) -> bool:
-    suspended = workload.get("spec", {}).get("suspend") or condition(workload, "Suspended") is not None
-    return not _is_volcano(workload) and bool(suspended)
 
 
 def _why_suspended(workload: Object, seen: Observation) -> Explanation:

@@ -191,7 +191,10 @@ def shares_volume(run: RunDir) -> bool:
 def next_submission_number(run: RunDir) -> int:
     """Return the number of the next submission; that of an unanswered request is reused."""
     submission, ref = read_submission(run), read_job_ref(run)
-    recorded = max(_newest_received(run), 0 if submission is None else submission_number(submission.job_id))
+    here = begun_here(run)  # of attempts that were received from a mirror, objects may still exist
+    received = [one for one in read_attempts(run) if one.number not in here and one.scheduler == "kubernetes"]
+    jobs = [one.job_id for one in received] + ([] if submission is None else [submission.job_id])
+    recorded = max(map(submission_number, jobs), default=0)
     if ref is None:
         return recorded + 1
     if not ref.confirmed:
@@ -201,10 +204,3 @@ def next_submission_number(run: RunDir) -> int:
     if known > recorded and not ref.ended:  # found after its answer was lost
         return known
     return max(recorded, known) + 1
-
-
-def _newest_received(run: RunDir) -> int:
-    """Return the newest submission among the attempts that were received from a mirror: its objects may still exist."""
-    here = begun_here(run)
-    received = [attempt for attempt in read_attempts(run) if attempt.number not in here]
-    return max((submission_number(one.job_id) for one in received if one.scheduler == "kubernetes"), default=0)

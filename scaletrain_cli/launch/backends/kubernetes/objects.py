@@ -123,9 +123,10 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
-            in_queue = QUEUE_LABEL in workload["metadata"].get("labels", {})
-            if in_queue and workload["kind"] == TRAIN_JOB.name:  # those of other kinds were tried in the preflight
-                _require_managed(workload, cluster.apply(workload, dry_run=True))
+            labels = workload["metadata"].get("labels", {})
+            tries = QUEUE_LABEL in labels and workload["kind"] == TRAIN_JOB.name  # the preflight tried other kinds
+            if tries and is_unmanaged(workload, cluster.apply(workload, dry_run=True)):
+                raise SchedulerError(reason("queue-without-kind", kind=workload["kind"], queue=labels[QUEUE_LABEL]))
             return _apply_until_answered(cluster, workload, is_new=True)
         except RefusedError as error:
             if not is_runtime_missing(error.said) or time.monotonic() > deadline:
@@ -140,12 +141,6 @@ def is_unmanaged(body: Object, answer: Object) -> bool:
     """
     in_queue = QUEUE_LABEL in body["metadata"].get("labels", {})
     return in_queue and answer.get("spec", {}).get("suspend") is not True
-
-
-def _require_managed(body: Object, answer: Object) -> None:
-    if is_unmanaged(body, answer):
-        queue = body["metadata"]["labels"][QUEUE_LABEL]
-        raise SchedulerError(reason("queue-without-kind", kind=body["kind"], queue=queue))
 
 
 def _apply_until_answered(cluster: Cluster, body: Object, *, is_new: bool = False) -> Object:

@@ -198,8 +198,10 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
 
 def queue_for_spec(cluster: Cluster, spec: RunSpec, name: str, tasks: int) -> PreparationJob:
     """Create a Job that prepares the data of a spec for later runs, and return it. Raises SchedulerError."""
+    # At most 50 characters: with it, the names of the pods are labels of a host.
+    short = name if len(name) <= 50 else f"{name[:41].rstrip('-')}-{name[-8:]}"
     texts, job = preparation_objects(
-        spec, _short(name), name, _useful(spec, tasks), {}, {}, by_index=_counts_by_index(cluster)
+        spec, short, name, _useful(spec, tasks), {}, {}, by_index=_counts_by_index(cluster)
     )
     apply_owned(cluster, (texts, job), None)
     return _named_job(spec, job)
@@ -210,11 +212,6 @@ def _named_job(spec: RunSpec, job: Object, **numbers: Any) -> PreparationJob:
     kubernetes, name, tasks = spec.cluster.kubernetes, f"job/{job['metadata']['name']}", job["spec"]["completions"]
     namespace, context, data = kubernetes.used_namespace, kubernetes.context, digest_of(spec)
     return PreparationJob("kubernetes", name, "", tasks, data=data, namespace=namespace, context=context, **numbers)
-
-
-def _short(name: str) -> str:
-    """Return a name of at most 50 characters, with which the names of the pods are labels of a host."""
-    return name if len(name) <= 50 else f"{name[:41].rstrip('-')}-{name[-8:]}"
 
 
 def digest_of(spec: RunSpec) -> str:
@@ -281,7 +278,8 @@ def look(cluster: Cluster, record: RunRecord | None, job: PreparationJob) -> See
     pods = sorted(cluster.find(POD, job.namespace, labels=f"{INSTANCE_LABEL}={name}"), key=index_of)
     if end == "failed":
         error = _failure(cluster, job, there, pods)
-        return Seen(end, _cause(error), error)
+        cause = None if error.problems else error.reason
+        return Seen(end, cause or recorded(str(error).rstrip(".")), error)
     phases = [pod.get("status", {}).get("phase", "Pending") for pod in pods]
     counts = {"running": phases.count("Running"), "tasks": job.tasks}
     if there.get("spec", {}).get("suspend"):
@@ -294,10 +292,6 @@ def look(cluster: Cluster, record: RunRecord | None, job: PreparationJob) -> See
     if waits:
         return Seen(end, reason("preparation-waits", job=job.job_id, run=run, cause=waits[0]))
     return Seen(end, reason("preparation-runs", job=job.job_id, run=run, **counts))
-
-
-def _cause(error: ScaletrainError) -> Reason:
-    return error.reason if error.reason is not None and not error.problems else recorded(str(error).rstrip("."))
 
 
 def _failure(cluster: Cluster, job: PreparationJob, there: Object, pods: Sequence[Object]) -> ScaletrainError:

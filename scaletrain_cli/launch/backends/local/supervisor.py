@@ -68,16 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return error.exit_code
     except OSError as error:
-        reason = Reason(SUPERVISOR_FAILED, {"error": _stated(error)})
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        reason = Reason(SUPERVISOR_FAILED, {"error": said})
         with contextlib.suppress(OSError):
             record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=str(reason), **reason.to_document())
         logger.error("%s", reason)
         return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
-
-
-def _stated(error: OSError) -> str:
-    """Return the path and the error of a call of the kernel, without its number."""
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 @contextlib.contextmanager

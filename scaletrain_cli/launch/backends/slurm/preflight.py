@@ -41,7 +41,8 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
 
     Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's message.
     """
-    sizes = _requested_sizes(spec)
+    given, planned = spec.cluster.node_range, spec.cluster.nodes  # planned: the most nodes of a range
+    sizes = () if given is None or given.min == planned else (given.min, planned)
     verdict = check_site(
         site, spec if not sizes else spec.model_copy(update={"cluster": spec.cluster.at_size(sizes[0])})
     )
@@ -74,12 +75,6 @@ def _may_start_anyway(spec: RunSpec, error: SchedulerError) -> bool:
     """
     slurm, said = spec.cluster.slurm, "" if error.reason is None else str(error.reason.params.get("said", ""))
     return _NOT_AVAILABLE in said and slurm.constraint is None and not slurm.extra
-
-
-def _requested_sizes(spec: RunSpec) -> tuple[int, ...]:
-    """Return the fewest and the most nodes of the job, the most being those of the plan; empty without a range."""
-    given = spec.cluster.node_range
-    return () if given is None or given.min == spec.cluster.nodes else (given.min, spec.cluster.nodes)
 
 
 # "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main". Since 25.05
