@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def command(
     project is not in the image: each run brings a snapshot of it.
     Never overwrites an existing file, and contains no secret.
     """
-    from scaletrain_cli.launch.image_file import build_command, find_source, notes, push_command, render, tools_for
+    from scaletrain_cli.launch.image_file import TOOLS, build_command, find_source, notes, render
 
     if uid == 0:
         raise UsageError(Reason("container.root"))
@@ -85,8 +86,8 @@ def command(
     file = "Containerfile" if to_stdout else str(named)
     place = checkout()
     commands = [
-        {"tool": tool, "build": build_command(tool, image, file, place), "push": push_command(tool, image)}
-        for tool in tools_for([tool for tool in ("docker", "podman", "buildah") if shutil.which(tool)])
+        {"tool": tool, "build": build_command(tool, image, file, place), "push": shlex.join([tool, "push", image.tag])}
+        for tool in list(filter(shutil.which, TOOLS)) or TOOLS
     ]
     found = tuple(notes(image))
     if as_json:

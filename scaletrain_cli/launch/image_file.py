@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -214,11 +214,6 @@ def build_command(tool: str, image: Image, file: str, checkout: Path | None) -> 
     return shlex.join([tool, "build", "-f", file, *context, "-t", image.tag, "."])
 
 
-def push_command(tool: str, image: Image) -> str:
-    """Return the command that pushes the image."""
-    return shlex.join([tool, "push", image.tag])
-
-
 def notes(image: Image) -> Iterator[Reason]:
     """Yield what to know about the image before it is built."""
     source = image.source
@@ -232,11 +227,6 @@ def notes(image: Image) -> Iterator[Reason]:
         yield Reason("container.note-cuda", {"file": source.files[0], "cuda": source.cuda})
     if image.tag.startswith("REGISTRY/"):
         yield Reason("container.note-registry")
-
-
-def tools_for(installed: Sequence[str]) -> tuple[str, ...]:
-    """Return the tools to show commands for: the installed ones, else all of them."""
-    return tuple(tool for tool in TOOLS if tool in installed) or TOOLS
 
 
 Kind = Literal["uv.lock", "requirements", "pyproject", "constraints"]

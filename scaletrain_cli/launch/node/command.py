@@ -174,11 +174,6 @@ def _interpreter(processes: Path, rank_pid: int | None) -> str:
     return path if os.path.isabs(path) and os.path.basename(path).startswith("python") else ""
 
 
-def shell_of(environment: Mapping[str, str]) -> str:
-    """Return the user's shell if this node has it, else bash or sh."""
-    return next((path for path in (environment.get("SHELL", ""), *_SHELLS) if os.access(path, os.X_OK)), "sh")
-
-
 # ---- a command -------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +183,9 @@ def _run(link: Link, frames: Iterable[Frame], request: Mapping[str, Any], place:
     environment = dict(place.environment)
     if size is not None:
         environment["TERM"] = str(request.get("term") or "xterm")
-    command = Command(link, words or [shell_of(environment)], environment, place.folder, size)
+    shells = (environment.get("SHELL", ""), *_SHELLS)
+    shell = next((path for path in shells if os.access(path, os.X_OK)), "sh")
+    command = Command(link, words or [shell], environment, place.folder, size)
     try:
         command.start()
     except OSError as error:
