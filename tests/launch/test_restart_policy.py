@@ -16,11 +16,16 @@ NEVER_BEGAN = "preempted " * 5 + "time-limit " * 4 + "out-of-grace"
 
 
 def attempts(history: str) -> list[AttemptRecord]:
-    """Return attempts that ended as in `crash:10 node`: for a reason, with the latest checkpoint at a step, if any."""
+    """Return attempts that ended as in `crash:10 node`: for a reason, with the latest checkpoint at a step, if any.
+
+    `lost`: a node was lost, and the scheduler restarts the job for free.
+    """
     found: list[AttemptRecord] = []
     before = None
     for number, (reason, _, step) in enumerate((end.partition(":") for end in history.split()), start=1):
         ended: dict[str, Any] = {"reason": reason, "exit_code": CODES.get(reason, 1), "ended": 1.0}
+        if reason == "lost":
+            ended |= {"reason": "node", "free_of_charge": True}
         checkpoint = int(step) if step else None
         ended |= {"checkpoint_at_start": before, "last_checkpoint_step": checkpoint}
         found.append(AttemptRecord(number, "local", "1", ("here",), started=0.0, **ended))
@@ -74,6 +79,13 @@ def decide_last(history: str, limits: dict[str, int], **more: bool):  # type: ig
         (NEVER_BEGAN, {}, 93),
         (f"{NEVER_BEGAN} preempted:1", {}, None),
         (NEVER_BEGAN.replace("time-limit", "crash time-limit", 1), {}, 93),
+        # A lost node whose job the scheduler restarts for free is a preemption, not a failure.
+        ("lost " * 9, {}, None),
+        ("lost " * 10, {}, 93),
+        ("lost " * 9 + "preempted", {}, 93),
+        ("crash:5 crash:5 lost:5 crash:5", PLENTY, None),
+        ("lost:1 lost:2", {"node": 0}, None),
+        ("lost:1 lost:2", {"preemption": 1}, 1),
         # Attempts that never started are not stuck, and checkpoints that no node can read are tried three times.
         ("wrong-nodes " * 5, {}, None),
         ("crash:10 unreadable:10 unreadable:10", {}, None),
