@@ -319,8 +319,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
         slurm = load_spec("run.yaml", ["cluster.scheduler=slurm"])
         create_run(slurm, make_plan(slurm), "queued")
-        submitted = scaletrain("submit", "run.yaml", "--run-id", "small", "--set", "env={FAKE: '{}'}")
-        assert submitted.code == 0, submitted.err
+        scaletrain("submit", "run.yaml", "--run-id", "small", "--set", "env={FAKE: '{}'}", code=0)
         assert scaletrain("status", "small", "--wait", "1h").code == 0
         yield folder
     os.chdir(here)
@@ -333,8 +332,7 @@ def test_a_documented_command_line_runs_with_the_expected_result(
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("SCALETRAIN_RUNS", str(workplace / "runs"))
     wanted = RUN[command]
-    ended = scaletrain(*shlex.split(wanted.line))
-    assert ended.code == wanted.code, ended.err
+    ended = scaletrain(*shlex.split(wanted.line), code=wanted.code)
     assert wanted.says in ended.out + ended.err
 
 

@@ -27,16 +27,20 @@ class Ended:
         return json.loads(self.out)
 
 
-def scaletrain(*arguments: object, expect_bug: bool = False) -> Ended:
-    """Run one command line through the process border, as the console script does; a bug fails the test."""
+def scaletrain(*arguments: object, code: int | None = None, expect_bug: bool = False) -> Ended:
+    """Run one command line through the process border, as the console script does; a bug fails the test.
+
+    ``code``: the exit code that it must end with.
+    """
     out, err = io.StringIO(), io.StringIO()
-    code: object = "it never left the process"
+    status: object = "it never left the process"
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([str(argument) for argument in arguments])
         except SystemExit as end:
-            code = end.code
-    assert isinstance(code, int), code
-    ended = Ended(int(code), out.getvalue(), err.getvalue())
+            status = end.code
+    assert isinstance(status, int), status
+    ended = Ended(int(status), out.getvalue(), err.getvalue())
     assert expect_bug or BUG not in ended.out + ended.err, ended
+    assert code in (None, ended.code), ended
     return ended

@@ -31,48 +31,38 @@ def test_a_spec_written_by_init_is_valid_and_can_be_planned(tmp_path: Path) -> N
 @pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-70b", *LARGE])
 def test_init_chooses_the_fewest_nodes_that_fit_the_preset(preset: str) -> None:
     assert scaletrain("init", "--preset", preset, "-o", "a.yaml").code == 0
-    ended = scaletrain("plan", "a.yaml", "--json")
-    assert ended.code == 0
-    assert ended.data["memory"]["fits"]
+    assert scaletrain("plan", "a.yaml", "--json", code=0).data["memory"]["fits"]
 
 
 def test_init_follows_its_options_or_rejects_them() -> None:
     spec = scaletrain("init", "--preset=gpt2", "--gpu=a100-sxm-80gb", "--nodes=3", "--gpus-per-node=4", "-o", "-").out
     assert "nodes: 3\n  gpus_per_node: 4\n  gpu: a100-sxm-80gb\n" in spec
-    refused = scaletrain("init", "--preset", "llama-3-70b", "--nodes", "1")
-    assert refused.code == ExitCode.INFEASIBLE
+    scaletrain("init", "--preset", "llama-3-70b", "--nodes", "1", code=ExitCode.INFEASIBLE)
     assert not Path("run.yaml").exists()
 
 
 def test_a_kubernetes_spec_of_init_lacks_only_queue_and_image() -> None:
-    ended = scaletrain("init", "--scheduler", "kubernetes", "--preset", "llama-7b")
-    assert ended.code == 0
+    ended = scaletrain("init", "--scheduler", "kubernetes", "--preset", "llama-7b", code=0)
     assert "your queue and image" in ended.err
     assert scaletrain("plan", "run.yaml").code == 0
-    refused = scaletrain("submit", "run.yaml", "--dry-run")
-    assert refused.code == ExitCode.USAGE
+    refused = scaletrain("submit", "run.yaml", "--dry-run", code=ExitCode.USAGE)
     assert "cluster.kubernetes.image: is missing." in refused.err
     text = Path("run.yaml").read_text().replace("# namespace: ml", "namespace: ml")
     Path("run.yaml").write_text(text.replace("# queue:", "queue:").replace("# image:", "image:"))
-    rendered = scaletrain("submit", "run.yaml", "--dry-run")
-    assert rendered.code == 0
-    assert "kueue.x-k8s.io/queue-name: team-a" in rendered.out
+    assert "kueue.x-k8s.io/queue-name: team-a" in scaletrain("submit", "run.yaml", "--dry-run", code=0).out
 
 
 def test_init_rejects_several_nodes_for_the_local_scheduler() -> None:
-    ended = scaletrain("init", "--scheduler", "local", "--nodes", "2")
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain("init", "--scheduler", "local", "--nodes", "2", code=ExitCode.USAGE)
     assert "--nodes 2 requires slurm or kubernetes" in ended.err
 
 
 def test_init_names_the_file_as_requested() -> None:
     assert scaletrain("init", "mine.yaml").code == 0
     assert Path("mine.yaml").read_text() == scaletrain("init", "-").out
-    both = scaletrain("init", "a.yaml", "-o", "b.yaml")
-    assert both.code == ExitCode.USAGE
+    both = scaletrain("init", "a.yaml", "-o", "b.yaml", code=ExitCode.USAGE)
     assert "a.yaml and --output b.yaml are both given" in both.err
-    folder = scaletrain("init", ".")
-    assert folder.code == ExitCode.USAGE
+    folder = scaletrain("init", ".", code=ExitCode.USAGE)
     assert ". is a folder. Give the path of a file, e.g. run.yaml." in folder.err
 
 
@@ -97,8 +87,7 @@ def test_init_chooses_the_scheduler_found_on_this_machine(tmp_path: Path, monkey
 
 
 def test_init_copies_recipes_and_lists_them() -> None:
-    ended = scaletrain("init", "--list")
-    assert ended.code == 0
+    ended = scaletrain("init", "--list", code=0)
     assert ended.out.startswith("recipes: clip-b32-kubernetes-spot, clip-b32-slurm, ")
     assert "gpt2-124m-a100, llama-10m-cpu, " in ended.out
     assert {line.partition(":")[0] for line in ended.out.splitlines()} == {"recipes", "presets", "accelerators"}
@@ -110,8 +99,7 @@ def test_init_copies_recipes_and_lists_them() -> None:
     Path("pairs").mkdir()
     assert scaletrain("init", "--recipe", "clip-pairs-cpu", "pairs/run.yaml").code == 0
     assert sorted(path.name for path in Path("pairs").iterdir()) == ["clip_pairs_cpu.py", "run.yaml"]
-    wrong = scaletrain("init", "--recipe", "LLaMA-7b")
-    assert wrong.code == ExitCode.USAGE
+    wrong = scaletrain("init", "--recipe", "LLaMA-7b", code=ExitCode.USAGE)
     assert "Did you mean llama-7b-h100? Known: clip-b32-kubernetes-spot," in wrong.err
     beside = scaletrain("init", "--recipe", "llama-7b-h100", "--nodes", "3", "b.yaml")
     assert "--recipe copies a complete spec" in beside.err
@@ -125,17 +113,13 @@ def test_init_copies_the_files_for_clusters(folder: str) -> None:
     assert here == {
         path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
-    again = scaletrain("init", "--files", folder, "there")
-    assert again.code == ExitCode.USAGE
-    assert "there already exists." in again.err
+    assert "there already exists." in scaletrain("init", "--files", folder, "there", code=ExitCode.USAGE).err
     assert "Use slurm, k8s or grafana." in scaletrain("init", "--files", "docs", "x").err
 
 
 def test_init_overwrites_nothing() -> None:
     Path("run.yaml").write_text("precious")
-    ended = scaletrain("init")
-    assert ended.code == ExitCode.USAGE
-    assert "run.yaml already exists" in ended.err
+    assert "run.yaml already exists" in scaletrain("init", code=ExitCode.USAGE).err
     assert Path("run.yaml").read_text() == "precious"
 
 
@@ -148,14 +132,11 @@ def test_init_overwrites_nothing() -> None:
     ],
 )
 def test_init_rejects_unknown_names_with_a_suggestion(arguments: list[str], expected: str) -> None:
-    ended = scaletrain("init", *arguments)
-    assert ended.code == ExitCode.USAGE
-    assert expected in ended.err
+    assert expected in scaletrain("init", *arguments, code=ExitCode.USAGE).err
 
 
 def test_validate_shows_the_resolved_settings() -> None:
-    ended = scaletrain("validate", SMALL, "--set", "training.steps=70")
-    assert ended.code == 0
+    ended = scaletrain("validate", SMALL, "--set", "training.steps=70", code=0)
     assert "training 70 steps of 16 sequences, " in " ".join(ended.out.split())
     assert ended.err == ""
 
@@ -175,8 +156,7 @@ def test_a_spec_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> 
     assert "SBATCH" in scaletrain("submit", "-", "--dry-run", "--set", "cluster.scheduler=slurm").out
     given(text.replace("precision: fp32", "precision: BF16"))
     line = next(number for number, line in enumerate(text.splitlines(), 1) if "precision" in line)
-    wrong = scaletrain("validate", "-")
-    assert wrong.code == ExitCode.USAGE
+    wrong = scaletrain("validate", "-", code=ExitCode.USAGE)
     assert f"  <stdin>:{line} training.precision = BF16: " in wrong.err
 
 
@@ -188,14 +168,12 @@ def test_validate_prints_the_resolved_spec() -> None:
 
 @pytest.mark.parametrize("verb", ["validate", "plan", "submit", "train"])
 def test_an_unknown_accelerator_is_rejected(verb: str) -> None:
-    ended = scaletrain(verb, SMALL, "--set", "cluster.gpu=h100-sxm-80bg")
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain(verb, SMALL, "--set", "cluster.gpu=h100-sxm-80bg", code=ExitCode.USAGE)
     assert "Did you mean h100-sxm-80gb?" in ended.err
 
 
 def test_a_plan_that_does_not_fit_is_shown_with_what_would_fit() -> None:
-    ended = scaletrain("plan", SMALL, *TOO_LARGE)
-    assert ended.code == ExitCode.INFEASIBLE
+    ended = scaletrain("plan", SMALL, *TOO_LARGE, code=ExitCode.INFEASIBLE)
     assert "does not fit" in ended.out.splitlines()[0]
     assert "over capacity" in ended.out
     assert "does not fit on 1 x 2 cpu: the smallest layout needs" in ended.err
@@ -207,15 +185,12 @@ def test_a_plan_that_the_engine_does_not_support_is_not_submitted(tmp_path: Path
     chunks += ["--set", "cluster.nodes=1"]
     assert scaletrain("plan", recipe, *chunks).code == 0
     for verb in ("submit", "train"):
-        ended = scaletrain(verb, recipe, *chunks)
-        assert ended.code == ExitCode.INFEASIBLE
-        assert "layout.virtual_pipeline = 2" in ended.err
+        assert "layout.virtual_pipeline = 2" in scaletrain(verb, recipe, *chunks, code=ExitCode.INFEASIBLE).err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_checks_every_part_of_the_machine() -> None:
-    ended = scaletrain("doctor")
-    assert ended.code == 0
+    ended = scaletrain("doctor", code=0)
     checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
     assert checks.keys() >= {"python", "scaletrain", "[train]", "cores", "memory", "compiler", "slurm", "runs"}
     assert {check["state"] for check in checks.values()} <= {"ok", "warn", "none"}
@@ -355,7 +330,5 @@ def test_init_refuses_what_it_cannot_fine_tune() -> None:
         (("--from", "m", "--data", "a.jsonl"), "a.jsonl:1: the columns question fit no format of rows"),
         (("--from", "m", "--preset", "gpt2"), "m and --preset gpt2 are both given"),
     ):
-        ended = scaletrain("init", *options)
-        assert ended.code == ExitCode.USAGE
-        assert said in " ".join(ended.err.split())
+        assert said in " ".join(scaletrain("init", *options, code=ExitCode.USAGE).err.split())
     assert not Path("run.yaml").exists()

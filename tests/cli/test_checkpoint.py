@@ -33,8 +33,7 @@ def names(folder: Path) -> list[int]:
 
 def test_checkpoints_are_listed_oldest_first_and_the_latest_is_marked(folder: Path) -> None:
     (folder / "step-00000060" / "manifest.json").unlink()
-    listed = scaletrain("checkpoint", "list", "r1")
-    assert listed.code == 0, listed.err
+    listed = scaletrain("checkpoint", "list", "r1", code=0)
     rows = [row.split() for row in listed.out.splitlines()]
     assert rows[0] == ["step", "age", "size", "ranks", "clean", "attempt"]
     assert [row[0] for row in rows[1:7]] == ["10", "20", "30", "40", "50", "60"]
@@ -57,8 +56,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
     assert scaletrain("checkpoint", "verify", "r1").code == 0
     flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
     (folder / "step-00000050" / "manifest.json").write_text("{}")
-    verified = scaletrain("checkpoint", "verify", "r1")
-    assert verified.code == ExitCode.CRASHED
+    verified = scaletrain("checkpoint", "verify", "r1", code=ExitCode.CRASHED)
     assert verified.out.splitlines() == [
         "step-00000040/rank-00000.pt: content does not match the recorded hash",
         "step-00000050/manifest.json: not the manifest of a checkpoint",
@@ -67,8 +65,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
     assert scaletrain("checkpoint", "verify", "r1", "--step", "30").code == 0
     one = scaletrain("checkpoint", "verify", "r1", "--step", "40", "--json")
     assert (one.code, one.data["sound"]) == (ExitCode.CRASHED, False)
-    missing = scaletrain("checkpoint", "verify", "r1", "--step", "41")
-    assert missing.code == ExitCode.USAGE
+    missing = scaletrain("checkpoint", "verify", "r1", "--step", "41", code=ExitCode.USAGE)
     assert "--step 41: no such checkpoint" in missing.err
 
 
@@ -76,8 +73,7 @@ def test_pruning_keeps_the_requested_number_the_latest_clean_one_and_every_mth(f
     tried = scaletrain("checkpoint", "prune", "r1", "--keep", "2", "--dry-run")
     assert (tried.code, len(names(folder))) == (0, 6), tried.err
     assert tried.out.splitlines() == ["step-00000010", "step-00000020", "step-00000040"]
-    pruned = scaletrain("checkpoint", "prune", "r1", "--keep", "2", "--keep-every", "20", "--json")
-    assert pruned.code == 0, pruned.err
+    pruned = scaletrain("checkpoint", "prune", "r1", "--keep", "2", "--keep-every", "20", "--json", code=0)
     assert (pruned.data["deleted"], pruned.data["newest_sound_step"]) == (["step-00000010"], 60)
     assert names(folder) == [20, 30, 40, 50, 60]
 

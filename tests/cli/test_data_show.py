@@ -71,9 +71,7 @@ def test_prepared_data_are_shown_from_their_files() -> None:
 
 
 def test_text_for_pretraining_has_no_rows_to_show() -> None:
-    ended = scaletrain("data", "show", SMALL)
-    assert ended.code == ExitCode.USAGE
-    assert "reads text as it is and not rows" in ended.err
+    assert "reads text as it is and not rows" in scaletrain("data", "show", SMALL, code=ExitCode.USAGE).err
 
 
 def test_colors_replace_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,7 @@ COMMANDS += [[verb] for verb in VERBS if verb not in IN_GROUPS]
 
 
 def test_the_help_lists_every_verb() -> None:
-    ended = scaletrain("--help")
-    assert ended.code == 0
-    assert re.findall(r"^  ([a-z][a-z-]*)  ", ended.out, flags=re.MULTILINE) == VERBS
+    assert re.findall(r"^  ([a-z][a-z-]*)  ", scaletrain("--help", code=0).out, flags=re.MULTILINE) == VERBS
 
 
 def test_every_verb_has_a_module_and_every_module_of_a_verb_is_listed() -> None:
@@ -40,8 +38,7 @@ def test_every_verb_has_a_module_and_every_module_of_a_verb_is_listed() -> None:
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> None:
-    ended = scaletrain(*arguments, "--help")
-    assert ended.code == 0
+    ended = scaletrain(*arguments, "--help", code=0)
     assert ended.out.startswith(f"Usage: scaletrain {' '.join(arguments)} ")
     assert "Exit codes: 0 done; " in ended.out
     assert ("--json" in ended.out) == (arguments[0] not in CONNECTIONS)
@@ -67,8 +64,7 @@ def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> 
     ids=str,
 )
 def test_a_wrong_command_line_ends_with_2_and_the_reason(arguments: list[str], expected: str) -> None:
-    ended = scaletrain(*arguments)
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain(*arguments, code=ExitCode.USAGE)
     assert expected in ended.out + ended.err
 
 

@@ -103,9 +103,7 @@ def test_in_the_checkout_the_context_is_the_checkout(tmp_path: Path) -> None:
 
 def test_an_existing_file_is_not_replaced() -> None:
     put(Containerfile="mine")
-    refused = scaletrain("image")
-    assert refused.code == ExitCode.USAGE
-    assert "Containerfile already exists" in refused.err
+    assert "Containerfile already exists" in scaletrain("image", code=ExitCode.USAGE).err
     assert Path("Containerfile").read_text() == "mine"
 
 
@@ -225,8 +223,7 @@ def test_the_cuda_version_is_that_of_the_locked_torch() -> None:
 )
 def test_what_cannot_be_an_image_is_refused(files: dict[str, str], options: tuple[str, ...], said: str) -> None:
     put(**files)
-    refused = scaletrain("image", *options)
-    assert refused.code == ExitCode.USAGE
+    refused = scaletrain("image", *options, code=ExitCode.USAGE)
     assert said in refused.err
     assert "hush-hush" not in refused.err
     assert not Path("Containerfile").exists()

@@ -29,8 +29,7 @@ def known(root: Path) -> Path:
 
 @pytest.mark.usefixtures("known")
 def test_nodes_are_listed_newest_first_with_evidence_and_expiry() -> None:
-    ended = scaletrain("nodes", "list")
-    assert ended.code == 0
+    ended = scaletrain("nodes", "list", code=0)
     title, first, *_ = ended.out.splitlines()
     assert title.split() == ["node", "why", "since", "expires", "in", "run", "evidence"]
     assert first.startswith("gpu03  hardware  2 min ago  7 d")
@@ -57,9 +56,7 @@ def test_no_excluded_nodes_is_reported_and_is_not_an_error() -> None:
 
 @pytest.mark.usefixtures("known")
 def test_nodes_are_cleared_by_name_and_an_unknown_node_is_an_error() -> None:
-    refused = scaletrain("nodes", "clear", "gpu99")
-    assert refused.code == 2
-    assert "gpu99" in refused.err
+    assert "gpu99" in scaletrain("nodes", "clear", "gpu99", code=2).err
     assert scaletrain("nodes", "clear", "gpu07").code == 0
     assert [node["node"] for node in scaletrain("nodes", "list", "--json").data["nodes"]] == ["gpu03"]
     assert scaletrain("nodes", "clear").code == 0

@@ -36,8 +36,7 @@ def test_a_test_notification_goes_to_every_receiver_of_a_spec_or_a_run(
     monkeypatch.setenv("HOOK", server.url)
     path = tmp_path / "run.yaml"
     path.write_text(Path(SMALL).read_text() + "notify: [{webhook: HOOK, format: json}, {webhook: MISSING}]\n")
-    ended = scaletrain("notify", "test", str(path))
-    assert ended.code == 1
+    ended = scaletrain("notify", "test", str(path), code=1)
     assert ended.out.splitlines() == ["webhook HOOK: accepted", "webhook MISSING: the variable MISSING is not set"]
     ended = scaletrain("notify", "test", run.run_id, "--json")
     assert json.loads(ended.out)["receivers"] == [{"receiver": "webhook HOOK", "accepted": True, "problem": ""}]
@@ -47,8 +46,7 @@ def test_a_test_notification_goes_to_every_receiver_of_a_spec_or_a_run(
 
 def test_what_waits_after_the_end_is_listed(server: Webhook, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.cli.notify._SEND_SECONDS", 0.5)
-    ended = scaletrain("notify", "send", "told")
-    assert ended.code == 1
+    ended = scaletrain("notify", "send", "told", code=1)
     assert ended.out.startswith("webhook HOOK: 1 waiting; the variable HOOK is not set")
     monkeypatch.setenv("HOOK", server.url)
     assert scaletrain("notify", "send", "told").code == 0

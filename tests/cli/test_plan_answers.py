@@ -24,8 +24,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain_adds_the_reasons_to_the_plan() -> None:
     plain = scaletrain("plan", SMALL)
-    ended = scaletrain("plan", SMALL, "--explain")
-    assert ended.code == 0
+    ended = scaletrain("plan", SMALL, "--explain", code=0)
     assert ended.out.startswith(plain.out)
     assert "Why this layout" in ended.out[len(plain.out) :]
     data = scaletrain("plan", SMALL, "--explain", "--json").data
@@ -34,33 +33,28 @@ def test_explain_adds_the_reasons_to_the_plan() -> None:
 
 
 def test_explain_lists_the_layouts_considered_if_nothing_fits() -> None:
-    ended = scaletrain("plan", SMALL, *TOO_LARGE, "--explain", "--json")
-    assert ended.code == ExitCode.INFEASIBLE
+    ended = scaletrain("plan", SMALL, *TOO_LARGE, "--explain", "--json", code=ExitCode.INFEASIBLE)
     assert [question["answer"] for question in ended.data["explanation"]][1:3] == [False, False]
 
 
 def test_plan_json_has_feasible_and_the_problems() -> None:
     fits = scaletrain("plan", SMALL, "--json").data
     assert (fits["feasible"], fits["problems"]) == (True, [])
-    does_not_fit = scaletrain("plan", SMALL, *TOO_LARGE, "--json")
-    assert does_not_fit.code == ExitCode.INFEASIBLE
+    does_not_fit = scaletrain("plan", SMALL, *TOO_LARGE, "--json", code=ExitCode.INFEASIBLE)
     assert does_not_fit.data["feasible"] is False
     assert does_not_fit.data["memory"]["peak"] > does_not_fit.data["memory"]["capacity"]
     assert "needed" in {problem["where"] for problem in does_not_fit.data["problems"]}
-    does_not_divide = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
-    assert does_not_divide.code == ExitCode.INFEASIBLE
+    does_not_divide = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json", code=ExitCode.INFEASIBLE)
     assert set(does_not_divide.data) == {"schema", "ok", "error", "feasible", "problems"}
     problem = does_not_divide.data["problems"][0]
     assert set(problem) == {"where", "file", "line", "key", "message", "given", "hint", "reason"}
     assert problem["key"] == "layout.data_parallel"
-    too_soon = scaletrain("plan", SMALL, "--deadline", "1s", "--json")
-    assert too_soon.code == ExitCode.INFEASIBLE
+    too_soon = scaletrain("plan", SMALL, "--deadline", "1s", "--json", code=ExitCode.INFEASIBLE)
     assert set(too_soon.data) == {"schema", "ok", "error", "feasible", "problems", "sizing"}
 
 
 def test_several_specs_are_compared_with_the_first() -> None:
-    ended = scaletrain("plan", SMALL, RECIPE)
-    assert ended.code == 0
+    ended = scaletrain("plan", SMALL, RECIPE, code=0)
     assert "llama-10m-cpu" in ended.out.splitlines()[0]
     assert "llama-7b-h100" in ended.out.splitlines()[0]
     both = scaletrain("plan", SMALL, RECIPE, "--json").data["runs"]
@@ -84,12 +78,10 @@ def test_warnings_of_each_compared_run_are_shown() -> None:
 
 
 def test_an_infeasible_run_is_a_column_and_the_code_is_3_only_if_all_are() -> None:
-    some = scaletrain("plan", SMALL, "--vary", "model.num_hidden_layers=100000,8", "--json")
-    assert some.code == 0
+    some = scaletrain("plan", SMALL, "--vary", "model.num_hidden_layers=100000,8", "--json", code=0)
     assert [column["feasible"] for column in some.data["runs"]] == [False, True]
     assert "does not fit" in some.data["runs"][0]["reason"]
-    none = scaletrain("plan", SMALL, *TOO_LARGE, "--vary", "layout.data_parallel=3,5")
-    assert none.code == ExitCode.INFEASIBLE
+    none = scaletrain("plan", SMALL, *TOO_LARGE, "--vary", "layout.data_parallel=3,5", code=ExitCode.INFEASIBLE)
     assert "does not divide" in none.out
     assert "none of the 2 runs fits" in none.err
     assert "  data_parallel=3: --set layout.data_parallel = 3: " in none.err
@@ -127,8 +119,7 @@ def test_an_infeasible_run_is_a_column_and_the_code_is_3_only_if_all_are() -> No
 )
 def test_an_invalid_option_is_one_error_and_no_file(arguments: list[Any], expected: str, tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
-    ended = scaletrain("plan", *arguments)
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain("plan", *arguments, code=ExitCode.USAGE)
     assert expected in " ".join(ended.err.replace("│", " ").split())
     assert ended.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
@@ -182,8 +173,7 @@ def test_an_html_figure_has_the_numbers_and_escapes_markup() -> None:
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
 def test_a_plan_that_does_not_fit_is_drawn_against_the_device() -> None:
-    ended = scaletrain("plan", SMALL, *TOO_LARGE, "--plot", "a.svg")
-    assert ended.code == ExitCode.INFEASIBLE
+    scaletrain("plan", SMALL, *TOO_LARGE, "--plot", "a.svg", code=ExitCode.INFEASIBLE)
     assert Path("a.svg").exists()
 
 
@@ -209,8 +199,7 @@ def _must_not_run(*_: Any, **__: Any) -> Any:
 
 
 def test_a_deadline_chooses_the_cluster_and_shows_the_alternatives() -> None:
-    ended = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64")
-    assert ended.code == 0
+    ended = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64", code=0)
     assert ended.out.startswith("Cluster with the fewest GPUs: at most 64 GPUs, finished in 60 d\n")
     data = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64", "--json").data
     (chosen,) = [row for row in data["sizing"]["considered"] if row["chosen"]]
@@ -219,14 +208,12 @@ def test_a_deadline_chooses_the_cluster_and_shows_the_alternatives() -> None:
 
 
 def test_a_deadline_that_no_cluster_meets_ends_with_3_and_the_table() -> None:
-    ended = scaletrain("plan", RECIPE, "--deadline", "1h")
-    assert ended.code == ExitCode.INFEASIBLE
+    ended = scaletrain("plan", RECIPE, "--deadline", "1h", code=ExitCode.INFEASIBLE)
     assert ended.out.splitlines()[0].split()[:2] == ["GPUs", "time"]
     assert "at most 512 GPUs" in ended.err  # sixteen times those of the spec
     within = scaletrain("plan", RECIPE, "--deadline", "1h", "--max-gpus", "64")
     assert "at most 64 GPUs" in within.err
-    as_json = scaletrain("plan", RECIPE, "--deadline", "1h", "--json")
-    assert as_json.code == ExitCode.INFEASIBLE
+    as_json = scaletrain("plan", RECIPE, "--deadline", "1h", "--json", code=ExitCode.INFEASIBLE)
     assert not any(row["chosen"] for row in as_json.data["sizing"]["considered"])
 
 
@@ -240,8 +227,7 @@ def test_a_run_is_simulated_on_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"metadata": {"gap_seconds": 3600}, "data": [4] * 40 + [0] * 8}))
     spot = ["--set=cluster.spot=true", "--trace", trace]
-    ended = scaletrain("plan", RECIPE, *spot)
-    assert ended.code == 0
+    ended = scaletrain("plan", RECIPE, *spot, code=0)
     assert "On the spot trace trace.json of 2 d: the run finishes from 16 of 16 starting points" in ended.out
     data = scaletrain("plan", RECIPE, *spot, "--json").data
     assert data["trace"]["nodes_needed"] == 4

@@ -64,20 +64,17 @@ def test_a_source_with_epochs_has_these_epochs_and_one_without_weight_is_never_r
 
 
 def test_a_file_that_is_missing_is_a_warning_and_one_that_cannot_be_used_is_an_error(folder: Path) -> None:
-    missing = scaletrain("plan", SMALL, *options("data.source=nowhere/*.jsonl", "model.weights=nowhere"))
-    assert missing.code == 0
+    missing = scaletrain("plan", SMALL, *options("data.source=nowhere/*.jsonl", "model.weights=nowhere"), code=0)
     assert "submit would reject this: --set data.source = nowhere/*.jsonl: no file matches" in " ".join(
         missing.err.split()
     )
     (folder / "run.yaml").write_text(SMALL.read_text().replace("source: python-stdlib", "source: code.txt"))
     (folder / "code.txt").write_bytes(b"\xff\xfe" * 999)
-    wrong = scaletrain("plan", "run.yaml")
-    assert wrong.code == ExitCode.USAGE
+    wrong = scaletrain("plan", "run.yaml", code=ExitCode.USAGE)
     assert "run.yaml:15 data.source = code.txt: " in wrong.err
     assert "is not UTF-8 text" in " ".join(wrong.err.split())
     assert wrong.out.startswith("llama-10m-cpu"), "the plan is shown first"
-    found = scaletrain("plan", "run.yaml", "--json")
-    assert found.code == ExitCode.USAGE
+    found = scaletrain("plan", "run.yaml", "--json", code=ExitCode.USAGE)
     (problem,) = json.JSONDecoder().raw_decode(found.out)[0]["data"]["unusable"]
     assert (problem["file"], problem["line"], problem["key"]) == ("run.yaml", 15, "data.source")
 

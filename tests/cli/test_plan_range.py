@@ -42,7 +42,6 @@ def test_the_rendered_job_requests_the_range() -> None:
 
 
 def test_a_range_whose_smallest_size_cannot_be_used_is_refused() -> None:
-    refused = scaletrain("submit", SMALL, *sets("{min: 3, max: 4}"), "--dry-run")
-    assert refused.code == 3
+    refused = scaletrain("submit", SMALL, *sets("{min: 3, max: 4}"), "--dry-run", code=3)
     assert "cluster.nodes.min = 3: the run cannot train on so few nodes" in refused.err
     assert "Set cluster.nodes.min to 4 or more" in refused.err

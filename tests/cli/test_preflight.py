@@ -14,8 +14,7 @@ from tests.cli.command_line import SMALL, scaletrain
 @pytest.mark.long  # tests/engine/health/test_preflight.py measures ranks without the command
 def test_preflight_measures_all_links_and_leaves_no_files() -> None:
     own = ("--set", "code.engine=mine.train")  # whatever is to train afterwards, it is this engine that measures
-    done = scaletrain("preflight", SMALL, *own, "--yes", "--json")
-    assert done.code == 0, done.err
+    done = scaletrain("preflight", SMALL, *own, "--yes", "--json", code=0)
     assert [rank["rank"] for rank in done.data["ranks"]] == [0, 1]
     assert all(rank["flops"] > 0 for rank in done.data["ranks"])
     assert done.data["all_reduce_seconds"] > 0

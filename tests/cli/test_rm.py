@@ -55,8 +55,7 @@ def test_nothing_is_deleted_in_a_dry_run_or_without_confirmation() -> None:
 def test_an_active_or_unknown_run_is_rejected_and_none_is_deleted(state: str, process: ProcessIdentity) -> None:
     prepare("finished", "over")
     prepare(state, "r1", process)
-    ended = scaletrain("rm", "over", "r1", "--yes")
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain("rm", "over", "r1", "--yes", code=ExitCode.USAGE)
     assert "r1" in ended.err
     assert ("scaletrain cancel r1" in ended.err) == (state != "unknown")
     assert {"over", "r1"} <= {path.name for path in runs_root().iterdir()}
@@ -108,8 +107,7 @@ def test_checkpoints_in_checkpoint_dir_are_deleted_only_on_request(asked: bool, 
     save(folder, 4)
     close_attempt(folder, ATTEMPT)
     (folder / "notes.txt").write_text("not a checkpoint")
-    ended = scaletrain("rm", "r1", "--yes", "--json", *(["--checkpoints"] if asked else []))
-    assert ended.code == 0, ended.err
+    ended = scaletrain("rm", "r1", "--yes", "--json", *(["--checkpoints"] if asked else []), code=0)
     (row,) = ended.data["deleted"]
     assert row["checkpoints_left"] == (None if asked else str(folder))
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", *([] if asked else ["step-00000004"])]
@@ -178,8 +176,7 @@ def test_files_that_cannot_be_deleted_are_named(monkeypatch: pytest.MonkeyPatch)
         real(path, **options)
 
     monkeypatch.setattr("os.unlink", immutable)
-    ended = scaletrain("rm", "r1", "--yes")
-    assert ended.code == ExitCode.CRASHED
+    ended = scaletrain("rm", "r1", "--yes", code=ExitCode.CRASHED)
     assert "r1 is no longer a run" in ended.err
     assert "Operation not permitted" in ended.err
     (left,) = runs_root().iterdir()
@@ -217,8 +214,7 @@ def test_an_unknown_state_is_rejected_and_an_empty_list_is_reported() -> None:
 
 def test_a_run_without_failures_reports_no_lost_steps(process: ProcessIdentity) -> None:
     prepare("running", "r1", process)
-    resumed = scaletrain("resume", "r1")
-    assert resumed.code == ExitCode.USAGE
+    resumed = scaletrain("resume", "r1", code=ExitCode.USAGE)
     assert "still active" in resumed.err
     assert "lost" not in resumed.err
     assert "left without" not in resumed.err
@@ -236,8 +232,7 @@ def test_completed_states_are_accepted_by_list() -> None:
 
 def test_each_event_has_a_sentence() -> None:
     prepare("failed", "r1")
-    shown = scaletrain("events", "r1")
-    assert shown.code == 0
+    shown = scaletrain("events", "r1", code=0)
     lines = shown.out.splitlines()
     assert lines[0].endswith("submitted       job 7 on local")
     assert lines[-1].endswith("attempt 1 ended with exit code 1, crash: it was so; none follows")

@@ -53,8 +53,7 @@ def test_a_dry_run_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hunter2")
     for scheduler in ("local", "slurm"):
         options = ["--set", f"cluster.scheduler={scheduler}", "--set", "secret_env=[HF_TOKEN]"]
-        ended = scaletrain("submit", SMALL, "--dry-run", *options)
-        assert ended.code == 0, ended.err
+        ended = scaletrain("submit", SMALL, "--dry-run", *options, code=0)
         assert "hunter2" not in ended.out + ended.err
 
 
@@ -199,8 +198,7 @@ def test_a_finished_run_continues_with_more_steps_and_a_branch_of_it_is_a_run_of
     assert "branch of r1, from step 2" in " ".join(scaletrain("status", "r2").out.split())
     again = scaletrain(*branch, 2, "--set", "training.steps=50", "--json")
     assert (again.code, again.data["created"]) == (0, False), again.err
-    resumed = scaletrain("resume", "r1", "--set", "training.steps=200", "--json")
-    assert resumed.code == 0, resumed.err
+    resumed = scaletrain("resume", "r1", "--set", "training.steps=200", "--json", code=0)
     assert resumed.data["checkpoint_step"] == 4
     schedule = resumed.data["resize"]["schedule"]
     assert (schedule["total_steps"], schedule["same_past"]) == ({"was": 100, "now": 200}, True)
@@ -212,8 +210,7 @@ def test_a_finished_run_continues_with_more_steps_and_a_branch_of_it_is_a_run_of
 @FORKED
 def test_resume_skips_a_damaged_checkpoint_and_counts_the_lost_steps(crashed: RunDir) -> None:
     (crashed.checkpoints / "step-00000006" / "shard-0").write_text("rotten")
-    resumed = scaletrain("resume", "r1", "--json")
-    assert resumed.code == 0, resumed.err
+    resumed = scaletrain("resume", "r1", "--json", code=0)
     assert (resumed.data["checkpoint_step"], resumed.data["steps_lost"]) == (4, 2)
     assert resumed.data["passed_over"][0].startswith("step-00000006/shard-0: ")
     assert ended().data["state"] == "finished"
@@ -226,8 +223,7 @@ def test_a_run_resumes_with_fewer_processes_after_it_is_planned_again() -> None:
     scaletrain("cancel", "r1")
     ended()
     revisions = runs_root() / "r1" / "revisions"
-    tried = scaletrain("resume", "r1", "--gpus-per-node", "1", "--dry-run")
-    assert tried.code == 0, tried.err
+    tried = scaletrain("resume", "r1", "--gpus-per-node", "1", "--dry-run", code=0)
     assert tried.out.endswith(f"{runs_root() / 'r1'} --engine {ENGINE}\n")
     assert not revisions.exists()
     resized = {"GPUs 1 x 2 = 2 1 x 1 = 1", "data parallel 2 1", "accumulation 1 2", "global batch 16 16"}
@@ -236,9 +232,7 @@ def test_a_run_resumes_with_fewer_processes_after_it_is_planned_again() -> None:
     assert (refused.code, revisions.exists()) == (ExitCode.USAGE, False)
     assert "--set training.seed = 7: was 42, and what is trained cannot change." in " ".join(refused.err.split())
     assert scaletrain("resume", "r1", "--gpus-per-node", "3").code == ExitCode.INFEASIBLE
-    resumed = scaletrain("resume", "r1", "--gpus-per-node", "1", "--json")
-    assert resumed.code == 0, resumed.err
-    after = resumed.data["resize"]["after"]
+    after = scaletrain("resume", "r1", "--gpus-per-node", "1", "--json", code=0).data["resize"]["after"]
     layout = after["layout"]
     assert (after["revision"], layout["world_size"], layout["gradient_accumulation_steps"]) == (1, 1, 2)
     assert ended().data["state"] == "finished"
@@ -335,7 +329,6 @@ def test_an_invalid_wait_time_is_rejected(time: str) -> None:
 
 
 def test_a_kubernetes_run_is_rejected_with_every_missing_setting() -> None:
-    ended = scaletrain("submit", SMALL, "--set", "cluster.scheduler=kubernetes")
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain("submit", SMALL, "--set", "cluster.scheduler=kubernetes", code=ExitCode.USAGE)
     assert "cluster.kubernetes.image: is missing" in ended.err
     assert "cluster.kubernetes.runs.claim: is missing" in ended.err

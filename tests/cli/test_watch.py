@@ -268,9 +268,7 @@ def test_steps_that_a_rollback_undid_are_counted_in_the_first_attempt_too(traine
 
 
 def test_without_a_terminal_it_prints_lines_until_the_run_has_ended(trained: RunDir) -> None:
-    ended = scaletrain("watch", "r1")
-    assert ended.code == 0
-    assert "finished  step 300 of 300 (100 %); loss 2.2" in ended.out.splitlines()[-1]
+    assert "finished  step 300 of 300 (100 %); loss 2.2" in scaletrain("watch", "r1", code=0).out.splitlines()[-1]
     streamed = scaletrain("watch", "r1", "--json")
     first, last = map(json.loads, streamed.out.splitlines())
     assert (first["state"], first["step"]) == ("finished", 300)

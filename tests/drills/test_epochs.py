@@ -33,8 +33,7 @@ def test_a_run_of_epochs_trains_its_steps_after_a_preemption(tmp_path: Path, mon
     rows = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("run.yaml").write_text(SPEC)
-    submitted = scaletrain("submit", "run.yaml", "--run-id", "r1", "--yes")
-    assert submitted.code == 0, submitted.err
+    submitted = scaletrain("submit", "run.yaml", "--run-id", "r1", "--yes", code=0)
     drill = Drill(RunDir(runs_root() / "r1"), LocalBackend())
     drill.wait_for_step(7)
     assert scaletrain("cancel", "r1").code == 0

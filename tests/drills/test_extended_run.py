@@ -82,16 +82,14 @@ def test_a_cool_down_branches_off_and_its_run_goes_on(dataset: Path, monkeypatch
     assert (refused.code, "there are those of steps 5, 10" in " ".join(refused.err.split())) == (2, True), refused.err
     sets = [word for key in ("name=wsd", "cooldown_steps=6") for word in ("--set", f"training.schedule.{key}")]
     words = ("--branch", "cooled", "--at", 10, *sets, "--set", "training.steps=21", "--yes", "--json")
-    branched = scaletrain("resume", main.run.path, *words)
-    assert branched.code == 0, branched.err
+    branched = scaletrain("resume", main.run.path, *words, code=0)
     assert branched.data["branch_of"] == {"run_id": main.run.run_id, "run_dir": str(main.run.path), "step": 10}
     assert branched.data["resize"]["schedule"]["same_past"] is True
     assert main.active(), "the main run goes on"
     cooled = Drill(RunDir(Path(branched.data["run_dir"])), main.scheduler)
     cooled.wait_for_end()
     main.wait_for_end()
-    extended = scaletrain("resume", main.run.path, *sets, "--set", "training.steps=30", "--yes", "--json")
-    assert extended.code == 0, extended.err
+    extended = scaletrain("resume", main.run.path, *sets, "--set", "training.steps=30", "--yes", "--json", code=0)
     assert (extended.data["checkpoint_step"], extended.data["steps_lost"]) == (20, 0)
     assert extended.data["resize"]["schedule"]["total_steps"] == {"was": 20, "now": 30}
     main.wait_for_end()

@@ -148,8 +148,7 @@ def test_a_run_moves_from_slurm_to_pods_to_this_machine_with_the_same_losses(
     reached = events(volume, "preempted")[-1]
     assert scaletrain("cancel", run_id, "--yes").code == 0
 
-    beside = scaletrain("resume", run_id, "--cluster", "here", "--yes")
-    assert beside.code == 2
+    beside = scaletrain("resume", run_id, "--cluster", "here", "--yes", code=2)
     assert f"--from-mirror {place}" in beside.err
     monkeypatch.delenv("SCALETRAIN_FAULT")
     back = resume(run_id, place, "here")

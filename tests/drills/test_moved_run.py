@@ -40,8 +40,7 @@ def test_a_run_that_was_taken_over_stops_in_its_first_place(
     first.wait_for(lambda: mirrored_steps(run_id)[-1:] == [10])
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "second"))
     monkeypatch.delenv("SCALETRAIN_FAULT")
-    moved = scaletrain("resume", run_id, "--from-mirror", PLACE, "--take-over", "--yes", "--gpus-per-node", "1")
-    assert moved.code == 0, moved.err
+    scaletrain("resume", run_id, "--from-mirror", PLACE, "--take-over", "--yes", "--gpus-per-node", "1", code=0)
     first.wait_for_end()
     assert first.step() < STEPS, "it stops at a checkpoint after the claim"
     (stopped,) = first.events("stopped")
@@ -56,6 +55,4 @@ def test_a_run_that_was_taken_over_stops_in_its_first_place(
     for mine, other in zip(second.losses(), undisturbed().losses(), strict=True):
         assert mine == pytest.approx(other, rel=1e-4), "the same samples on one device"
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "first"))
-    again = scaletrain("resume", run_id, "--yes")
-    assert again.code == 2
-    assert "continues in" in again.err
+    assert "continues in" in scaletrain("resume", run_id, "--yes", code=2).err

@@ -25,8 +25,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkingTree:
 
 
 def submitted(name: str) -> Drill:
-    done = scaletrain("submit", "run.yaml", "--run-id", name, *SHORT)
-    assert done.code == 0, done.err
+    scaletrain("submit", "run.yaml", "--run-id", name, *SHORT, code=0)
     return Drill(find_run(name), LocalBackend())
 
 

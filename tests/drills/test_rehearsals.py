@@ -172,8 +172,7 @@ def test_a_good_spec_passes_every_item(name: str, folder: Path, monkeypatch: pyt
 def test_the_verb_passes_a_good_recipe_within_three_minutes(folder: Path) -> None:
     """With the supervisor, which starts the second attempt after the injected preemption."""
     recipe = PROJECT / "recipes/vision-digits-cpu.yaml"
-    ended = scaletrain("rehearse", recipe, "--yes", "--budget", "30s", "--plot", "range.svg", "--json")
-    assert ended.code == 0, ended.out + ended.err
+    ended = scaletrain("rehearse", recipe, "--yes", "--budget", "30s", "--plot", "range.svg", "--json", code=0)
     answer = ended.data
     assert (answer["passed"], answer["complete"]) == (True, True)
     assert {item["item"] for item in answer["items"] if item["verdict"] == "passed"} == ITEMS.keys() - {"causality"}

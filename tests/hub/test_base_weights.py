@@ -48,12 +48,10 @@ def test_frozen_weights_of_the_hub_are_compared_where_this_machine_has_them_with
     forget()
     hub.log.clear()
     hub.add(tiny.MODEL, tiny.model_files(seed=1))  # the run keeps its commit
-    ended = scaletrain("checkpoint", "verify", "tuned")
-    assert ended.code == 1
+    ended = scaletrain("checkpoint", "verify", "tuned", code=1)
     assert [line.partition("/")[0] for line in ended.out.splitlines()] == ["step-00000002"]
     assert "model-00002-of-00002.safetensors is not the file that was in" in ended.out
     monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
-    ended = scaletrain("checkpoint", "verify", "tuned")
-    assert ended.code == 0
+    ended = scaletrain("checkpoint", "verify", "tuned", code=0)
     assert f"hf://{tiny.MODEL}@main is not in the hub cache of this machine" in " ".join(ended.err.split())
     assert not hub.log

@@ -38,9 +38,7 @@ def llama(hub: Hub) -> Hub:
 
 
 def test_a_model_is_planned_by_its_name_from_its_config_alone(llama: Hub) -> None:
-    ended = scaletrain("plan", NAME, "--gpus", "8", "--json")
-    assert ended.code == 0, ended.err
-    plan = json.loads(ended.out)
+    plan = json.loads(scaletrain("plan", NAME, "--gpus", "8", "--json", code=0).out)
     assert plan["model"]["parameters"] == 8_030_261_248  # the number that the hub shows for it
     assert plan["layout"]["world_size"] == 8
     assert {one.path.rpartition("/")[2] for one in llama.log if "/resolve/" in one.path} == {"config.json"}
@@ -52,15 +50,13 @@ def test_gpu_and_number_of_gpus_are_those_of_the_plan(llama: Hub) -> None:
     plan = json.loads(ended.out)
     assert plan["layout"]["world_size"] == 16
     assert 80e9 < plan["memory"]["capacity"] < 90e9
-    small = scaletrain("plan", NAME, "--gpus", "1", "--gpu", "rtx-4090")
-    assert small.code == 3
+    scaletrain("plan", NAME, "--gpus", "1", "--gpu", "rtx-4090", code=3)
     assert scaletrain("plan", NAME, "--gpus", "8", "--set", "layout.zero_stage=3", "--json").code == 0
 
 
 def test_the_plan_by_name_is_that_of_the_spec_that_init_writes(llama: Hub, tmp_path: Path) -> None:
     spec = tmp_path / "run.yaml"
-    written = scaletrain("init", NAME, str(spec), "--scheduler", "local", "--gpus-per-node", "8")
-    assert written.code == 0, written.err
+    scaletrain("init", NAME, str(spec), "--scheduler", "local", "--gpus-per-node", "8", code=0)
     found = load_spec(spec)
     assert (found.transformer.weights, found.data.tokenizer.path) == (NAME, NAME)
     assert found.transformer.rope_scaling is not None
@@ -95,14 +91,11 @@ def test_init_names_the_token_of_a_gated_model_and_keeps_a_revision(hub: Hub, mo
 )
 def test_what_cannot_be_planned_by_name_has_one_clear_error(llama: Hub, words: tuple[str, ...], expected: str) -> None:
     llama.add("meta/strange", {"config.json": b'{"model_type": "strange"}'})
-    ended = scaletrain(*words)
-    assert ended.code == 2
-    assert expected in " ".join(ended.err.split())
+    assert expected in " ".join(scaletrain(*words, code=2).err.split())
 
 
 def test_gpus_without_a_model_of_the_hub_is_refused(tmp_path: Path) -> None:
-    ended = scaletrain("plan", "recipes/llama-10m-cpu.yaml", "--gpus", "8")
-    assert ended.code == 2
+    ended = scaletrain("plan", "recipes/llama-10m-cpu.yaml", "--gpus", "8", code=2)
     assert "--gpus requires hf://org/name" in ended.err
 
 

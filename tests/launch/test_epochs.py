@@ -199,8 +199,7 @@ def test_the_points_of_a_sweep_have_steps_of_their_own(answers: Answers, tmp_pat
     answers(prepared(train_tokens=1 + 8 * 40))
     file = tmp_path / "run.yaml"
     file.write_text(SPEC.replace("steps: 20", "epochs: 1"))
-    ended = scaletrain("submit", file, "--sweep", "training.epochs=1,2.5", "--dry-run")
-    assert ended.code == 0
+    ended = scaletrain("submit", file, "--sweep", "training.epochs=1,2.5", "--dry-run", code=0)
     assert "training.epochs=1: 1 epoch of 40 sequences = 10 steps of 4" in ended.err
     assert "training.epochs=2.5: 2.5 epochs of 40 sequences = 25 steps of 4" in ended.err
 
@@ -279,6 +278,5 @@ def test_a_plan_of_steps_counts_rows_that_are_prepared(
         *("training.objective=sft", "training.steps=1872", "training.schedule.warmup_steps=0"),
         *(f"data.source={tmp_path}/rows.jsonl", f"data.packing={packing}"),
     )
-    ended = scaletrain("plan", file, *(f"--set={setting}" for setting in settings))
-    assert ended.code == 0, ended.err
+    ended = scaletrain("plan", file, *(f"--set={setting}" for setting in settings), code=0)
     assert f"{epochs}:" in " ".join(ended.out.split())

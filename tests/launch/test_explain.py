@@ -90,8 +90,7 @@ def test_a_crash_shows_the_reason_the_end_of_its_log_and_attempts_before(make_ru
     assert "-00000.log: " in reported(finding)
     assert "dying 1" in reported(finding)
     assert "attempts before it: 1 crash at step" in reported(finding)
-    shown = scaletrain("explain", made.run.run_id)
-    assert shown.code == 0
+    shown = scaletrain("explain", made.run.run_id, code=0)
     assert "attempt 2 ended: the program failed." in shown.out
     assert f"scaletrain logs {made.run.run_id}" in shown.out
     assert '"schema": "scaletrain.explain/v1"' in scaletrain("explain", made.run.run_id, "--json").out

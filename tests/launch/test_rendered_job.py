@@ -54,7 +54,6 @@ def test_objects_are_written_as_yaml_or_as_a_list_for_kubectl() -> None:
 def test_resume_shows_the_changes_of_the_rendered_job(make_run: MakeRun) -> None:
     made = make_run("cluster.scheduler=slurm")
     store_rendered_job(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
-    reported = scaletrain("resume", made.run.run_id, "--dry-run")
-    assert reported.code == 0, reported.err
+    reported = scaletrain("resume", made.run.run_id, "--dry-run", code=0)
     assert "-#SBATCH --nodes=9" in reported.err
     assert "+#SBATCH --nodes=1" in reported.err

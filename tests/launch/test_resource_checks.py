@@ -346,15 +346,12 @@ def test_validate_and_every_verb_that_starts_a_run_check(things: Path) -> None:
     text = SMALL.read_text().replace("source: python-stdlib", "source: nowhere")
     Path("run.yaml").write_text(text)
     for verb, options in (("submit", ("--yes",)), ("submit", ("--sweep", "training.seed=1,2")), ("train", ())):
-        refused = scaletrain(verb, "run.yaml", *options)
-        assert refused.code == ExitCode.USAGE
+        refused = scaletrain(verb, "run.yaml", *options, code=ExitCode.USAGE)
         assert "run.yaml:15 data.source = nowhere: no such file or folder." in refused.err
     assert not runs_root().exists()
-    wrong = scaletrain("validate", "run.yaml")
-    assert wrong.code == ExitCode.USAGE
+    wrong = scaletrain("validate", "run.yaml", code=ExitCode.USAGE)
     assert "run.yaml:15 data.source = nowhere: no such file or folder." in wrong.err
-    found = scaletrain("validate", "run.yaml", "--json")
-    assert found.code == ExitCode.USAGE
+    found = scaletrain("validate", "run.yaml", "--json", code=ExitCode.USAGE)
     document = json.JSONDecoder().raw_decode(found.out)[0]
     assert not document["valid"]
     assert [(each["key"], each["where"]) for each in document["missing"]] == [("data.source", "run.yaml:15")]
@@ -384,8 +381,7 @@ def test_a_resume_checks_again_but_no_initial_weights_after_a_checkpoint(make_ru
     Path("first").mkdir()
     made = make_run("data.source=corpus.txt", "model.weights=first", run_id="r1")
     Path("corpus.txt").unlink()
-    refused = scaletrain("resume", "r1", "--dry-run")
-    assert refused.code == ExitCode.USAGE
+    refused = scaletrain("resume", "r1", "--dry-run", code=ExitCode.USAGE)
     assert "data.source = corpus.txt: no such file" in refused.err
     assert "model.weights = first: holds neither model.safetensors nor" in refused.err
     with made.run.events.open("a") as events:

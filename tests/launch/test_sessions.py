@@ -68,8 +68,7 @@ def test_a_port_of_a_local_run_is_named_and_forwarded_only_to_another_one(sessio
         named = scaletrain("port-forward", made.run.path, port)
         assert (named.code, f"is at 127.0.0.1:{port} already" in named.err) == (ExitCode.DONE, True)
         sessions.forwards_a_port(port, reserved_port())
-        taken = scaletrain("port-forward", made.run.path, f"{port}:1")
-        assert taken.code == ExitCode.USAGE
+        taken = scaletrain("port-forward", made.run.path, f"{port}:1", code=ExitCode.USAGE)
         assert f"port {port} of this machine cannot be used" in taken.err
         server.kill()
 
@@ -92,9 +91,7 @@ def test_what_a_run_does_not_have_is_refused_and_nothing_starts(made: MadeRun) -
 def test_a_run_that_does_not_run_is_refused(make_run: MakeRun) -> None:
     made = make_run()
     for verb, words in (("exec", ("--", "true")), ("port-forward", ("8080",))):
-        refused = scaletrain(verb, made.run.path, *words)
-        assert refused.code == ExitCode.USAGE, refused.err
-        assert "does not run; its state is" in refused.err
+        assert "does not run; its state is" in scaletrain(verb, made.run.path, *words, code=ExitCode.USAGE).err
 
 
 def test_a_run_of_another_user_is_refused(make_run: MakeRun) -> None:
@@ -102,9 +99,7 @@ def test_a_run_of_another_user_is_refused(make_run: MakeRun) -> None:
         pytest.skip("only root can give a file away")
     made = make_run()
     os.chown(made.run.path, 12345, -1)
-    refused = scaletrain("exec", made.run.path, "--", "true")
-    assert refused.code == ExitCode.USAGE
-    assert "12345" in refused.err
+    assert "12345" in scaletrain("exec", made.run.path, "--", "true", code=ExitCode.USAGE).err
 
 
 class Running(LocalBackend):

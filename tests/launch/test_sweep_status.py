@@ -74,14 +74,12 @@ def test_runs_that_have_not_ended_are_canceled_the_last_first(runs: list[MadeRun
 
 def test_a_run_that_cannot_be_canceled_stops_no_other_and_sets_the_exit_code(runs: list[MadeRun], queue: Queue) -> None:
     queue.refused = ["s-3"]
-    reported = scaletrain("cancel", "s", "--yes")
-    assert reported.code == ExitCode.SCHEDULER
+    reported = scaletrain("cancel", "s", "--yes", code=ExitCode.SCHEDULER)
     assert "1 run of the sweep s could not be canceled" in reported.err
     assert "s-3: was started on another host" in reported.err
     assert queue.cancelled == ["s-4", "s-2", "s-1"]
     queue.refused = ()
-    again = scaletrain("cancel", "s", "--yes")
-    assert again.code == ExitCode.DONE
+    again = scaletrain("cancel", "s", "--yes", code=ExitCode.DONE)
     assert "canceled 1 run of the sweep s; 3 had already ended" in again.err
 
 

@@ -40,8 +40,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(tmp_path: Path, *runs: str) -> tuple[str, Page]:
-    ended = scaletrain("report", *runs, "-o", tmp_path / "report.html")
-    assert ended.code == 0, ended.err
+    scaletrain("report", *runs, "-o", tmp_path / "report.html", code=0)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     return text, Page(text)
 

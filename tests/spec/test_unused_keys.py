@@ -197,8 +197,7 @@ def test_the_line_in_the_file_is_named_and_the_command_ends_with_2() -> None:
         f"run.yaml:{line} guard.spike.retries = 7: has no effect with guard.spike.action = warn and guard.nan = stop. "
         "Remove it, or set guard.spike.action to rollback or set guard.nan to rollback."
     )
-    ended = scaletrain("validate", SMALL, "--set", "training.optimizer={name: sgd, momentum: 0.8}")
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain("validate", SMALL, "--set", "training.optimizer={name: sgd, momentum: 0.8}", code=ExitCode.USAGE)
     assert "momentum = 0.8: has no effect with training.optimizer.name = sgd. Remove it, or set" in ended.err
 
 

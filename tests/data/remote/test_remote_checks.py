@@ -94,21 +94,16 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     assert submit(WEB).code == 0
     (tmp_path / "corpus.txt").write_text("Some words in a text that is long enough.\n\n" * 3000)
     prepare_data(load_spec(_spec("corpus.txt")).data, runs_root(), 1, lambda phase, done, total: None)
-    uploaded = scaletrain("data", "upload", "run.yaml", f"s3://{BUCKET}/prepared")
-    assert uploaded.code == 0, uploaded.err
-    head, line = uploaded.out.splitlines()
+    head, line = scaletrain("data", "upload", "run.yaml", f"s3://{BUCKET}/prepared", code=0).out.splitlines()
     assert head == "data:"
     key, path = line.split(": ", 1)
     assert key == "  source"
     tokenizer = "  tokenizer: {kind: bpe, vocab_size: 4096}\n"
     assert tokenizer in SMALL.read_text()
     Path("run.yaml").write_text(SMALL.read_text().replace("  source: python-stdlib", line).replace(tokenizer, ""))
-    accepted = scaletrain("submit", "run.yaml", "--dry-run")
-    assert accepted.code == 0, accepted.err
+    scaletrain("submit", "run.yaml", "--dry-run", code=0)
     written = _spec(path)
-    planned = scaletrain("plan", written, "--json")
-    assert planned.code == 0, planned.err
-    (source,) = planned.data["data"]["sources"]
+    (source,) = scaletrain("plan", written, "--json", code=0).data["data"]["sources"]
     assert (source["exact"], source["files"]) == (True, 0)
     assert source["tokens"] > 20_000
     assert preparation_seconds(load_spec(written), runs_root()) == 0

@@ -75,21 +75,18 @@ def train(run: str, model: str, rows: list[dict[str, Any]], *options: str) -> No
     """`init --from` and `train` with a learning rate and a length that are enough for random weights."""
     Path(f"{run}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     here = ("--gpu=cpu", "--scheduler=local", "--gpus-per-node=1")
-    written = scaletrain("init", "--from", model, "--data", f"{run}.jsonl", *here, *options, f"{run}.yaml")
-    assert written.code == 0, written.err
+    scaletrain("init", "--from", model, "--data", f"{run}.jsonl", *here, *options, f"{run}.yaml", code=0)
     changes = {
         **{"training.steps": 200, "training.epochs": "null", "training.global_batch_size": 10},
         **{"training.optimizer.lr": 3e-3, "training.precision": "fp32", "model.seq_len": 256},
         **{"training.schedule.warmup_steps": 10, "data.validation_split": 0.0, "evaluation.every": 0},
     }
     settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    trained = scaletrain("train", f"{run}.yaml", "--run-id", run, *settings)
-    assert trained.code == 0, trained.err
+    scaletrain("train", f"{run}.yaml", "--run-id", run, *settings, code=0)
 
 
 def exported(run: str, folder: str, *options: str) -> str:
-    ended = scaletrain("checkpoint", "export", run, "-o", folder, *options)
-    assert ended.code == 0, ended.err
+    scaletrain("checkpoint", "export", run, "-o", folder, *options, code=0)
     return folder
 
 
@@ -109,8 +106,7 @@ def test_ten_learned_answers_are_generated_and_end(name: str, tmp_path: Path, mo
         model = exported("base", "tuned", "--dtype", "fp32")
     train("chats", model, rows_of(name, ANSWERS), *["--lora"] * (name == LORA))
 
-    sampled = scaletrain("checkpoint", "sample", "chats", *QUESTIONS, "--max-tokens", "64", "--json")
-    assert sampled.code == 0, sampled.err
+    sampled = scaletrain("checkpoint", "sample", "chats", *QUESTIONS, "--max-tokens", "64", "--json", code=0)
     found = sampled.data["answers"]
     assert [answer["stopped"] for answer in found] == [True] * 10
     assert [answer["text"].rpartition("</think>")[2].strip() for answer in found] == ANSWERS

@@ -203,8 +203,7 @@ def test_the_screen_of_a_run_has_sources_documents_and_the_part_in_the_loss(
         return step_view.run_command(words)
 
     monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", here)
-    ended = scaletrain("data", "show", run.path, "--step", "2", "--rank", "1", "--count", "1")
-    assert ended.code == 0, ended.err
+    ended = scaletrain("data", "show", run.path, "--step", "2", "--rank", "1", "--count", "1", code=0)
     assert ended.out.startswith("step 2 (batch 3 of the data): 1 of 4 samples of rank 1\n")
     assert re.search(r"\nsample 18  (web|code), sequence \d+; micro-batch 1, replica 1\n", ended.out)
     assert "<|endoftext|>]]\ntokens " in ended.out

@@ -62,8 +62,7 @@ def test_both_stages_learn_and_the_export_answers_in_transformers(tmp_path: Path
         STAGES.replace("start_step: 5, lr: 2.0e-3", "start_step: 21, lr: 5.0e-3"),
     )
     sets = [word for each in own for word in ("--set", each)]
-    ended = scaletrain("train", tmp_path / "colors.yaml", "--run-id", "r1", *sets)
-    assert ended.code == 0, ended
+    scaletrain("train", tmp_path / "colors.yaml", "--run-id", "r1", *sets, code=0)
     run = RunDir(tmp_path / "r1")
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -80,8 +79,7 @@ def test_both_stages_learn_and_the_export_answers_in_transformers(tmp_path: Path
     assert [Path(answer["sample"]).stem for answer in answers] == [answer["expected"] for answer in answers]
     assert all("Which color has" in answer["prompt"] for answer in answers)
 
-    ended = scaletrain("checkpoint", "export", "r1", "--output", tmp_path / "out", "--dtype", "fp32")
-    assert ended.code == 0, ended
+    scaletrain("checkpoint", "export", "r1", "--output", tmp_path / "out", "--dtype", "fp32", code=0)
     processor: Any = transformers.LlavaProcessor.from_pretrained(tmp_path / "out")
     theirs: Any = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
     question = [{"role": "user", "content": "<image>\nWhich color has 1?"}]

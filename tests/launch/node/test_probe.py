@@ -68,8 +68,7 @@ def test_a_probe_returns_the_facts_of_its_node_and_writes_to_the_runs_root(tmp_p
 
 @pytest.mark.parametrize("options", [[], ["--set", "cluster.scheduler=slurm", "--dry-run"]])
 def test_a_probe_without_slurm_or_without_sending_anything_is_a_usage_error(options: list[str]) -> None:
-    ended = scaletrain("submit", SMALL, "--probe", *options)
-    assert ended.code == 2
+    ended = scaletrain("submit", SMALL, "--probe", *options, code=2)
     assert "--probe requires cluster.scheduler = slurm" in ended.err
 
 

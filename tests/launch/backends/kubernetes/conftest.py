@@ -81,9 +81,10 @@ def put_cluster(api: FakeApi) -> None:
         api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": allocatable}}, namespace="")
 
 
-def submit_small(*more: str, settings: Iterable[str] = SETTINGS) -> Ended:
+def submit_small(*more: str, settings: Iterable[str] = SETTINGS, code: int | None = None) -> Ended:
     """Submit a small run, r1, by its command line."""
-    return scaletrain("submit", SMALL, "--run-id", "r1", *(f"--set={setting}" for setting in settings), *more)
+    words = ("--run-id", "r1", *(f"--set={setting}" for setting in settings), *more)
+    return scaletrain("submit", SMALL, *words, code=code)
 
 
 def put_pods(api: FakeApi, *pods: dict[str, Any]) -> None:

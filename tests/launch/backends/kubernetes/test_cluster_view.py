@@ -214,9 +214,7 @@ def filled(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fak
 
 
 def ask() -> Any:
-    answer = scaletrain("status", "--cluster", "--json")
-    assert answer.code == 0, answer.err
-    return answer.data
+    return scaletrain("status", "--cluster", "--json", code=0).data
 
 
 @pytest.mark.usefixtures("filled")

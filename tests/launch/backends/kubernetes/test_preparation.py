@@ -113,9 +113,7 @@ def status() -> dict[str, Any]:
 
 
 def test_the_gang_is_created_after_the_job_that_prepares_its_data(controller: Controller) -> None:
-    sent = submit()
-    assert sent.code == ExitCode.DONE, sent.err
-    assert "prepared on the nodes' volume by a job of 1 task on CPU nodes" in sent.err
+    assert "prepared on the nodes' volume by a job of 1 task on CPU nodes" in submit(code=ExitCode.DONE).err
     assert controller.order == ["ConfigMap r1-s1-data-spec", "Job r1-s1-data", "ConfigMap r1-s1-run", "JobSet r1-s1"]
     (job,) = controller.jobs
     texts = next(one for one in controller.api.all("configmaps") if one["metadata"]["name"] == "r1-s1-data-spec")
@@ -129,9 +127,7 @@ def test_the_gang_is_created_after_the_job_that_prepares_its_data(controller: Co
 def test_a_failed_preparation_creates_no_gang_and_is_explained(controller: Controller) -> None:
     controller.end = "failed"
     controller.line = preparation_end_line(UsageError("/data/web.jsonl:7: not JSON"), None)
-    sent = submit()
-    assert sent.code == ExitCode.USAGE, sent.err
-    assert "/data/web.jsonl:7: not JSON" in sent.err
+    assert "/data/web.jsonl:7: not JSON" in submit(code=ExitCode.USAGE).err
     assert not controller.api.all("jobsets")
     found = status()
     assert found["state"] == "failed"
@@ -140,8 +136,7 @@ def test_a_failed_preparation_creates_no_gang_and_is_explained(controller: Contr
     assert "/data/web.jsonl:7: not JSON" in explained
     assert "scaletrain resume r1" in explained
     controller.end = "prepared"
-    resumed = scaletrain("resume", "r1", "--yes")
-    assert resumed.code == ExitCode.DONE, resumed.err
+    scaletrain("resume", "r1", "--yes", code=ExitCode.DONE)
     assert [job["metadata"]["name"] for job in controller.jobs] == ["r1-s1-data", "r1-s1-data2"]
     assert controller.api.all("jobsets")
     assert status()["state"] == "queued"
@@ -159,8 +154,7 @@ def test_an_interrupted_submit_resumes_the_same_job(controller: Controller, monk
     controller.end = "prepared"
     controller.act(job)
     assert "the training job does not exist yet" in status()["why"]
-    resumed = scaletrain("resume", "r1", "--yes")
-    assert resumed.code == ExitCode.DONE, resumed.err
+    scaletrain("resume", "r1", "--yes", code=ExitCode.DONE)
     assert len(controller.jobs) == 1
     assert [one["metadata"]["name"] for one in controller.api.all("jobsets")] == ["r1-s1"]
 
@@ -199,8 +193,7 @@ def test_a_submitter_whose_job_waits_or_ends_says_so(controller: Controller, mon
 
     controller.end = ""
     monkeypatch.setattr(preparation, "_pause", next_look)
-    sent = submit()
-    assert sent.code == ExitCode.SCHEDULER
+    sent = submit(code=ExitCode.SCHEDULER)
     assert said in sent.err
     assert "job/r1-s1-data waits in a queue of Kueue" in sent.err
     assert "was deleted" in sent.err
@@ -214,8 +207,7 @@ def test_cancel_ends_it_and_a_resume_prepares_again(controller: Controller, monk
     assert status()["state"] == "cancelled"
     controller.api.forget("pods")
     controller.end = "prepared"
-    resumed = scaletrain("resume", "r1", "--yes")
-    assert resumed.code == ExitCode.DONE, resumed.err
+    scaletrain("resume", "r1", "--yes", code=ExitCode.DONE)
     assert status()["state"] == "queued"
     assert controller.api.all("jobsets")
 
@@ -225,8 +217,7 @@ def test_rm_deletes_the_job_of_a_failed_preparation(controller: Controller) -> N
     assert submit().code == ExitCode.CRASHED  # without a line that says why
     assert "pod r1-s1-data-0-abcde" in status()["why"]
     controller.api.forget("pods")
-    removed = scaletrain("rm", "r1", "--yes")
-    assert removed.code == ExitCode.DONE, removed.err
+    scaletrain("rm", "r1", "--yes", code=ExitCode.DONE)
     assert not controller.jobs
     assert not [one for one in controller.api.all("configmaps") if one["metadata"]["name"].startswith("r1")]
 
@@ -240,8 +231,7 @@ def test_a_dry_run_shows_the_job_and_the_gang(controller: Controller) -> None:
 
 def test_data_of_later_runs_are_prepared_by_a_job(controller: Controller) -> None:
     settings = [f"--set={setting}" for setting in SETTINGS]
-    made = scaletrain("data", "prepare", SMALL, *settings, "--submit")
-    assert made.code == ExitCode.DONE, made.err
+    made = scaletrain("data", "prepare", SMALL, *settings, "--submit", code=ExitCode.DONE)
     assert made.out.strip() == f"job/{controller.jobs[0]['metadata']['name']}"
 
 
@@ -312,8 +302,7 @@ def test_epochs_are_counted_by_the_pods_that_prepare_the_data(
             controller.api.logs[f"{job['metadata']['name']}-0-abcde"] = [f"2026-01-01T00:00:00Z {line}"]
 
     monkeypatch.setattr(controller, "act", count)
-    sent = submit(*EPOCHS)
-    assert sent.code == ExitCode.DONE, sent.err
+    sent = submit(*EPOCHS, code=ExitCode.DONE)
     assert "3 epochs of 1,000 sequences = 188 steps of 16" in sent.err
     assert "counted in steps before the run is planned" in sent.err
     first, *_, last = controller.order
@@ -332,7 +321,5 @@ def test_epochs_whose_preparation_is_not_seen_to_its_end_create_no_run(
     assert "the output of its pods, which has their size, cannot be read" in submit(*EPOCHS).err
     controller.end = "failed"
     controller.line = preparation_end_line(UsageError("/data/web.jsonl:7: not JSON"), None)
-    sent = submit(*EPOCHS)
-    assert sent.code == ExitCode.USAGE
-    assert "/data/web.jsonl:7: not JSON" in sent.err
+    assert "/data/web.jsonl:7: not JSON" in submit(*EPOCHS, code=ExitCode.USAGE).err
     assert not (runs_root() / "r1").exists()

@@ -29,9 +29,7 @@ def ready(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake
 
 
 def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> None:
-    sent = submit("--json")
-    assert sent.code == ExitCode.DONE, sent.err
-    assert sent.data["job_id"] == "jobset/r1-s1"
+    assert submit("--json", code=ExitCode.DONE).data["job_id"] == "jobset/r1-s1"
     put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
     ready.logs["r1-s1-node-0-0-abcde"] = [
         f"2026-11-21T10:00:00Z {attempt_start_line(1, shared=False)}",
@@ -43,15 +41,11 @@ def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> 
     assert (status["state"], status["step"], status["why"]) == ("running", 7, "all 2 pods running")
     assert "step      7/100" in scaletrain("logs", "r1").out
     assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
-    refused = scaletrain("resume", "r1", "--yes")
-    assert refused.code == ExitCode.USAGE
-    assert "still active" in refused.err
+    assert "still active" in scaletrain("resume", "r1", "--yes", code=ExitCode.USAGE).err
     ready.forget("jobsets", "pods")
     assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
     assert "step      7/100" in scaletrain("logs", "r1", "--rank", "0").out  # of deleted pods
-    resumed = scaletrain("resume", "r1", "--yes", "--json")
-    assert resumed.code == ExitCode.DONE, resumed.err
-    assert resumed.data["job_id"] == "jobset/r1-s2"
+    assert scaletrain("resume", "r1", "--yes", "--json", code=ExitCode.DONE).data["job_id"] == "jobset/r1-s2"
 
 
 def test_without_the_volume_each_verb_that_shows_a_run_says_what_cannot_be_had(ready: FakeApi, tmp_path: Path) -> None:
@@ -67,15 +61,13 @@ def test_without_the_volume_each_verb_that_shows_a_run_says_what_cannot_be_had(r
     seen = scaletrain("watch", "r1", "--once", "--json").data
     assert (seen["state"], seen["step"], seen["findings"], seen["hardware"]) == ("running", 7, [], None)
 
-    diagnosed = scaletrain("diagnose", "r1")
-    assert diagnosed.code == ExitCode.DONE
+    diagnosed = scaletrain("diagnose", "r1", code=ExitCode.DONE)
     assert "no step to diagnose" in diagnosed.out
     assert "`scaletrain diagnose r1` in a pod that mounts it" in " ".join(diagnosed.out.split())
     answer = scaletrain("diagnose", "r1", "--json").data
     assert (answer["findings"], [each["code"] for each in answer["not_concluded"]]) == ([], ["diagnosis.elsewhere"])
 
-    refused = scaletrain("profile", "r1", "--json")
-    assert refused.code == ExitCode.USAGE
+    refused = scaletrain("profile", "r1", "--json", code=ExitCode.USAGE)
     assert refused.data["error"]["reason"]["code"] == "launch.profile-unmounted"
 
     page = tmp_path / "report.html"
@@ -90,8 +82,7 @@ def test_an_unanswered_submission_is_shown_explained_and_cancelled(ready: FakeAp
     unavailable = (503, status(503, "ServiceUnavailable", "later"))
     ready.lost[("create", "jobsets")] = 1
     ready.after_lost = {("get", "jobsets"): unavailable, ("patch", "jobsets"): unavailable}
-    sent = submit("--yes")
-    assert sent.code == ExitCode.SCHEDULER
+    sent = submit("--yes", code=ExitCode.SCHEDULER)
     assert "`scaletrain status r1` looks for its job" in " ".join(sent.err.split())
     ready.after_lost, ready.refusals = {}, {}
     put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
@@ -106,8 +97,7 @@ def test_an_unanswered_submission_is_shown_explained_and_cancelled(ready: FakeAp
 
 
 def test_a_preflight_that_fails_leaves_no_run(ready: FakeApi, tmp_path: Path) -> None:
-    refused = submit("--set", "cluster.kubernetes.pod_priority=none-such", "--yes")
-    assert refused.code == ExitCode.SCHEDULER
+    refused = submit("--set", "cluster.kubernetes.pod_priority=none-such", "--yes", code=ExitCode.SCHEDULER)
     assert "there is no such PriorityClass" in refused.err
     assert not list(tmp_path.glob("runs/*"))
     assert not ready.all("jobsets")
@@ -120,20 +110,16 @@ def test_a_resume_that_can_never_start_is_refused_and_changes_nothing(ready: Fak
     del ready.objects[("", "persistentvolumeclaims", "ml", "runs")]
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     asked = len(ready.objects)
-    refused = scaletrain("resume", "r1", "--yes")
-    assert refused.code == ExitCode.SCHEDULER, refused.err
-    assert "runs.claim = runs" in refused.err
+    assert "runs.claim = runs" in scaletrain("resume", "r1", "--yes", code=ExitCode.SCHEDULER).err
     assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
     assert len(ready.objects) == asked
 
 
 def test_a_resume_is_checked_with_the_kept_code_instead_of_the_working_tree(ready: FakeApi, tree: WorkingTree) -> None:
-    sent = submit("--yes", "--set", f"code.path={json.dumps(str(tree.folder))}")
-    assert sent.code == ExitCode.DONE, sent.err
+    submit("--yes", "--set", f"code.path={json.dumps(str(tree.folder))}", code=ExitCode.DONE)
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
     shutil.rmtree(tree.folder)
-    resumed = scaletrain("resume", "r1", "--yes")
-    assert resumed.code == ExitCode.DONE, resumed.err
+    scaletrain("resume", "r1", "--yes", code=ExitCode.DONE)
 
 
 def test_the_confirmation_shows_the_job_its_place_and_possible_start(ready: FakeApi) -> None:
@@ -170,9 +156,7 @@ def test_following_shows_pods_that_end_before_their_attempt(ready: FakeApi, more
     put_pods(ready, ended("r1-s1", 0, 1))
     ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
-    followed = scaletrain("logs", "r1", "--follow", *more)
-    assert followed.code == ExitCode.DONE
-    assert "No module named scaletrain_cli" in followed.out
+    assert "No module named scaletrain_cli" in scaletrain("logs", "r1", "--follow", *more, code=ExitCode.DONE).out
 
 
 def test_a_resume_reports_checkpoints_on_an_unmounted_volume_as_unknown(ready: FakeApi) -> None:
@@ -218,15 +202,13 @@ def test_cancel_with_force_deletes_only_the_pods_of_a_dead_node(ready: FakeApi) 
     well = {"conditions": [condition("Ready")]}
     ready.put("nodes", {"metadata": {"name": "n1"}, "status": well}, namespace="")
     assert "node n0 is unreachable" in scaletrain("status", "r1").out.replace("\n", " ")
-    ended = scaletrain("cancel", "r1", "--yes", "--force")
-    assert ended.code == ExitCode.DONE, ended.err
+    ended = scaletrain("cancel", "r1", "--yes", "--force", code=ExitCode.DONE)
     assert f"removed {dead['metadata']['name']}" in ended.err
     assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
 
 
 def test_force_is_refused_for_other_back_ends(make_run: MakeRun) -> None:
-    ended = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
-    assert ended.code == ExitCode.USAGE
+    ended = scaletrain("cancel", make_run().run.run_id, "--yes", "--force", code=ExitCode.USAGE)
     assert "--force has no effect on this machine" in ended.err
 
 
@@ -285,6 +267,4 @@ def test_a_session_is_started_by_kubectl(ready: FakeApi, tmp_path: Path, monkeyp
     assert words[5:8] == ["--container=node", "--", "python"]
     assert words[-4:] == ["scaletrain_cli.launch.node.command", "/runs/r1", "--node-rank", "1"]
     ready.forget("pods")
-    gone = scaletrain("exec", "r1", "--", "true")
-    assert gone.code == ExitCode.USAGE
-    assert "does not run" in gone.err
+    assert "does not run" in scaletrain("exec", "r1", "--", "true", code=ExitCode.USAGE).err

@@ -96,8 +96,7 @@ def volume(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 @pytest.fixture
 def run(volume: Path, api: FakeApi, tmp_path: Path) -> RunDir:
     """Submit a run; return its directory on the volume, with an attempt that has trained 40 steps and saved nothing."""
-    sent = submit_small("--yes")
-    assert sent.code == ExitCode.DONE, sent.err
+    submit_small("--yes", code=ExitCode.DONE)
     documents = next(body for body in api.all("configmaps"))["data"]
     folder = tmp_path / "documents"
     folder.mkdir()
@@ -420,8 +419,7 @@ def test_following_ends_without_the_volume(volume: Path, api: FakeApi, tmp_path:
     kept = [setting for setting in SETTINGS if "runs.claim" not in setting and "nodes" not in setting]
     settings = [*kept, "cluster.nodes=1", "cluster.kubernetes.runs.per_pod=true", "checkpoint.dir=/kept/checkpoints"]
     settings.append("cluster.kubernetes.volumes=[{claim: runs, path: /kept}]")
-    sent = submit_small("--yes", settings=settings)
-    assert sent.code == ExitCode.DONE, sent.err
+    submit_small("--yes", settings=settings, code=ExitCode.DONE)
     over(api)
     following = started(*verb, "r1", output=tmp_path / "shown")
     try:

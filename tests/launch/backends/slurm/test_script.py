@@ -331,13 +331,10 @@ def test_secrets_reach_neither_the_script_nor_slurm(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("https_proxy", f"http://user:{SECRET}@proxy:3128")
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     sets = ["--set", "cluster.scheduler=slurm", "--set", "secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]"]
-    shown = scaletrain("submit", CPU_RECIPE, "--dry-run", *sets)
-    assert shown.code == 0
+    shown = scaletrain("submit", CPU_RECIPE, "--dry-run", *sets, code=0)
     assert SECRET not in shown.out + shown.err
 
-    submitted = scaletrain("submit", CPU_RECIPE, "--yes", "--json", *sets)
-    assert submitted.code == 0, submitted.err
-    run = Path(submitted.data["run_dir"])
+    run = Path(scaletrain("submit", CPU_RECIPE, "--yes", "--json", *sets, code=0).data["run_dir"])
     holders = [path for path in run.rglob("*") if path.is_file() and SECRET in path.read_text()]
     assert holders == [run / "secrets.json"]
     assert holders[0].stat().st_mode & 0o777 == 0o600
