@@ -180,10 +180,7 @@ ILL: dict[str, tuple[Case, str]] = {
         "loss-spikes",
     ),
     "nan": (case(events=NAN), "not-finite"),
-    "learning rate too high": (
-        case("training.optimizer.lr=0.2", loss=rises_at_the_start),
-        "learning-rate-too-high",
-    ),
+    "learning rate too high": (case("training.optimizer.lr=0.2", loss=rises_at_the_start), "learning-rate-too-high"),
     "no warm-up": (case("training.schedule.warmup_steps=0", loss=rises_at_the_start), "warm-up-too-short"),
     "learning rate too low": (
         case("training.optimizer.lr=2.0e-6", loss=lambda step: 10.4 - 0.0003 * step),
@@ -230,14 +227,8 @@ ILL: dict[str, tuple[Case, str]] = {
         case(events=[{"event": "stragglers", "step": 40, "rank": 1, "seconds": 0.5, "others_seconds": 0.1}]),
         "slow-rank",
     ),
-    "slower than planned": (
-        case(step_seconds=lambda step: 2 * planned()[1].time.step),
-        "slower-than-plan",
-    ),
-    "slowing down": (
-        case(step_seconds=lambda step: planned()[1].time.step * (1 + (step > 500))),
-        "slowing-down",
-    ),
+    "slower than planned": (case(step_seconds=lambda step: 2 * planned()[1].time.step), "slower-than-plan"),
+    "slowing down": (case(step_seconds=lambda step: planned()[1].time.step * (1 + (step > 500))), "slowing-down"),
     "leak": (case(memory_bytes=lambda step: 2e10 + step * 4e7), "memory-grows-full"),
     "slow saves": (
         case(events=[{"event": "checkpoint", "step": 20 * n, "seconds": 90, "blocked_seconds": 80} for n in range(9)]),

@@ -26,11 +26,7 @@ def mirrored_steps(run_id: str) -> list[int]:
 
 
 def test_a_run_that_was_taken_over_stops_in_its_first_place(
-    s3: FaultyProxy,
-    dataset: Path,
-    undisturbed: Undisturbed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    s3: FaultyProxy, dataset: Path, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "first"))
     # Time for the command below and for the mirroring process, which has a low priority.

@@ -19,14 +19,7 @@ from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import (
-    STEPS,
-    Drill,
-    assert_same_run,
-    differences,
-    slowed,
-    submit_drill,
-)
+from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, slowed, submit_drill
 
 pytestmark = pytest.mark.drill
 LAST_MOMENT = STEPS - 14

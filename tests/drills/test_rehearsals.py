@@ -182,10 +182,7 @@ def test_the_verb_passes_a_good_recipe_within_three_minutes(folder: Path) -> Non
 
 @pytest.mark.parametrize(("name", "budget_seconds"), [("llama-10m-cpu", 100.0), ("vision-digits-cpu", 20.0)])
 def test_the_suggested_rate_is_near_the_best_of_a_recorded_sweep(
-    name: str,
-    budget_seconds: float,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, budget_seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file has the command of each sweep; it was run once."""
     sweep = json.loads((Path(__file__).parent / "learning_rate_sweeps.json").read_text())["sweeps"][name]

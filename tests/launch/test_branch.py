@@ -14,13 +14,7 @@ from scaletrain_cli.launch.branch import find_branch
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.checkpoints import latest_valid
-from scaletrain_cli.rundir.journal import (
-    has_committed,
-    read_events,
-    read_metrics,
-    read_rollbacks,
-    record_event,
-)
+from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, read_rollbacks, record_event
 from scaletrain_cli.rundir.paths import RunDir, list_runs
 from scaletrain_cli.rundir.record import BranchPoint, read_record
 from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint

@@ -18,12 +18,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submission import read_submission
-from scaletrain_cli.launch.submit import (
-    create_run,
-    make_record,
-    new_run_id,
-    submit_run,
-)
+from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root

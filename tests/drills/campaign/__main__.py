@@ -155,17 +155,9 @@ def _elastic(dataset: Path, options: argparse.Namespace, chance: random.Random) 
     tried = f"{found.reshards} changes: {chains}; {found.values:,} values"
     strays = [f"{found.loss:.1e}"] if found.loss > _LARGEST_LOSS_DIFFERENCE else []
     return [
-        Line(
-            "after a change of layout, weights and moments are equal value by value",
-            tried,
-            found.other_values,
-        ),
+        Line("after a change of layout, weights and moments are equal value by value", tried, found.other_values),
         Line("each step then trains on the same samples", tried, found.other_samples),
-        Line(
-            f"the final loss is that of the undisturbed run (largest difference {found.loss:.0e})",
-            tried,
-            strays,
-        ),
+        Line(f"the final loss is that of the undisturbed run (largest difference {found.loss:.0e})", tried, strays),
     ]
 
 

@@ -281,10 +281,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"image": "red.png"}, "it has 2 places of images in its text and 1 images"),
     ({"image": None}, "it has 2 places of images in its text and 0 images"),
     ({"image": [1, 2]}, "the column image must be the path of an image, its bytes"),
-    (
-        {"image": ["red.png", "none.png"]},
-        "none.png: there is no such file. Set data.images.folder to the folder",
-    ),
+    ({"image": ["red.png", "none.png"]}, "none.png: there is no such file. Set data.images.folder to the folder"),
     ({"image": ["red.png", "rows.json"]}, "not an image in one of the formats"),
 ]
 

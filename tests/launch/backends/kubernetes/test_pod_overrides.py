@@ -10,13 +10,7 @@ from scaletrain_cli.launch.backends.kubernetes.pod import preparation_template, 
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import merged, unknown_fields
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
-from tests.launch.backends.kubernetes.rendering import (
-    IMAGE,
-    recipe,
-    rendered,
-    rendered_recipe,
-    template_of,
-)
+from tests.launch.backends.kubernetes.rendering import IMAGE, recipe, rendered, rendered_recipe, template_of
 from tests.launch.conftest import PROJECT
 
 NAME = "llama-7b-h100"

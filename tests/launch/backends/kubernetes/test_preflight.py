@@ -296,11 +296,7 @@ def test_a_quota_that_may_not_be_read_is_known_from_the_dry_run(preflight: Notes
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        ["cluster.kubernetes.cpu_limit=requested"],
-        ["cluster.kubernetes.cpus_per_node=96"],
-        ["cluster.cpus_per_gpu=12"],
-    ],
+    [["cluster.kubernetes.cpu_limit=requested"], ["cluster.kubernetes.cpus_per_node=96"], ["cluster.cpus_per_gpu=12"]],
 )
 def test_pods_with_cpu_limits_are_admitted_by_a_quota(preflight: Notes, api: FakeApi, settings: list[str]) -> None:
     put_quota(api, "limits.cpu", "requests.cpu", "limits.memory", "requests.memory")

@@ -63,8 +63,7 @@ def test_a_recorded_end_is_one_everywhere(machine: Machine, make_run: MakeRun, m
 
 
 @pytest.mark.parametrize(
-    ("machine", "state"),
-    [(FIRST, "running"), (RENAMED, "running"), (RENAMED_AND_BOOTED, "ended"), (OTHER, "unknown")],
+    ("machine", "state"), [(FIRST, "running"), (RENAMED, "running"), (RENAMED_AND_BOOTED, "ended"), (OTHER, "unknown")]
 )
 def test_a_run_lives_on_the_machine_and_the_boot_that_started_it(
     machine: Machine, state: str, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch

@@ -10,13 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.attempts import (
-    begin_attempt,
-    growth_requests,
-    read_attempt,
-    read_stop_request,
-    request_stop,
-)
+from scaletrain_cli.launch.attempts import begin_attempt, growth_requests, read_attempt, read_stop_request, request_stop
 from scaletrain_cli.launch.backends.slurm import growth, job
 from scaletrain_cli.launch.backends.slurm.growth import GrowthWatch, growths_in_vain, read_idle_nodes, waiting_jobs
 from scaletrain_cli.launch.backends.slurm.job import main

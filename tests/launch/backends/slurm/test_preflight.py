@@ -9,13 +9,7 @@ import pytest
 from scaletrain_cli.launch.backends.slurm import site as site_module
 from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import (
-    Site,
-    binding_qos,
-    cores_per_gpu,
-    limit_factor,
-    preemption_rule,
-)
+from scaletrain_cli.launch.backends.slurm.site import Site, binding_qos, cores_per_gpu, limit_factor, preemption_rule
 from scaletrain_cli.launch.backends.slurm.tables import (
     Limit,
     Partition,

@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.tables import (
-    gpus,
-    limit_seconds,
-    partitions,
-    reservations,
-)
+from scaletrain_cli.launch.backends.slurm.tables import gpus, limit_seconds, partitions, reservations
 
 ANSWERS = Path(__file__).parent / "slurm_answers"
 
