@@ -1,15 +1,13 @@
-"""Parameter counts and FLOPs against torch modules on the meta device, for every trait that a transformer may have."""
+"""Parameters of every trait that a transformer may have, written out; counts and FLOPs of transformers' models."""
 
 import itertools
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from scaletrain_cli.plan.architecture import active_parameter_count, parameter_count, training_flops_per_token
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of
 
@@ -23,6 +21,7 @@ TRAITS: list[dict[str, Any]] = [
     )
 ]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 80, "first_k_dense_replace": 1}
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
 TRAITS += [
     {"qk_norm": True},
@@ -30,9 +29,21 @@ TRAITS += [
     {"norm": "layernorm", "norm_bias": False, "embedding_norm": True, "position_embedding": "alibi"},
     EXPERTS,
     EXPERTS | {"gated_mlp": False, "bias": True},
-    EXPERTS | {"shared_expert_intermediate_size": 80, "first_k_dense_replace": 1},
+    SHARED,
     LATENT,
-    LATENT | EXPERTS | {"q_lora_rank": 20, "shared_expert_intermediate_size": 48, "first_k_dense_replace": 2},
+    SHARED | LATENT | {"q_lora_rank": 20},
+]
+OF_TRANSFORMERS: list[tuple[str, dict[str, Any]]] = [
+    ("llama-7b", {}),
+    ("gpt2", {"num_key_value_heads": 4}),
+    ("mixtral-8x7b", EXPERTS),
+    ("gpt-oss-20b", EXPERTS),
+    ("llama-7b", LATENT),
+    ("deepseek-v2-lite", SHARED | LATENT | {"shared_expert_intermediate_size": 96}),
+    (
+        "deepseek-v3",
+        SHARED | LATENT | {"q_lora_rank": 20, "shared_expert_intermediate_size": 48, "n_group": 2, "topk_group": 1},
+    ),
 ]
 
 
@@ -40,151 +51,62 @@ def small(traits: dict[str, Any]) -> ModelSpec:
     return model_of("llama-7b", **SMALL | traits)
 
 
-class Norm(nn.Module):
-    def __init__(self, model: ModelSpec, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        if model.has_norm_bias:
-            self.bias = nn.Parameter(torch.empty(size))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self.weight
+def linear(inputs: int, outputs: int, bias: bool) -> int:
+    return inputs * outputs + (outputs if bias else 0)
 
 
-class Attention(nn.Module):
-    def __init__(self, model: ModelSpec) -> None:
-        super().__init__()
-        self.model = model
-        hidden, dim, heads = model.hidden_size, model.head_dim, model.num_attention_heads
-        keys = model.num_key_value_heads * dim
-        bias = model.has_bias or model.qkv_bias
-        self.q = nn.Linear(hidden, heads * dim, bias=bias)
-        self.k = nn.Linear(hidden, keys, bias=bias)
-        self.v = nn.Linear(hidden, keys, bias=bias)
-        self.o = nn.Linear(heads * dim, hidden, bias=model.has_bias)
-        if model.qk_norm:
-            self.q_norm, self.k_norm = (nn.Parameter(torch.empty(dim)) for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        model, (batch, length, _) = self.model, hidden.shape
-        repeats = model.num_attention_heads // model.num_key_value_heads
-        query = self.q(hidden).view(batch, length, -1, model.head_dim).transpose(1, 2)
-        key, value = (
-            project(hidden).view(batch, length, -1, model.head_dim).transpose(1, 2).repeat_interleave(repeats, 1)
-            for project in (self.k, self.v)
-        )
-        mixed = (query @ key.transpose(2, 3)) @ value
-        return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
+def attention(model: ModelSpec) -> int:
+    hidden, dim, heads = model.hidden_size, model.head_dim, model.num_attention_heads
+    if model.kv_lora_rank:
+        turned, latent, rank, of_value = model.qk_rope_head_dim, model.kv_lora_rank, model.q_lora_rank, model.v_head_dim
+        assert of_value is not None
+        queries = hidden * rank + rank if rank else 0
+        queries += (rank or hidden) * heads * (dim + turned)
+        return queries + hidden * (latent + turned) + latent + heads * (latent * (dim + of_value) + of_value * hidden)
+    biased = model.has_bias or model.qkv_bias
+    keys_and_values = 2 * linear(hidden, model.num_key_value_heads * dim, biased) + (2 * dim if model.qk_norm else 0)
+    return linear(hidden, heads * dim, biased) + keys_and_values + linear(heads * dim, hidden, model.has_bias)
 
 
-class LatentAttention(nn.Module):
-    def __init__(self, model: ModelSpec) -> None:
-        super().__init__()
-        self.model = model
-        hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
-        wide = heads * (model.head_dim + model.qk_rope_head_dim)
-        if model.q_lora_rank:
-            self.q_down = nn.Linear(hidden, model.q_lora_rank, bias=False)
-            self.q_norm = nn.Parameter(torch.empty(model.q_lora_rank))
-        self.q_up = nn.Linear(model.q_lora_rank or hidden, wide, bias=False)
-        self.kv_down = nn.Linear(hidden, latent + model.qk_rope_head_dim, bias=False)
-        self.kv_norm = nn.Parameter(torch.empty(latent))
-        self.kv_up = nn.Linear(latent, heads * (model.head_dim + model.v_head_dim), bias=False)
-        self.o = nn.Linear(heads * model.v_head_dim, hidden, bias=False)
+def written_out(model: ModelSpec) -> int:
+    hidden = model.hidden_size
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        model, (batch, length, _) = self.model, hidden.shape
-        narrow = self.q_down(hidden) if model.q_lora_rank else hidden
-        query = self.q_up(narrow).view(batch, length, model.num_attention_heads, -1).transpose(1, 2)
-        latent, turned = self.kv_down(hidden).split([model.kv_lora_rank, model.qk_rope_head_dim], -1)
-        both = self.kv_up(latent).view(batch, length, model.num_attention_heads, -1).transpose(1, 2)
-        key, value = both.split([model.head_dim, model.v_head_dim], -1)
-        key = torch.cat([key, turned[:, None].expand(-1, model.num_attention_heads, -1, -1)], -1)
-        mixed = (query @ key.transpose(2, 3)) @ value
-        return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
+    def mlp(inner: int) -> int:
+        ups = (2 if model.has_gated_mlp else 1) * linear(hidden, inner, model.has_bias)
+        return ups + linear(inner, hidden, model.has_bias)
 
-
-class Mlp(nn.Module):
-    def __init__(self, model: ModelSpec, inner: int) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(
-            nn.Linear(model.hidden_size, inner, bias=model.has_bias) for _ in range(2 if model.has_gated_mlp else 1)
-        )
-        self.down = nn.Linear(inner, model.hidden_size, bias=model.has_bias)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.stack([up(hidden) for up in self.up]).sum(0))
-
-
-class Mixture(nn.Module):
-    """Every token to the first experts: as much work as any routing."""
-
-    def __init__(self, model: ModelSpec) -> None:
-        super().__init__()
-        self.met = model.num_experts_per_tok
-        self.router = nn.Linear(model.hidden_size, model.num_experts, bias=False)
-        self.experts = nn.ModuleList(Mlp(model, model.moe_intermediate_size) for _ in range(model.num_experts))
-        shared = model.shared_expert_intermediate_size
-        self.shared = Mlp(model, shared) if shared else None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights = self.router(hidden)
-        mixed = sum(expert(hidden) * weights[..., :1] for expert in list(self.experts)[: self.met])
-        return mixed + self.shared(hidden) if self.shared else mixed
-
-
-class Transformer(nn.Module):
-    def __init__(self, model: ModelSpec) -> None:
-        super().__init__()
-        hidden = model.hidden_size
-        self.embedding = nn.Embedding(model.vocab_size, hidden)
-        self.positions = nn.Embedding(model.max_position_embeddings, hidden) if model.positions == "learned" else None
-        self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    Norm(model, hidden),
-                    LatentAttention(model) if model.kv_lora_rank else Attention(model),
-                    Norm(model, hidden),
-                    Mixture(model)
-                    if model.num_experts and layer >= model.first_k_dense_replace
-                    else Mlp(model, model.intermediate_size),
-                ]
-            )
-            for layer in range(model.num_hidden_layers)
-        )
-        self.norm = Norm(model, hidden)
-        self.head = nn.Linear(hidden, model.vocab_size, bias=False)
-        if model.tie_word_embeddings:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for first_norm, attention, second_norm, mlp in self.blocks:
-            hidden = hidden + attention(first_norm(hidden))
-            hidden = hidden + mlp(second_norm(hidden))
-        return self.head(self.norm(hidden))
+    sparse = model.num_hidden_layers - model.first_k_dense_replace if model.num_experts else 0
+    experts = model.num_experts * (hidden + mlp(model.moe_intermediate_size or 0))
+    experts += mlp(model.shared_expert_intermediate_size) if model.shared_expert_intermediate_size else 0
+    norm = hidden * (2 if model.has_norm_bias else 1)
+    blocks = model.num_hidden_layers * (attention(model) + 2 * norm) + sparse * experts
+    blocks += (model.num_hidden_layers - sparse) * mlp(model.intermediate_size)
+    tables = model.vocab_size * (1 if model.tie_word_embeddings else 2)
+    tables += model.max_position_embeddings if model.positions == "learned" else 0
+    return tables * hidden + blocks + norm * (2 if model.embedding_norm else 1)
 
 
 @pytest.mark.parametrize("traits", TRAITS, ids=lambda traits: "-".join(map(str, traits.values())))
-def test_a_model_has_as_many_parameters_as_its_torch_modules(traits: dict[str, Any]) -> None:
-    model = small(traits)
-    with torch.device("meta"):
-        modules = Transformer(model)
-    assert parameter_count(model) == sum(parameter.numel() for parameter in modules.parameters())
+def test_a_model_has_the_parameters_of_its_traits(traits: dict[str, Any]) -> None:
+    assert parameter_count(small(traits)) == written_out(small(traits))
 
 
-@pytest.mark.parametrize("traits", [{}, {"gated_mlp": False}, *TRAITS[-5:]], ids=lambda traits: "-".join(traits))
-def test_the_flops_are_those_that_torch_counts(traits: dict[str, Any]) -> None:
-    model = small(traits)
-    with torch.device("meta"):
-        modules, tokens = Transformer(model), torch.zeros(2, model.seq_len, dtype=torch.long)
-        with FlopCounterMode(display=False) as counted:
-            modules(tokens)
+@pytest.mark.parametrize(("preset", "sizes"), OF_TRANSFORMERS, ids=[f"{name}-{len(s)}" for name, s in OF_TRANSFORMERS])
+def test_parameters_and_flops_are_those_of_transformers(preset: str, sizes: dict[str, Any]) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = model_of(preset, **SMALL | sizes)
+    config = transformers.AutoConfig.for_model(**to_hugging_face(model))
+    config._attn_implementation = config._experts_implementation = "eager"  # whose products torch counts
+    theirs, tokens = transformers.AutoModelForCausalLM.from_config(config), torch.zeros(2, 32, dtype=torch.long)
+    assert parameter_count(model) == sum(parameter.numel() for parameter in theirs.parameters())
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        theirs(tokens)
     assert training_flops_per_token(model) == 3 * counted.get_total_flops() / tokens.numel()
 
 
 def test_a_token_uses_only_the_shared_experts_and_those_it_is_routed_to() -> None:
-    model = small(EXPERTS | {"shared_expert_intermediate_size": 80, "first_k_dense_replace": 1})
+    model = small(SHARED)
     idle = 2 * 2 * 3 * model.hidden_size * model.moe_intermediate_size
     assert active_parameter_count(model) == parameter_count(model) - idle
