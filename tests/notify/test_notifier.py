@@ -24,7 +24,7 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.spec.notify import NotifySpec
 from tests.launch.conftest import MadeRun, make_plan, make_spec
 from tests.notify.webhook import Webhook
-from tests.waiting import wait_until
+from tests.waiting import Clock, wait_until
 
 HOOK = NotifySpec.model_validate({"webhook": "HOOK"})
 MakeHook = Callable[..., Webhook]
@@ -43,24 +43,9 @@ def hook() -> Iterator[MakeHook]:
         each.close()
 
 
-class Clock:
-    """The time of the notifier, which passes while it sleeps."""
-
-    def __init__(self) -> None:
-        self.now = float(round(time.time()))
-
-    def time(self) -> float:
-        return self.now
-
-    monotonic = time
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(round(time.time()))
     monkeypatch.setattr(notifier, "time", clock)
     return clock
 

@@ -19,16 +19,9 @@ from scaletrain_cli.worker.telemetry import (
     read_telemetry_line,
     telemetry_line,
 )
+from tests.waiting import Clock
 
 NUMBERS = st.floats(width=32, allow_nan=False)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -48,7 +41,7 @@ def lines(reads: int) -> list[bytes]:
 
 
 def sender(writes: int) -> tuple[RankTelemetry, Clock]:
-    clock = Clock()
+    clock = Clock(100.0)
     return RankTelemetry(writes, interval_seconds=1.0, clock=clock, wall_clock=lambda: 1e9 + clock.now), clock
 
 
@@ -138,7 +131,7 @@ def test_a_closed_or_missing_pipe_is_no_error(pipe: tuple[int, int]) -> None:
 
 def test_steps_of_a_program_take_from_one_beat_to_the_next_without_other_phases(pipe: tuple[int, int]) -> None:
     telemetry, wall = sender(pipe[1])
-    clock = Clock()
+    clock = Clock(100.0)
     times = StepTimes(telemetry, interval_seconds=1.5, memory=lambda: {"memory_bytes": 5e9}, clock=clock)
     heartbeat = Heartbeat(clock=clock)
     heartbeat.observer = times.beat

@@ -27,24 +27,11 @@ from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from tests.data.pipeline.test_prepare import files_below, ignore, preparation, tokenizer
-from tests.waiting import wait_until
+from tests.waiting import Clock, wait_until
 
 __all__ = ["tokenizer"]  # a fixture
 QUICK = Timing(heartbeat_seconds=0.05, stale_seconds=0.6, poll_seconds=0.02)
 BY_CLOCK = Timing(heartbeat_seconds=1e6, stale_seconds=600.0, poll_seconds=1.0)  # with a Clock; beats are the test's
-
-
-class Clock:
-    """In place of the module ``time``: seconds that the test, or the code that sleeps, sets on."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @contextmanager

@@ -5,14 +5,7 @@ import pytest
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.rundir.goodput import Ledger, read_ledger
 from scaletrain_cli.rundir.paths import RunDir
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import Clock
 
 
 @pytest.fixture

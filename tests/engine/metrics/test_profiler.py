@@ -21,6 +21,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.profiles import ProfileRequest, profile_folders, rank_file, read_profile, write_request
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from tests.counting import calls_of
+from tests.waiting import Clock
 
 STEPS = 20
 
@@ -28,13 +29,6 @@ STEPS = 20
 class OneRank:
     def follow_rank_zero(self, item: Any) -> Any:
         return item
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def profiler_of(tmp_path: Path, clock: Clock | None = None) -> tuple[RunDir, StepProfiler]:

@@ -10,17 +10,10 @@ import pytest
 
 from scaletrain_cli.available_memory import available_bytes, used_bytes
 from scaletrain_cli.launch.node.telemetry import HostSampler
+from tests.waiting import Clock
 
 CORES = len(os.sched_getaffinity(0))
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\n"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def write(root: Path, files: dict[str, object]) -> None:
