@@ -25,9 +25,7 @@ MEASURED = {
     "diagnosis/injected_bugs/__main__.py": 2,
     "diagnosis/injected_bugs/runs.py": 2,
     "drills/campaign/__main__.py": 2,
-    "engine/objectives/layouts.py": 2,
-    "engine/parity/__main__.py": 3,
-    "engine/vision/table.py": 2,
+    "engine/parity/table.py": 2,
     # They choose when to kill a process.
     "data/pipeline/test_claims.py": 2,
     "data/pipeline/test_prepare.py": 2,

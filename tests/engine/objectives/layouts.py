@@ -1,8 +1,6 @@
 """Fine-tuning in layouts: rows of the second table of ``make parity``, each against the same training on one rank."""
 
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -22,10 +20,10 @@ from tests.engine.objectives.rows import (
     spec_of,
     train,
 )
+from tests.engine.parity.table import Table
 from tests.engine.ranks import on_ranks
 
 LOSS, NORM = 1e-5, 1e-4  # relative, at each step
-HEADER = "| fine-tuning | layout | ranks | loss | gradient norm | seconds | |\n|-|-|-|-|-|-|-|"
 
 _SFT = ("training.objective=sft",)
 _DPO = ("training.objective=dpo", "training.optimizer.lr=5.0e-4")
@@ -139,16 +137,6 @@ def _course(ranks: int, spec: RunSpec, kind: str) -> Course:
     return courses[0]
 
 
-def page(lines: list[str]) -> Iterator[str]:
-    yield "\n## Fine-tuning\n"
-    yield (
-        f"{len(lines)} kinds and layouts of fine-tuning, {STEPS} steps each in fp32, against the same on one rank: the "
-        f"largest relative difference of the loss ({LOSS:g} is allowed) and of the gradient norm ({NORM:g}).\n"
-    )
-    yield HEADER
-    yield from lines
-
-
 def fine_tuning_rows() -> list[FineTuningRow]:
     """Return every kind in every layout that the engine runs: context ranks attend to whole rows only."""
     rows = [FineTuningRow(kind, layout) for kind, layout in product(KINDS, LAYOUTS)]
@@ -162,18 +150,21 @@ def third_of_the_rows(kind: str) -> list[FineTuningRow]:
     return [row for row in fine_tuning_rows() if row.kind == kind and row.layout in chosen]
 
 
-def measured(rows: list[FineTuningRow]) -> Iterator[tuple[str, bool]]:
-    """Yield the line of each row as text, and whether it is within the limits."""
-    for row in rows:
-        started = time.monotonic()
-        try:
-            loss, norm = differences(row)
-            right, figures = loss <= LOSS and norm <= NORM, f"{loss:.1e} | {norm:.1e}"
-        except Exception as error:  # the other rows are worth their figures
-            print(error)
-            right, figures = False, f"{type(error).__name__} |"
-        seconds = time.monotonic() - started
-        yield (
-            f"| {row.kind} | {row.layout} | {row.ranks} | {figures} | {seconds:.1f} | {'' if right else 'WRONG'} |",
-            right,
-        )
+def figures(row: FineTuningRow) -> tuple[list[str], bool]:
+    loss, norm = differences(row)
+    return [f"{loss:.1e}", f"{norm:.1e}"], loss <= LOSS and norm <= NORM
+
+
+TABLE = Table(
+    ("fine-tuning and layout", "ranks", "loss", "gradient norm"),
+    fine_tuning_rows(),
+    lambda row: str(row.name),
+    figures,
+    lambda rows, _: (
+        f"""## Fine-tuning
+
+{rows} kinds and layouts of fine-tuning, {STEPS} steps each in fp32, against the same on one rank: the \
+largest relative difference of the loss ({LOSS:g} is allowed) and of the gradient norm ({NORM:g}).
+"""
+    ),
+)

@@ -5,20 +5,21 @@ Exits with 1 when a row is beyond its limits.
 
 import argparse
 import os
+import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.engine.objectives import layouts as fine_tuning
-from tests.engine.parity.comparison import difference
+from tests.engine.parity.comparison import BF16, FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import Row, families, features, grid, in_bf16, rings
-from tests.engine.parity.table import HEADER, Line, page
+from tests.engine.parity.rows import STEPS, Row, families, features, grid, in_bf16, rings
+from tests.engine.parity.table import ACTIVATIONS, Table
 from tests.engine.vision import table as vision
 
 
@@ -29,55 +30,59 @@ def main() -> int:
     options = parser.parse_args()
     sys.stderr = os.fdopen(os.dup(2), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where DeepSpeed talks on every rank
-    rows = [
-        row
-        for row in [*grid(), *rings(), *features(), *families(), *in_bf16()]
-        if all(word in row.name for word in options.words)
-    ]
-    print(HEADER if rows else "")
+    pages, results = [], list[tuple[str, bool]]()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = folder
-        lines = list(_measured(rows, write_dataset(Path(folder))))
-    tuned = [row for row in fine_tuning.fine_tuning_rows() if all(word in row.name for word in options.words)]
-    second: list[str] = []
-    wrong_rows: list[str] = []
-    print(f"\n{fine_tuning.HEADER}" if tuned else "")
-    for row, (text, right) in zip(tuned, fine_tuning.measured(tuned), strict=True):
-        print(text, flush=True)
-        second.append(text)
-        wrong_rows += [] if right else [row.name]
-    networks = [row for row in vision.vision_rows() if all(word in vision.name_of(row) for word in options.words)]
-    third: list[str] = []
-    print(f"\n{vision.HEADER}" if networks else "")
-    for network, (text, right) in zip(networks, vision.measured(networks), strict=True):
-        print(text, flush=True)
-        third.append(text)
-        wrong_rows += [] if right else [vision.name_of(network)]
+        for table in (layouts_table(write_dataset(Path(folder))), fine_tuning.TABLE, vision.TABLE):
+            rows = [row for row in table.rows if all(word in table.name(row) for word in options.words)]
+            if rows:
+                print(f"\n{table.header}")
+            lines = []
+            for line in table.measured(rows):
+                print(line[0], flush=True)
+                lines.append(line)
+            pages.append(table.page(lines))
+            results += [(table.name(row), right) for row, (_, right) in zip(rows, lines, strict=True)]
     if options.write is not None:
-        text = "\n".join([*page(lines, "make parity"), *fine_tuning.page(second), *vision.page(third)])
-        options.write.write_text(text + "\n", encoding="utf-8")
-    wrong = [line.row.name for line in lines if not line.right] + wrong_rows
-    rows_run = len(lines) + len(tuned) + len(networks)
-    print(f"\n{rows_run} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
-    return 1 if wrong or not rows_run else 0
+        options.write.write_text("\n\n".join(pages) + "\n", encoding="utf-8")
+    wrong = [name for name, right in results if not right]
+    print(f"\n{len(results)} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
+    return 1 if wrong or not results else 0
 
 
-def _measured(rows: list[Row], dataset: Path) -> Iterator[Line]:
+def layouts_table(dataset: Path) -> Table:
     @cache
     def alone(row: Row) -> Trained:
         return train_alone(row.spec(dataset))
 
-    for row in rows:
-        started = time.monotonic()
-        try:
-            run = train_in_layout(row.spec(dataset))
-            found = difference(run.trained, alone(row.reference))
-            line = Line(row, time.monotonic() - started, found, stray_state_bytes(run), stray_activations(run))
-        except Exception as error:  # the other rows are worth their figures
-            print(error)
-            line = Line(row, time.monotonic() - started, problem=type(error).__name__)
-        print(line, flush=True)
-        yield line
+    def figures(row: Row) -> tuple[list[str], bool]:
+        run = train_in_layout(row.spec(dataset))
+        found, states = difference(run.trained, alone(row.reference)), stray_state_bytes(run)
+        activations, limit = stray_activations(run), BF16 if "training.precision=bf16" in row.overrides else FP32
+        right = found.within(limit) and states == 0 and abs(activations) <= ACTIVATIONS
+        cells = [f"{figure:.1e}" for figure in (found.loss, found.norm, found.weight)]
+        return [*cells, f"{states:+d} B" if states else "exact", f"{activations:+.1%}"], right
+
+    rows = [*grid(), *rings(), *features(), *families(), *in_bf16()]
+    columns = ("layout", "ranks", "loss", "gradient norm", "weights", "model states", "activations")
+    return Table(columns, rows, lambda row: str(row.name), figures, about)
+
+
+def about(rows: int, wrong: int) -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "deepspeed"))
+    return f"""# Parity: every layout trains the model that one process trains
+
+{rows} layouts of a small model, {STEPS} steps each, against a plain torch loop in one process \
+with the same first weights and batches: the largest difference of the loss (nats), of the gradient norm \
+(relative), and of any weight at the end. And the bytes of the rank that strays furthest from its plan: model \
+states, and what its blocks save of one micro-batch (of mixtures the mean over ranks).
+
+Allowed are {FP32.loss:g} of loss, {FP32.norm:g} of gradient norm and {FP32.weight:g} of a weight in fp32, \
+{BF16.loss:g} of loss in bf16, no byte of model states, and {ACTIVATIONS:.0%} of activations. \
+Rows beyond that: {wrong or "none"}.
+
+{time.strftime("%Y-%m-%d")}, Python {platform.python_version()}, {versions}, CPU, gloo. `make parity`
+"""
 
 
 if __name__ == "__main__":

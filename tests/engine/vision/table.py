@@ -1,11 +1,10 @@
 """Networks for images in layouts: rows of the third table of ``make parity``, each against a plain torch loop."""
 
-import time
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
 from tests.engine.parity.comparison import Difference
+from tests.engine.parity.table import Table
 from tests.engine.ranks import on_ranks
 from tests.engine.vision.runs import ImageDifference, Row, Trained, difference, train_plainly, train_rank
 
@@ -13,9 +12,6 @@ LIMIT = ImageDifference(loss=1e-5, norm=1e-4, weight=1e-5, gradient=1e-5)
 # Losses that compare the samples of a step, in networks without BatchNorm, whose gradients alone differ by more.
 CONTRASTIVE = ImageDifference(loss=1e-5, norm=1e-4, weight=1e-5, gradient=1e-6)
 _FIRST_LOSS = 1e-6  # relative; also at 1, 2 and 4 ranks with equal global batches
-HEADER = (
-    "| images | ranks | loss | gradient norm | weights | first gradient | first loss | seconds | |\n|-|-|-|-|-|-|-|-|-|"
-)
 # With seed 42 an activation of a step of one micro-batch is so near to 0 that already the model of transformers trains
 # to other weights in fp64 than in fp32.
 _SEED = ("training.seed=3",)
@@ -61,40 +57,34 @@ def reference_of(row: Row) -> Row:
     return Row(row.family, 0, 1, row.accumulation if images else 1, "none", row.overrides, row.trainable, row.loss)
 
 
-def measured(rows: list[Row]) -> Iterator[tuple[str, bool]]:
-    """Yield the line of each row, and whether it is within its limits."""
+def figures(row: Row) -> tuple[list[str], bool]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    for row in rows:
-        started = time.monotonic()
-        try:
-            expected = _alone(reference_of(row))
-            found: list[Trained] = on_ranks(row.ranks, train_rank, row)
-            differences = [difference(each, expected) for each in found]
-            first = max(abs(each.losses[0] - expected.losses[0]) / expected.losses[0] for each in found)
-            limit: Difference = CONTRASTIVE if row.joins_samples and row.family != "resnet" else LIMIT
-            right = all(each.within(limit) for each in differences) and first <= _FIRST_LOSS
-            cells = [
-                max(getattr(each, name) for each in differences) for name in ("loss", "norm", "weight", "gradient")
-            ]
-            figures = " | ".join(f"{cell:.1e}" for cell in [*cells, first])
-        except Exception as error:  # the other rows are worth their figures
-            print(error)
-            right, figures = False, f"{type(error).__name__} | | | |"
-        seconds = time.monotonic() - started
-        yield f"| {row} | {row.ranks} | {figures} | {seconds:.1f} | {'' if right else 'WRONG'} |", right
+    expected = _alone(reference_of(row))
+    found: list[Trained] = on_ranks(row.ranks, train_rank, row)
+    differences = [difference(each, expected) for each in found]
+    first = max(abs(each.losses[0] - expected.losses[0]) / expected.losses[0] for each in found)
+    limit: Difference = CONTRASTIVE if row.joins_samples and row.family != "resnet" else LIMIT
+    cells = [max(getattr(each, name) for each in differences) for name in ("loss", "norm", "weight", "gradient")]
+    right = all(each.within(limit) for each in differences) and first <= _FIRST_LOSS
+    return [f"{cell:.1e}" for cell in [*cells, first]], right
 
 
-def page(lines: list[str]) -> Iterator[str]:
-    yield "\n## Images and pairs\n"
-    yield (
-        f"{len(lines)} networks and layouts, 20 steps each in fp32, against the models of transformers, torch's AdamW "
-        "and losses written out in one process, which has the images of all ranks in each micro-batch: the largest "
-        "difference of the loss, of the gradient norm (relative), of any weight or running statistic at the end, of "
-        "any element of the first gradient (relative to its largest element), and of the first loss (relative). "
-        f"Allowed are {LIMIT.loss:g}, {LIMIT.norm:g}, {LIMIT.weight:g}, {LIMIT.gradient:g} and {_FIRST_LOSS:g}; of the "
-        f"gradients of contrastive losses {CONTRASTIVE.gradient:g}, where no BatchNorm is in the network.\n"
-    )
-    yield HEADER
-    yield from lines
+TABLE = Table(
+    ("images", "ranks", "loss", "gradient norm", "weights", "first gradient", "first loss"),
+    vision_rows(),
+    name_of,
+    figures,
+    lambda rows, _: (
+        f"""## Images and pairs
+
+{rows} networks and layouts, 20 steps each in fp32, against the models of transformers, torch's AdamW \
+and losses written out in one process, which has the images of all ranks in each micro-batch: the largest \
+difference of the loss, of the gradient norm (relative), of any weight or running statistic at the end, of \
+any element of the first gradient (relative to its largest element), and of the first loss (relative). \
+Allowed are {LIMIT.loss:g}, {LIMIT.norm:g}, {LIMIT.weight:g}, {LIMIT.gradient:g} and {_FIRST_LOSS:g}; of the \
+gradients of contrastive losses {CONTRASTIVE.gradient:g}, where no BatchNorm is in the network.
+"""
+    ),
+)

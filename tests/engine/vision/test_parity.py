@@ -16,7 +16,7 @@ from scaletrain_cli.spec.losses import LOSSES_OF
 from tests.engine.parity.comparison import Difference
 from tests.engine.ranks import on_ranks
 from tests.engine.vision.runs import Row, difference, first_weights, train_plainly, train_rank
-from tests.engine.vision.table import measured, vision_rows
+from tests.engine.vision.table import TABLE, vision_rows
 
 LIMIT = Difference(loss=1e-5, norm=1e-5, weight=1e-5)
 # For steps of one micro-batch. With seed 42 an activation is so near to 0 then that already the model of transformers
@@ -107,5 +107,5 @@ def test_the_table_of_parity_has_every_family_loss_stage_and_number_of_ranks() -
 @pytest.mark.long
 @pytest.mark.parametrize("row", [row for row in vision_rows() if row.joins_samples and row.zero == 2], ids=str)
 def test_a_row_of_the_table_is_within_its_limits(row: Row) -> None:
-    ((line, right),) = measured([row])
+    ((line, right),) = TABLE.measured([row])
     assert right, line
