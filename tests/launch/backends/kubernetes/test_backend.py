@@ -229,19 +229,6 @@ def test_a_run_on_a_shared_volume_records_its_end_itself(made: MadeRun, api: Fak
     assert not made.events("cancelled")
 
 
-def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRun, api: FakeApi) -> None:
-    first = submit(made)
-    KubernetesBackend().cancel(made.run, made.record)
-    second = resume(made.run).submission.job_id.partition("/")[2]
-    assert (first[-3:], second[-3:]) == ("-s1", "-s2")
-    assert not made.run.is_cancelled
-    assert run_status(made.run).state == "queued"
-    put_pods(api, pod(second, 0))
-    workload(api, second)
-    with pytest.raises(Exception, match="still active"):
-        resume(made.run)
-
-
 def test_a_refused_resume_keeps_the_end_of_the_last_job(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, ended(name, 0, 75), ended(name, 1, 75))
@@ -269,21 +256,6 @@ def test_a_job_is_looked_up_in_the_namespace_of_its_submission(made: MadeRun, ap
     assert spec.cluster.kubernetes.namespace == "other"
     assert KubernetesBackend().job(made.run, dataclasses.replace(made.record, spec=spec)).state == "queued"
     assert not any("/namespaces/other/" in asked for asked in api.asked)
-
-
-def test_pods_of_a_dead_node_are_deleted_only_with_force(made: MadeRun, api: FakeApi) -> None:
-    name = submit(made)
-    dead = pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
-    put_pods(api, dead, pod(name, 1, node="m"))
-    api.put("nodes", {"metadata": {"name": "n"}, "status": {"conditions": []}}, namespace="")
-    scheduler = KubernetesBackend()
-    assert "node n is unreachable" in scheduler.job(made.run, made.record).detail
-    assert [finding.kind for finding in scheduler.findings(made.run, made.record)] == ["dead-node"]
-    assert not api.deletions
-    assert scheduler.force(made.run, made.record) == [dead["metadata"]["name"]]
-    ((_, options),) = api.deletions
-    assert options["gracePeriodSeconds"] == 0
-    assert made.events("pods-force-deleted")
 
 
 def test_force_deletes_a_pod_on_an_unreachable_node_without_its_grace_period(made: MadeRun, api: FakeApi) -> None:

@@ -68,11 +68,6 @@ def test_a_node_that_does_not_report_is_named() -> None:
     assert job.detail == "all 2 pods running; node n2 does not report, 1 pod on it may be lost"
 
 
-def test_the_restarts_of_a_gang_are_reported() -> None:
-    job = judged(jobset(restarts=2), pod(NAME, 0), pod(NAME, 1))
-    assert job.detail == "all 2 pods running; restart 2"
-
-
 def test_a_gang_whose_pods_end_one_by_one_is_running() -> None:
     assert judged(jobset(), ended(NAME, 0, 0), pod(NAME, 1)).state == "running"
 
@@ -135,15 +130,6 @@ def test_a_preempted_job_has_the_preemptor_and_the_reason_of_its_wait() -> None:
     assert job.detail.endswith("waits in queue team-a: insufficient unused quota")
 
 
-def test_a_preempted_gang_that_still_saves_is_reported() -> None:
-    """Kueue suspends the JobSet; its pods have their grace period and end with 75, which restarts the gang for free."""
-    waiting = workload(condition("Evicted", "True", "Preempted", "to accommodate a workload"))
-    saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
-    job = judged(jobset(queue="q", suspend=True), saving, ended(NAME, 1, 75), queued=waiting)
-    assert job.state == "queued"
-    assert job.detail.endswith("; 1 pod still saving and exiting")
-
-
 def test_a_job_that_kueue_deactivated_is_reported_with_its_reason() -> None:
     gone = condition("Evicted", "True", "DeactivatedDueToRequeuingLimitExceeded", "exceeding the maximum of requeues")
     held = workload(gone, spec={"active": False})
@@ -160,15 +146,6 @@ def test_an_eviction_of_pods_that_were_not_ready_has_the_time_of_the_next_try() 
     detail = judged(jobset(queue="q", suspend=True), queued=waiting).detail
     assert "evicted by Kueue (PodsReadyTimeout: Exceeded the PodsReady timeout" in detail
     assert "again at 2026-11-21T12:01:00Z" in detail
-
-
-def test_an_unknown_priority_class_is_recognized_by_the_missing_workload() -> None:
-    whole = jobset(queue="q", suspend=True)
-    whole["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "urgent"
-    job = judged(whole)
-    assert job.state == "queued"
-    assert "created no Workload" in job.detail
-    assert "priority class urgent is unknown" in job.detail
 
 
 def test_without_the_right_to_read_workloads_the_wait_is_reported_as_unknown() -> None:
@@ -220,12 +197,6 @@ def test_pods_that_pull_their_image_are_starting() -> None:
     job = judged(jobset(), pod(NAME, 0, phase="Pending"), pod(NAME, 1, phase="Pending"))
     assert (job.state, "2 pods starting" in job.detail) == ("queued", True)
     assert "being created" in judged(jobset()).detail
-
-
-def test_a_restarting_gang_whose_old_pods_exit_is_queued() -> None:
-    leaving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
-    job = judged(jobset(restarts=1), leaving)
-    assert (job.state, job.detail) == ("queued", "1 pod of the previous gang exiting; restart 1")
 
 
 def test_a_job_in_deletion_has_not_ended_until_its_pods_are_deleted() -> None:

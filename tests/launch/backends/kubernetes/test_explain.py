@@ -48,6 +48,7 @@ def test_a_job_without_a_kueue_workload_waits_indefinitely(made: MadeRun, whole:
     whole["spec"]["suspend"] = True
     found = explained(made)
     assert (found.cause, found.needs_action) == ("never-satisfiable", True)
+    assert "created no Workload" in found.evidence[0].text
     assert "priority class urgent is unknown" in found.evidence[0].text
     assert f"scaletrain cancel {made.run.run_id}" in found.actions[0]
 

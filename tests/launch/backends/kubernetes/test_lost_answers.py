@@ -19,10 +19,9 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import TRAIN_JOB
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.job import Job
-from scaletrain_cli.launch.resume import inspect_resume, resume
+from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.short_jobs import run_preflight
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import submit_job, submit_run
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod, put_pods
@@ -78,19 +77,6 @@ def test_a_request_whose_answer_was_lost_is_repeated_and_creates_no_second_job(m
     name = submit(made).partition("/")[2]
     assert names(api, "jobsets") == [name]
     assert api.all("configmaps")[0]["metadata"]["ownerReferences"]
-
-
-def test_an_unanswered_job_is_found_shown_and_cancelled(made: MadeRun, api: FakeApi) -> None:
-    unanswered(made, api)
-    assert read_submission(made.run) is None
-    (name,) = names(api, "jobsets")
-    found = run_status(made.run)
-    assert (found.state, found.job_id) == ("queued", f"jobset/{name}")
-    assert inspect_resume(made.run).active
-    cancel(made)
-    assert not api.all("jobsets")
-    assert run_status(made.run).state == "cancelled"
-    assert resume(made.run).submission.job_id == f"jobset/{name[:-1]}2", "its attempts count against no old budget"
 
 
 def test_an_unanswered_job_is_adopted_by_the_next_submit(made: MadeRun, api: FakeApi) -> None:

@@ -158,16 +158,6 @@ def test_a_lost_node_is_never_charged(make_run: MakeRun) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_repeated_losses_of_nodes_before_any_saved_step_end_the_run(make_run: MakeRun) -> None:
-    made, codes = make_run(*TWO_NODES), []
-    for _ in range(10):
-        number = begin(made, "jobset/fake-s1")
-        lose_a_node(made, number, lost=1)
-        codes.append(decided(made, number))
-    assert codes == [75] * 9 + [93]
-
-
-@pytest.mark.usefixtures("at_once")
 def test_on_volcano_a_lost_node_is_charged(make_run: MakeRun) -> None:
     made, workload = make_run(*TWO_NODES), "volcano/fake-s1"
     for code in (1, 93):

@@ -20,7 +20,7 @@ from scaletrain_cli.launch.logs import log_files, read_logs
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.worker.progress import progress_line
-from tests.launch.backends.kubernetes.conftest import condition, ended, pod
+from tests.launch.backends.kubernetes.conftest import ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.conftest import MadeRun
 from tests.waiting import wait_until
@@ -82,28 +82,12 @@ def test_logs_of_a_restarted_gang_do_not_replace_those_before(made: MadeRun, api
     assert lines(made, 2, 0)[-1] == "second gang"
 
 
-def test_lines_before_the_first_attempt_go_to_a_file_of_the_pod(made: MadeRun, api: FakeApi, name: str) -> None:
-    printed(api, ended(name, 0, 1), "No module named scaletrain_cli")
-    bring(made)
-    assert not made.run.attempts()
-    kept = made.run.path / "pods" / f"{name}-node-0-0-abcde.log"
-    assert kept.read_text() == "No module named scaletrain_cli\n"
-
-
 def test_no_log_is_fetched_if_this_machine_sees_the_pods_files(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, pod(name, 0), SHARED, "rank 0: a")
     bring(made)  # before this machine sees the attempt, as on a slow file system
     assert not made.run.attempts()
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
     assert KubernetesBackend().logs(made.run, made.record) is None
-
-
-def test_logs_of_an_ended_job_are_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
-    printed(api, ended(name, 0, 0), OWN, "rank 0: the end")
-    api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Completed")]}
-    assert KubernetesBackend().job(made.run, made.record).state == "ended"
-    bring(made)
-    assert lines(made, 1, 0)[-1] == "the end"
 
 
 def test_a_pod_on_an_unreachable_node_does_not_hide_the_logs_of_others(made: MadeRun, api: FakeApi, name: str) -> None:

@@ -46,6 +46,7 @@ def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> 
     assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
     assert "step      7/100" in scaletrain("logs", "r1", "--rank", "0").out  # of deleted pods
     assert scaletrain("resume", "r1", "--yes", "--json", code=ExitCode.DONE).data["job_id"] == "jobset/r1-s2"
+    assert scaletrain("status", "r1", "--json").data["state"] == "queued"
 
 
 def test_without_the_volume_each_verb_that_shows_a_run_says_what_cannot_be_had(ready: FakeApi, tmp_path: Path) -> None:
@@ -205,6 +206,8 @@ def test_cancel_with_force_deletes_only_the_pods_of_a_dead_node(ready: FakeApi) 
     ended = scaletrain("cancel", "r1", "--yes", "--force", code=ExitCode.DONE)
     assert f"removed {dead['metadata']['name']}" in ended.err
     assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
+    assert ready.deletions[1][1]["gracePeriodSeconds"] == 0
+    assert "pods-force-deleted" in scaletrain("events", "r1", "--json").out
 
 
 def test_force_is_refused_for_other_back_ends(make_run: MakeRun) -> None:

@@ -106,24 +106,6 @@ def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: MakeRun) 
     assert "heard SIGUSR1" in made.log(1, 0)
 
 
-@pytest.mark.long
-def test_crashes_are_retried_until_the_budget_is_used_up(submit: MakeRun) -> None:
-    made = submit("restarts.crash=1", die={"*:*": 1}, die_at=3, checkpoint_every=1, steps=100)
-    wait_for_end(made)
-    assert [attempt.exit_code for attempt in attempts(made)] == [1, 1]
-    (stopped,) = made.events("stopped")
-    assert stopped["exit_code"] == 1
-    assert "restarts.crash = 1 is used up" in stopped["why"]
-
-
-@pytest.mark.long
-def test_a_run_that_makes_no_progress_stops_with_93(submit: MakeRun) -> None:
-    made = submit("restarts.crash=50", die={"*:*": -9}, die_at=2)
-    wait_for_end(made)
-    assert [attempt.reason for attempt in attempts(made)] == ["killed"] * 3
-    assert made.events("stopped")[0]["exit_code"] == 93
-
-
 def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1}, detached_child=True, checkpoint_every=1)
     agent = agent_pid(made, 1)
