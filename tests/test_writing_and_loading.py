@@ -214,13 +214,8 @@ def test_calls_that_write_files_are_detected(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "open(path)",
-        "path.open('rb')",
-        "path.open(encoding='utf-8')",
-        "os.open(path, os.O_RDONLY)",
-        "tarfile.open(archive, 'r:gz')",
-        "tarfile.open(fileobj=memory, mode='w')",
-        "np.memmap(path, mode='r')",
+        *("open(path)", "path.open('rb')", "path.open(encoding='utf-8')", "os.open(path, os.O_RDONLY)"),
+        *("tarfile.open(archive, 'r:gz')", "tarfile.open(fileobj=memory, mode='w')", "np.memmap(path, mode='r')"),
     ],
 )
 def test_opening_a_file_for_reading_is_not_reported(source: str) -> None:

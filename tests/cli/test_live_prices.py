@@ -68,13 +68,8 @@ def test_prices_in_the_spec_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpu", "name"),
     [
-        ("rtx-4090-24gb", "RTX4090"),
-        ("h100-nvl-94gb", "H100NVL"),
-        ("h200-nvl-141gb", "H200NVL"),
-        ("a100-pcie-80gb", "A100"),
-        ("v100-sxm2-16gb", "V100"),
-        ("mi300x-192gb", "MI300X"),
-        ("gb200-186gb", "GB200"),
+        *(("rtx-4090-24gb", "RTX4090"), ("h100-nvl-94gb", "H100NVL"), ("h200-nvl-141gb", "H200NVL")),
+        *(("a100-pcie-80gb", "A100"), ("v100-sxm2-16gb", "V100"), ("mi300x-192gb", "MI300X"), ("gb200-186gb", "GB200")),
     ],
 )
 def test_devices_are_mapped_to_gpuhunt_names(monkeypatch: pytest.MonkeyPatch, gpu: str, name: str) -> None:

@@ -36,12 +36,7 @@ def test_a_reference_is_read(text: str, expected: HubReference) -> None:
     "text",
     [
         *(
-            "hf://",
-            "hf:///name",
-            "hf://org/",
-            "hf://org/name@",
-            "hf://org/na me",
-            "hf://-org/name",
+            *("hf://", "hf:///name", "hf://org/", "hf://org/name@", "hf://org/na me", "hf://-org/name"),
             "hf://org/name.git",
         ),
         *(

@@ -26,13 +26,8 @@ server:/late /late nfs rw 0 0
 @pytest.mark.parametrize(
     ("folder", "kind"),
     [
-        ("/home/ada/runs", "ext4"),
-        ("/data", "nfs4"),
-        ("/data/runs", "nfs4"),
-        ("/database/runs", "ext4"),
-        ("/data/scratch/runs", "tmpfs"),
-        ("/my data/runs", "lustre"),
-        ("/late/runs", "nfs"),
+        *(("/home/ada/runs", "ext4"), ("/data", "nfs4"), ("/data/runs", "nfs4"), ("/database/runs", "ext4")),
+        *(("/data/scratch/runs", "tmpfs"), ("/my data/runs", "lustre"), ("/late/runs", "nfs")),
     ],
 )
 def test_a_folder_is_on_its_innermost_mount(folder: str, kind: str) -> None:

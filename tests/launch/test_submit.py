@@ -82,13 +82,13 @@ def test_the_code_hash_is_over_the_files_of_the_package_alone(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "slug"),
     [
-        ("llama-7b", "llama-7b"),
-        ('it\'s "quoted"', "it-s-quoted"),
-        ("two\nlines", "two-lines"),
-        ("$(rm -rf /) `id`; & |", "rm-rf-id"),
-        ("../../etc/passwd", "etc-passwd"),
-        ("模型", "run"),
-        ("-" * 200, "run"),
+        *(("llama-7b", "llama-7b"), ('it\'s "quoted"', "it-s-quoted"), ("two\nlines", "two-lines")),
+        *(
+            ("$(rm -rf /) `id`; & |", "rm-rf-id"),
+            ("../../etc/passwd", "etc-passwd"),
+            ("模型", "run"),
+            ("-" * 200, "run"),
+        ),
         ("a" * 200, "a" * 48),
     ],
 )

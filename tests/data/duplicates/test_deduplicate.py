@@ -167,12 +167,7 @@ for line in sys.stdin:
     expected = content(reference.folder)
     folder = tmp_path / "work"
     killed = (
-        ("signatures", 60),
-        ("identical", 2),
-        ("bands", 9),
-        ("pairs", 1),
-        ("shingles", 200),
-        ("verified", 1),
+        *(("signatures", 60), ("identical", 2), ("bands", 9), ("pairs", 1), ("shingles", 200), ("verified", 1)),
         ("removed", 4),
     )
     command = [sys.executable, "-c", program, str(folder)]

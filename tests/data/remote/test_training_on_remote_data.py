@@ -22,12 +22,8 @@ from tests.launch.conftest import PROJECT
 pytestmark = pytest.mark.long
 CACHE_BYTES = 2 * BLOCK_BYTES
 SETS = (
-    ("model.num_hidden_layers", "1"),
-    ("model.hidden_size", "40"),
-    ("model.intermediate_size", "64"),
-    ("training.steps", "25"),
-    ("training.schedule.warmup_steps", "2"),
-    ("evaluation.every", "10"),
+    *(("model.num_hidden_layers", "1"), ("model.hidden_size", "40"), ("model.intermediate_size", "64")),
+    *(("training.steps", "25"), ("training.schedule.warmup_steps", "2"), ("evaluation.every", "10")),
     ("checkpoint.every", "10"),
 )
 

@@ -289,12 +289,8 @@ def test_lone_surrogates_of_json_become_replacement_characters(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("a.jsonl.gz", ("jsonl", "gz")),
-        ("A.JSONL.ZST", ("jsonl", "zst")),
-        ("a.py", ("code", "")),
-        ("a.parquet.gz", ("", "gz")),
-        ("v1.2.csv", ("", "")),
-        ("README", ("", "")),
+        *(("a.jsonl.gz", ("jsonl", "gz")), ("A.JSONL.ZST", ("jsonl", "zst")), ("a.py", ("code", ""))),
+        *(("a.parquet.gz", ("", "gz")), ("v1.2.csv", ("", "")), ("README", ("", ""))),
     ],
 )
 def test_formats_are_known_by_the_suffix(name: str, expected: tuple[str, str]) -> None:

@@ -89,12 +89,8 @@ def test_a_page_of_mc4_needs_three_long_lines() -> None:
 @pytest.mark.parametrize(
     ("line", "count"),
     [
-        ("One sentence", 1),
-        ("One. Two! Three? Four", 4),
-        ("It costs 3.50 in all. Good.", 2),
-        ("He said e.g. that it works.", 1),
-        ('"Stop!" she said. "Now?" He did.', 3),
-        ("Wait... what? Yes.", 2),
+        *(("One sentence", 1), ("One. Two! Three? Four", 4), ("It costs 3.50 in all. Good.", 2)),
+        *(("He said e.g. that it works.", 1), ('"Stop!" she said. "Now?" He did.', 3), ("Wait... what? Yes.", 2)),
         ("First.) [Second.] Third", 3),
     ],
 )

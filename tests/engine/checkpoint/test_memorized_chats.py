@@ -18,16 +18,8 @@ from tests.engine.data.test_row_parts import EVERY_TEMPLATE, STOPS, chat_of
 
 QUESTIONS = ["north", "south", "east", "west", "red", "green", "blue", "one", "two", "three"]
 ANSWERS = [
-    "Snow, and long nights.",
-    "Sand.",
-    "The sun rises there.",
-    "Rain from the sea",
-    "A ripe apple?",
-    "Grass in May.",
-    "It is the sky.",
-    "1",
-    "2, twice as many.",
-    "3 is odd.",
+    *("Snow, and long nights.", "Sand.", "The sun rises there.", "Rain from the sea", "A ripe apple?", "Grass in May."),
+    *("It is the sky.", "1", "2, twice as many.", "3 is odd."),
 ]
 THINKING, LORA = "qwen-3, thinking", "llama-3.1, lora"
 

@@ -267,14 +267,9 @@ def test_every_token_of_the_assistant_is_in_the_loss_and_no_token_of_a_prompt(na
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("llama-3.1", "llama3_training"),
-        ("qwen-2.5", "qwen2_5_training"),
-        ("qwen-3", "qwen3_training"),
-        ("gemma", "gemma_training"),
-        ("phi-3", "phi3_training"),
-        ("deepseek-v3", "deepseekv3_training"),
-        ("gpt-oss", "gptoss_training"),
-        ("command-r", "cohere_training"),
+        *(("llama-3.1", "llama3_training"), ("qwen-2.5", "qwen2_5_training"), ("qwen-3", "qwen3_training")),
+        *(("gemma", "gemma_training"), ("phi-3", "phi3_training"), ("deepseek-v3", "deepseekv3_training")),
+        *(("gpt-oss", "gptoss_training"), ("command-r", "cohere_training")),
     ],
 )
 def test_marked_templates_of_trl_give_the_masks_of_transformers(name: str, file: str) -> None:

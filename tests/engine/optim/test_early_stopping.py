@@ -14,13 +14,8 @@ IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data={sour
 @pytest.mark.parametrize(
     ("losses", "stops"),
     [
-        ([], False),
-        ([3.0, 2.0, 1.0], False),
-        ([3.0, 2.0, 2.1, 2.05], True),
-        ([3.0, 2.0, 2.1, 1.9], False),
-        ([3.0, 2.0, 2.0, 2.0], True),
-        ([2.0, 2.5, 1.9, 2.4], False),
-        ([2.0, math.nan, math.inf], True),
+        *(([], False), ([3.0, 2.0, 1.0], False), ([3.0, 2.0, 2.1, 2.05], True), ([3.0, 2.0, 2.1, 1.9], False)),
+        *(([3.0, 2.0, 2.0, 2.0], True), ([2.0, 2.5, 1.9, 2.4], False), ([2.0, math.nan, math.inf], True)),
     ],
 )
 def test_training_stops_after_two_evaluations_without_an_improvement(losses: list[float], stops: bool) -> None:

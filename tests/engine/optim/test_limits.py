@@ -20,17 +20,9 @@ SLOPES = (-1.0, -1.0, -1.0, 4.0, 4.0, 4.0)  # of the loss; the scale rises to it
 
 # precision, ZeRO stage, offload, parameters up to this size stay whole on every rank in stage 3
 CASES = [
-    ("fp32", 0, "none", 0),
-    ("fp32", 1, "none", 0),
-    ("fp32", 2, "none", 0),
-    ("fp32", 2, "optimizer", 0),
-    ("fp32", 3, "none", 0),
-    ("fp32", 3, "none", 1000),
-    ("fp32", 3, "optimizer+params", 0),
-    ("bf16", 1, "none", 0),
-    ("bf16", 2, "none", 0),
-    ("bf16", 3, "none", 0),
-    ("bf16", 3, "none", 1000),
+    *(("fp32", 0, "none", 0), ("fp32", 1, "none", 0), ("fp32", 2, "none", 0), ("fp32", 2, "optimizer", 0)),
+    *(("fp32", 3, "none", 0), ("fp32", 3, "none", 1000), ("fp32", 3, "optimizer+params", 0), ("bf16", 1, "none", 0)),
+    *(("bf16", 2, "none", 0), ("bf16", 3, "none", 0), ("bf16", 3, "none", 1000)),
 ]
 
 

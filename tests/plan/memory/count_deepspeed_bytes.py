@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CASES = [
-    ("fp32", "fp32", 0),
-    ("bf16", "fp32", 1),
-    ("bf16", "bf16", 2),
-    ("bf16", "fp32", 3),
-    ("bf16", "bf16", 3),
+    *(("fp32", "fp32", 0), ("bf16", "fp32", 1), ("bf16", "bf16", 2), ("bf16", "fp32", 3), ("bf16", "bf16", 3)),
     ("fp32", "fp32", 2),
 ]
 

@@ -48,13 +48,8 @@ READ = {
     "ResourceFlavor": ("spec.nodeLabels", "spec.nodeTaints", "spec.tolerations", "spec.topologyName"),
     "Topology": ("spec.levels[].nodeLabel",),
     "Workload": (
-        "spec.queueName",
-        "spec.priority",
-        "spec.active",
-        "spec.podSets[].template",
-        "status.conditions",
-        "status.requeueState.requeueAt",
-        "status.admissionChecks[].state",
+        *("spec.queueName", "spec.priority", "spec.active", "spec.podSets[].template", "status.conditions"),
+        *("status.requeueState.requeueAt", "status.admissionChecks[].state"),
     ),
 }
 

@@ -536,13 +536,8 @@ def test_a_run_directory_that_the_pods_cannot_write_is_a_problem(
 @pytest.mark.parametrize(
     ("uid", "gid", "mode", "may"),
     [
-        (1000, 1, 0o750, True),
-        (1000, 1, 0o550, False),
-        (1, 1000, 0o770, True),
-        (1, 2000, 0o770, True),
-        (1, 1000, 0o750, False),
-        (1, 1, 0o777, True),
-        (1, 1, 0o775, False),
+        *((1000, 1, 0o750, True), (1000, 1, 0o550, False), (1, 1000, 0o770, True), (1, 2000, 0o770, True)),
+        *((1, 1000, 0o750, False), (1, 1, 0o777, True), (1, 1, 0o775, False)),
     ],
 )
 def test_owner_group_and_mode_decide_whether_the_pods_can_write(uid: int, gid: int, mode: int, may: bool) -> None:
