@@ -161,20 +161,14 @@ class Case(NamedTuple):
 
 CASES = (
     Case("data.images.classes", (*_IMAGES, "data.images.classes=no.txt"), "cannot be read: No such file or directory"),
+    # What a file may have wrong: tests/launch/test_source_checks.py.
     *(
         Case("data.source", tuple(sets), said)
         for said, *sets in (
             ("no such file or folder", "data.source=nowhere"),
-            ("no file matches", "data.source=nowhere/*.jsonl"),
             ("no such file or folder", "data.source=~nobody-of-this-name/a.txt"),
-            ("holds no text", "data.source=empty.txt"),
             ("holds 13 bytes, too few for one sequence of 128", "data.source=short.jsonl"),
             ("is a link to a file that does not exist", "data.source=link.txt"),
-            ("this is not a parquet file", "data.source=cut.parquet"),
-            ("cannot be read as a table", "data.source=other.parquet"),
-            ("other.jsonl:1: has no field text; it has content", "data.source=other.jsonl"),
-            ("is not UTF-8 text", "data.source=latin.txt"),
-            ("is not a complete gzip file", "data.source=cut.jsonl.gz"),
             ("train.bin holds 4 tokens, and dataset.json says 5", "data.source=prepared"),
             ("no such file or folder", "data.source=nowhere", ON_SLURM),
         )
@@ -253,14 +247,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with every defect that a check finds."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "link.txt").symlink_to("gone")
-    (folder / "empty.txt").touch()
     (folder / "short.jsonl").write_text('{"text": "a"}')
-    footer = b"\x04name"
-    (folder / "other.parquet").write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
     (folder / "cut.parquet").write_bytes(b"PAR1" + bytes(40))
     (folder / "other.jsonl").write_text('{"content": "a"}\n')
-    (folder / "latin.txt").write_bytes("größer als übergroß, möglicherweise öfter. ".encode("latin-1") * 9)
-    (folder / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00")
     (folder / "prepared").mkdir()
     (folder / "prepared" / "train.bin").write_bytes(bytes(8))
     (folder / "prepared" / "validation.bin").write_bytes(b"")
