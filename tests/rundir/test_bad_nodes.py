@@ -7,7 +7,6 @@ from pathlib import Path
 from scaletrain_cli.rundir.bad_nodes import (
     BadNode,
     bad_nodes_file,
-    forget_bad_nodes,
     read_bad_nodes,
     remember_bad_nodes,
 )
@@ -33,15 +32,6 @@ def test_newer_evidence_replaces_older_and_never_shortens_it(tmp_path: Path) -> 
     remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
     remember_bad_nodes(tmp_path, [hang], now=200.0)
     assert read_bad_nodes(tmp_path, now=250.0) == [dataclasses.replace(hang, expires=1000.0)]
-
-
-def test_nodes_are_cleared_by_name_or_all_at_once(tmp_path: Path) -> None:
-    assert forget_bad_nodes(tmp_path, [], now=100.0) == []
-    remember_bad_nodes(tmp_path, [BROKEN, dataclasses.replace(BROKEN, node="n4")], now=100.0)
-    assert forget_bad_nodes(tmp_path, ["n3", "n9"], now=100.0) == ["n3"]
-    assert [node.node for node in read_bad_nodes(tmp_path, now=100.0)] == ["n4"]
-    assert forget_bad_nodes(tmp_path, [], now=100.0) == ["n4"]
-    assert read_bad_nodes(tmp_path, now=100.0) == []
 
 
 def test_concurrent_writers_do_not_lose_evidence(tmp_path: Path) -> None:

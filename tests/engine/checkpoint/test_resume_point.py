@@ -242,15 +242,6 @@ def test_unreadable_checkpoints_suggest_no_restart_from_scratch_and_reject_no_no
     assert (job.run.checkpoints / "step-00000020").is_dir()
 
 
-def test_a_folder_in_place_of_a_shard_makes_only_that_checkpoint_invalid(run: RunDir) -> None:
-    commit(run, 10)
-    shard = commit(run, 20) / "shard.pt"
-    shard.unlink()
-    shard.mkdir()
-    begin = beginning(run)
-    assert (begin.step, begin.passed_over) == (10, ["step-00000020/shard.pt: Is a directory"])
-
-
 def test_a_checkpoint_copied_to_another_step_s_name_is_reported_and_not_used(run: RunDir) -> None:
     for step in (12, 18, 24):
         commit(run, step)

@@ -209,15 +209,6 @@ def test_skip_ranges_of_the_spec_and_of_rollbacks_are_merged(make: Make) -> None
     assert actions.skipped == ((4, 5), (30, 36))
 
 
-def test_a_checkpoint_that_is_marked_clean_still_verifies(make: Make) -> None:
-    folder = make().run.checkpoints
-    checkpoint_commit.mark_clean(list_checkpoints(folder)[1], attempt=1)
-    assert [(each.step, each.clean, verify(each)) for each in list_checkpoints(folder)] == [
-        (20, True, []),
-        (30, True, []),
-    ]
-
-
 def test_a_stage_of_the_mixture_begins_at_its_batch_whatever_was_skipped(make: Make) -> None:
     for batch, is_spike in ((26, False), (25, True), (40, True)):
         # batches 5 to 9 are skipped: step 21 trains on batch 26
