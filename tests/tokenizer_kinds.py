@@ -31,10 +31,8 @@ LEGACY = {
 _LINES = Path(json.decoder.__file__).read_text(encoding="utf-8").splitlines()
 _ODD = (
     *(" leading", "trailing ", "a  b   c\td", "line\nends\r\n\n  indented", "IT'S 123456 don't WE'LL", "", " ", "\n"),
-    *(
-        *("Füße naïve café", "Ångström ﬁ ① Ａ", "日本語 한국어", "🙂👩‍👧", "a<x>b <x> c", "snake_case camelCase"),
-        "3.14 1e-9 0x1F",
-    ),
+    *("Füße naïve café", "Ångström ﬁ ① Ａ", "日本語 한국어", "🙂👩‍👧", "a<x>b <x> c", "snake_case camelCase"),
+    "3.14 1e-9 0x1F",
 )
 TEXTS = [*_ODD, *[line for line in _LINES if line.strip()][: 100 - len(_ODD)]]
 

@@ -83,13 +83,8 @@ def test_the_code_hash_is_over_the_files_of_the_package_alone(monkeypatch: pytes
     ("name", "slug"),
     [
         *(("llama-7b", "llama-7b"), ('it\'s "quoted"', "it-s-quoted"), ("two\nlines", "two-lines")),
-        *(
-            ("$(rm -rf /) `id`; & |", "rm-rf-id"),
-            ("../../etc/passwd", "etc-passwd"),
-            ("模型", "run"),
-            ("-" * 200, "run"),
-        ),
-        ("a" * 200, "a" * 48),
+        *(("$(rm -rf /) `id`; & |", "rm-rf-id"), ("../../etc/passwd", "etc-passwd"), ("模型", "run")),
+        *(("-" * 200, "run"), ("a" * 200, "a" * 48)),
     ],
 )
 def test_any_name_gives_a_run_id_that_is_a_safe_file_name(name: str, slug: str) -> None:

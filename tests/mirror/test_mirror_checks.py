@@ -91,6 +91,7 @@ def test_a_folder_must_be_writable_and_outside_the_runs_root(tmp_path: Path) -> 
         ("ftp://host/bucket", "must be in a store that can be written to"),
         ("mirrors", "must be an absolute path"),
         ("s3://key@bucket/mirror", "must not contain a user name"),
+        ("s3://me:hunter2secret@bucket/mirror", "must not contain a user name"),
         ("s3://bucket/mirror?X-Amz-Signature=0", "must not contain a user name, a password or a signature"),
     ],
 )
@@ -100,12 +101,6 @@ def test_a_malformed_address_is_a_problem_of_its_line(to: str, said: str, tmp_pa
     ended = scaletrain("validate", path, code=2)
     assert "spec.yaml:36 checkpoint.mirror" in ended.err
     assert said in " ".join(ended.err.split())
-
-
-def test_a_secret_in_the_address_is_a_problem_and_not_shown(tmp_path: Path) -> None:
-    path = tmp_path / "spec.yaml"
-    path.write_text(SMALL.read_text().replace("keep: 3}", "keep: 3, mirror: 's3://me:hunter2secret@bucket/mirror'}"))
-    ended = scaletrain("validate", path, code=2)
     assert "hunter2secret" not in ended.out + ended.err
 
 
