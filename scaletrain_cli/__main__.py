@@ -3,8 +3,6 @@
 Imports nothing that takes time before it can be interrupted without a traceback.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

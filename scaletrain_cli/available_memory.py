@@ -1,7 +1,5 @@
 """The memory that this process may still use, by the machine and by its control groups."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The optional extras of this package: the modules of each, and the command that installs it."""
 
-from __future__ import annotations
-
 # As in pyproject.toml, by the names that are imported; a test compares.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("torch", "deepspeed", "huggingface_hub", "jinja2", "numpy", "pynvml", "safetensors", "tokenizers"),

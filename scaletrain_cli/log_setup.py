@@ -8,8 +8,6 @@ libraries stay in the same log and carry the library's name, so that a reader ca
 ``SCALETRAIN_LOG=debug`` (or warning, error) sets the level of this package. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

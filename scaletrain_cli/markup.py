@@ -1,7 +1,5 @@
 """HTML pages without outside references, and their pieces: escaped text, tables, bars, numbers with units."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

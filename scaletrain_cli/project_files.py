@@ -3,8 +3,6 @@
 An installed package has them in ``project/`` below this folder; a checkout has them beside it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDERS = ("slurm", "k8s", "grafana")  # for the cluster side

@@ -4,8 +4,6 @@ Code decides by ``Reason.code`` and ``Reason.params`` alone, and never by a sent
 in a screen of ``ui``, in an error, or in a log line.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

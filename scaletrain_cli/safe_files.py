@@ -6,8 +6,6 @@ through a link of another user, truncate no existing file, wait on no FIFO and h
 write files through this module. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Standard library only: training programs use this module before they import anything else.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ that asks for the view sends both: the job as the scheduler reports it, whether 
 and its small documents. They are in one file (launch/node/view.py), which is replaced while the view lasts.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Text formatting: numbers with units, lists, suggestions of names, and escaping for terminals."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

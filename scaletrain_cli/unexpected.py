@@ -4,8 +4,6 @@ Errors of the operating system and missing packages get a remedy. Anything else 
 file of the user, or to stderr if SCALETRAIN_TRACEBACK is set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -4,8 +4,6 @@ The folder never has more bytes than its limit, whatever is killed: a block is w
 held, after others were removed for it. Each block is fetched once, by the process that holds the lock of its group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """``data prepare`` for text and images, in a process of its own; without torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

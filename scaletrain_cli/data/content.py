@@ -1,7 +1,5 @@
 """The hash of what the files of a source contain, computed once and remembered while the files are unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ Results are written under such a name and renamed when they are whole. A draft w
 draft of a living process never is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -6,8 +6,6 @@ beginning of a stage has the shares of the weights up to about one sample per so
 by 1 % of a share after 10,000 samples.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The prepared data of a spec: which datasets there are, and preparing those that are missing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

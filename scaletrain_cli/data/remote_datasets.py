@@ -4,8 +4,6 @@ A remote dataset is attached before it is used: a local folder gets its descript
 all chunks, and ``objects.json`` with the size and the ETag of every file. Only the tokens themselves stay remote.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The report of prepared data: the reports of its datasets in one document, with totals and the mixture of a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

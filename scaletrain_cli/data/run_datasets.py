@@ -1,7 +1,5 @@
 """The datasets of a run of text or images: those that it has recorded, and others as for a spec without a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

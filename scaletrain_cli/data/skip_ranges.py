@@ -1,7 +1,5 @@
 """Batches that a run leaves out: those of ``data.skip`` and of its rollbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 SkipRange = tuple[int, int]

@@ -4,8 +4,6 @@ Stages count samples by the numbers of batches, which skipped batches keep: stag
 that number, whichever batches are skipped before it, so that no rollback moves a sample to another batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Files are read, not mapped: a file that is cut while it is mapped ends the proce
 hundred mappings only. Each chunk is compared with its hash when a process first reads from it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

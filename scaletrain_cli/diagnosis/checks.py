@@ -1,7 +1,5 @@
 """All checks of a run, in one table, and the diagnosis that they make together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

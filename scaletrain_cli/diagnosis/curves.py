@@ -1,7 +1,5 @@
 """Robust statistics of curves: levels, noise, slopes, spikes. Plain arithmetic on lists, without numpy."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

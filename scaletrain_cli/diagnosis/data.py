@@ -1,7 +1,5 @@
 """Checks of validation and sources: overfitting, underfitting, other data, and sources that are not learned."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

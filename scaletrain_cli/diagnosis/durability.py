@@ -1,7 +1,5 @@
 """Checks of checkpoints and restarts: what they cost, beside the plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A finding about a run: what is wrong, how bad and how sure it is, its likely causes, and what to change."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

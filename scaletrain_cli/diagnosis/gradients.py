@@ -1,7 +1,5 @@
 """Checks of the gradient norm (before clipping, unscaled) and of the loss scale of fp16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 And the checks of the nodes: errors of their GPUs, their memory, and the limits of their CPUs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of layers by their telemetry: gradients, activations and updates beside those of like layers."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

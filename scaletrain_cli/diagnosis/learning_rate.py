@@ -4,8 +4,6 @@ Not concluded: a rate that is a few times too high or too low, at which the loss
 needs a trial with another rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Checks of the training loss: its start, its level, its trend, spikes and values that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 The peaks of rank 0 are in metrics.jsonl, those of all ranks in the telemetry.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ These have the step time, the wait for data, and ranks that wait for data or are
 the time in collectives are in the telemetry, which utilization.py checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

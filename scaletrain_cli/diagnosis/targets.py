@@ -3,8 +3,6 @@
 These are signatures. The direct tests, with labels compared with inputs token by token, are those of a rehearsal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of the telemetry that stand for training at its usual speed, and figures of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Times of a run beside its plan: seconds per step, the time that is left, and what it costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

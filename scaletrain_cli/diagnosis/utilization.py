@@ -1,7 +1,5 @@
 """Checks of what keeps a step from being faster, by the telemetry of ranks and GPUs, and by plans of other settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every exception becomes an exit code and a failure record for the restart policy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """Build the parts of one rank: ranks connected, data open, model, optimizer, DeepSpeed, checkpoints, in that order."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

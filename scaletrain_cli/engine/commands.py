@@ -8,8 +8,6 @@ what it was writing is removed. Heavy modules are imported last, so that a missi
 Ctrl-C during an import ends like any other error.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import signal

@@ -5,8 +5,6 @@ torch's own optimizers load it at their first call, only to be left alone by it:
 a rank that compiles nothing. (Activation checkpointing loads it all the same.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 

@@ -3,8 +3,6 @@
 Memory that the rank touches first, such as pinned buffers, is then allocated on that node. Reads /sys.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

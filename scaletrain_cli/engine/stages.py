@@ -5,8 +5,6 @@ kept by name in host memory; parameters that begin to train have no moments and 
 their weights in the dtype of the forward pass.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
 from pathlib import Path

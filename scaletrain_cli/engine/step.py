@@ -1,7 +1,5 @@
 """Run one optimizer step or one evaluation with DeepSpeed, with and without a pipeline."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

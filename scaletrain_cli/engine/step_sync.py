@@ -3,8 +3,6 @@
 One all-reduce per step. A request that reaches one rank takes effect on all ranks at the same step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

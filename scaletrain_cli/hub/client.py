@@ -3,8 +3,6 @@
 Every failure becomes a HubError whose reason has a remedy; the text of a token appears in none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

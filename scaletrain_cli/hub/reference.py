@@ -1,7 +1,5 @@
 """References to files of the Hugging Face Hub: ``hf://[datasets/]org/name[@revision][/path]``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Everything is put into the hidden folder from which create_run() makes the run d
 checkpoint are hard links where the file system allows that: they never change, and deleting one name keeps the other.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 And wait for the end of a run that this process has submitted, which is canceled at a timeout.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

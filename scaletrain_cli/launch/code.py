@@ -1,7 +1,5 @@
 """The snapshot of the user's code: selects files of a git working tree and stores them with the run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

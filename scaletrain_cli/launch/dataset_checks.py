@@ -1,7 +1,5 @@
 """Checks of prepared datasets before a run is queued: those that its ranks would otherwise make."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping

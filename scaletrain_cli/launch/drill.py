@@ -1,7 +1,5 @@
 """`scaletrain drill`: inject a fault into a small run, wait for its end, and compare it with an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

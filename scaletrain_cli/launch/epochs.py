@@ -4,8 +4,6 @@ A run is planned, recorded and resumed with plain ``training.steps``. An epoch o
 they have together, which their weights share out; a source with ``epochs`` counts that many times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction

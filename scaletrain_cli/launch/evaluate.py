@@ -4,8 +4,6 @@ An evaluation is a run whose program is ``scaletrain_cli.engine.evaluation``: it
 explained like any other. Its id is derived from the checkpoint, so that a second submission creates no second job.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Changes nothing. Texts and remedies are in reason_texts/launch.py, those of a back end in its own table.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ the environment of the ranks; the process that starts it stays free of HTTP libr
 download goes on where it ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The logs of ranks in the run directory: find, read and follow them, and fetch them from pods."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -6,8 +6,6 @@ checkpoint and the history; it then ends. With ``--release`` it does only that, 
 has ended here. It has the lowest priority and dies with its parent; no rank waits for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

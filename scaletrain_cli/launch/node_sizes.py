@@ -1,7 +1,5 @@
 """Plan a run for the engine on every number of nodes of its range, and take the size that the scheduler gives."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prepare the data of a run before its gang is queued: on this machine, or by a job that the gang waits for."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Request a profile of a living run through its run directory, and wait for the result; the scheduler is only asked."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

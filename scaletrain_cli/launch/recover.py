@@ -4,8 +4,6 @@ No process stays for this: a person, cron or `status --wait --resume` calls it. 
 only if it is still lost then, so that two callers start one job. Each resume waits longer than the one before.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Objects in the cluster are deleted first, then checkpoints outside the run direc
 then renamed atomically to a hidden name and emptied: a run is either listed and complete, or gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 The caller then starts the next attempt, requeues the job, or stops.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

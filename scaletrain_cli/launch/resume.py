@@ -5,8 +5,6 @@ the event for a start from scratch are written, and the stop file is removed, be
 all of it. A crash in between leaves a revision without a job, which the next resume uses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 The run keeps its id, its history and its W&B run. Its place before stops when it sees the new claim in the mirror.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

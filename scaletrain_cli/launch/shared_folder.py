@@ -3,8 +3,6 @@
 Uses only this machine's mounts and free space; launch/node/inspection.py checks the nodes themselves.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

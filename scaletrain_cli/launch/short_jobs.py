@@ -4,8 +4,6 @@ Schedulers see an ordinary run; its ranks do the items of ``scaletrain_cli.engin
 run directory of a preflight is hidden in the runs root, and deleted at the end.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import shutil

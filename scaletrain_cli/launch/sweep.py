@@ -1,7 +1,5 @@
 """Sweeps: one run per combination of values. Submit, show and cancel all of them together."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import Counter

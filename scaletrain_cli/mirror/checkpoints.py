@@ -4,8 +4,6 @@ The name has the generation of its owner, the step, and a hash of the files' has
 another folder. A folder without ``manifest.json`` is not a checkpoint, and deleting begins with it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence

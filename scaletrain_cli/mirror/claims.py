@@ -5,8 +5,6 @@ is created only if its name is free. A claim records the step that it continues 
 earlier owner writes later are never restored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import json

@@ -5,8 +5,6 @@ written before the list that names them, and deleted after it, so that a list is
 Files that only grow are cut into blobs of 4 MiB, of which all but the last one are stored once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

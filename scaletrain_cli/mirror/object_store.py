@@ -5,8 +5,6 @@ unless its encryption hides it; where it is another one, and in other stores, th
 compared. Parts that the network lost are sent again; an object appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

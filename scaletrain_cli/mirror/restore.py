@@ -4,8 +4,6 @@ Everything is received in a hidden folder beside the new run directory, which ap
 process that is killed leaves the folder, and the next one continues there.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 A failure of the mirror is recorded in mirror.json and as an event, and tried again later; training never waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Send one notification: POST to a webhook, or run a command. Waits a bounded time; errors never contain the URL."""
 
-from __future__ import annotations
-
 import contextlib
 import email.utils
 import html

@@ -7,8 +7,6 @@ by no crash, and sent twice only if the process is killed between the receiver's
 id.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

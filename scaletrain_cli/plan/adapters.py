@@ -1,7 +1,5 @@
 """Settings of ``model.adapter`` and ``model.quantization`` that the model, the device or other settings rule out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 

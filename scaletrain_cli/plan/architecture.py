@@ -1,7 +1,5 @@
 """Exact parameter counts and FLOPs of a transformer: of the full model, or of the part that one rank holds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

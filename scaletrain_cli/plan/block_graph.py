@@ -5,8 +5,6 @@ input. A trained weight takes 2 more, for its own gradient. Below the lowest tra
 An adapter (LoRA, arXiv:2106.09685) adds two products per layer; both of its factors train.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ factor scales all causes, since the time of a step does not show them apart. Exp
 where the measured run had another number of nodes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Uses the standard library only, and reads at most the beginning of a few files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ momentum of a matrix by an approximation of its nearest orthogonal matrix. The r
 matrices among themselves (engine/optim/matrix_exchange.py). A fused projection is as many matrices as it fuses.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """One parameter of a model under its Hugging Face name, and the engine's tensors that hold parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Names and shapes are those of the engine's modules and of Hugging Face's files, in the order of the modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple

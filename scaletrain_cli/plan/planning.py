@@ -1,7 +1,5 @@
 """Make a run plan from a run spec: list the layouts, search them, size the best, add advice. The planner's entry."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

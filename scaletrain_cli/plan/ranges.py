@@ -6,8 +6,6 @@ writes it: ``make bench-planner TRUTH=DIR ARGS=--write``. A figure whose framewo
 nobody has measured has no range. Measurements of the user replace the published ones.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pipeline stages: the blocks of each, their parameters on a rank, tokens and micro-batches in flight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The parameters of a model that train at each step, with their settings: ``training.trainable``, resolved by name."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Mapping

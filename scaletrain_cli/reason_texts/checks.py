@@ -1,7 +1,5 @@
 """The texts of the checks of files, code and credentials that a run spec refers to (docs/checks.md)."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _SOURCES = ("Set it to python-stdlib, a prepared dataset, or a path or glob of text files",)

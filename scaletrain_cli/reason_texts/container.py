@@ -1,7 +1,5 @@
 """The texts of `scaletrain image`: why no Containerfile can be written, and notes about one."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

@@ -1,7 +1,5 @@
 """The texts of rows for fine-tuning: their columns, their chat template, and their place in the loss."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _FORMATS = ("Set data.format and data.fields, or rename the columns",)

@@ -1,7 +1,5 @@
 """The texts of the steps that prepare documents: a column that is not there, and evaluation files."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

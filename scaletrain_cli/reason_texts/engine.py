@@ -1,7 +1,5 @@
 """The texts of the engine and of ``worker``: why a rank failed."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

@@ -1,7 +1,5 @@
 """The texts of references to the Hugging Face Hub: why one cannot be resolved, read or fetched."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _TOKEN = "export HF_TOKEN of an account that may read it; for an endpoint in env, name it in secret_env, too"

@@ -1,7 +1,5 @@
 """The texts of sources of images: samples and files that cannot be used."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _FIELDS = ("Set data.images.fields to the names that the source has",)

@@ -1,7 +1,5 @@
 """The texts of the Kubernetes back end."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _RESUBMIT = "scaletrain cancel {run}, fix the spec and submit it again"

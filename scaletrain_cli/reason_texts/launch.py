@@ -1,7 +1,5 @@
 """The texts of the launcher: exits of attempts, restart decisions, states of a run, refusals."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _RESUME = "scaletrain resume {run}"

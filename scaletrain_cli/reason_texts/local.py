@@ -1,7 +1,5 @@
 """The texts of the local back end."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

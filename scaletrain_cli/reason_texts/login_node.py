@@ -1,7 +1,5 @@
 """The texts of verbs that run on the login node of a cluster."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

@@ -1,7 +1,5 @@
 """The texts of mirrors of runs, and of resuming from them."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _TAKE_OVER = ("Stop the run there first, or add --take-over: the other place then stops at its next checkpoint",)

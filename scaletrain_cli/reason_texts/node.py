@@ -1,7 +1,5 @@
 """The texts of the node agent: why it ended an attempt, from its own observation of ranks and node."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

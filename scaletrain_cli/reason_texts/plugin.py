@@ -1,7 +1,5 @@
 """The texts of plug-ins that cannot be used."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _UPDATE = ("Update or uninstall {package}",)

@@ -1,7 +1,5 @@
 """The texts about the preparation of a run's data before its gang starts."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

@@ -1,7 +1,5 @@
 """The texts of remote files that cannot be used: object stores and web servers."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _CREDENTIALS = (

@@ -1,7 +1,5 @@
 """The texts of the verbs that create, show, prune and delete runs."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _OTHER_ID = ("Use another run id",)

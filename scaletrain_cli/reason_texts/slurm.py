@@ -1,7 +1,5 @@
 """The texts of the Slurm back end."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _SMALLER = "Request less: `scaletrain cancel {run}`, then `scaletrain resume {run} --nodes N`"

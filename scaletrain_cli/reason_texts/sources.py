@@ -1,7 +1,5 @@
 """The texts of documents and files of a data source that cannot be read."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _FIELD = ("Set the field of the source to the column with the text",)

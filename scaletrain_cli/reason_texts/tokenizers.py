@@ -1,7 +1,5 @@
 """The texts of tokenizers of other libraries that cannot be used."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _OTHER = ("Use a tokenizer.json of this tokenizer with kind: file",)

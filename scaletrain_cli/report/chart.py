@@ -4,8 +4,6 @@ A line is at most 600 points in whole units of a grid of 2400 x 800, about 7 byt
 over steps and over time; a style sheet shows one of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The HTML page of a report, and its sections about several runs or a sweep: figures and curves side by side."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

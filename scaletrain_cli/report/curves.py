@@ -5,8 +5,6 @@ each piece, lines at equal distances are decoded, and the lines that hold its le
 step time. The cost is therefore about 3 microseconds a line.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

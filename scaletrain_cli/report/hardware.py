@@ -1,7 +1,5 @@
 """Measurements of ranks, GPUs, nodes and layers as JSON values: the latest figures, and curves of some of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A section whose files are missing or damaged is empty and named in ``missing``; 
 with damaged records of attempts, is an error, as for `scaletrain status`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

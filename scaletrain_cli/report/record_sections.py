@@ -1,7 +1,5 @@
 """The sections of the page of one run about its record: goodput, attempts, nodes, evaluations, spec and events."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

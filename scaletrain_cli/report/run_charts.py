@@ -1,7 +1,5 @@
 """The curves of one run as charts: the order, units, planned levels and marks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sections of the page of one run, from its JSON object."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any

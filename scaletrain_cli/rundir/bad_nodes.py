@@ -4,8 +4,6 @@ Shared by all runs of a root: writers take a lock, readers do not. The next atte
 far as enough nodes remain.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence

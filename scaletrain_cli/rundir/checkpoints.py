@@ -5,8 +5,6 @@ hash. "Latest" is computed, never a pointer file. Checkpoints of an adapter lack
 name the files that the run read, with their digests. The inventory of a folder also has what is incomplete or damaged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

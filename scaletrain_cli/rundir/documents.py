@@ -5,8 +5,6 @@ in size, checks types, and has one error, DamagedError, which names the file and
 Documents are replaced atomically: a reader sees the old or the new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -7,8 +7,6 @@ An evaluation is requested (its job exists), running (the weights were copied, s
 and done or failed. Its metrics are also in metrics.jsonl, at the step of the checkpoint.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Collection, Mapping

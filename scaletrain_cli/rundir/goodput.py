@@ -1,7 +1,5 @@
 """Times and costs of a run: ledger.json of each attempt, goodput summed over attempts, steps, time and money left."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -7,8 +7,6 @@ hold a lock on the journal itself, and so stop the training. Rollbacks are read 
 checkpoints: the checkpoint that a run rolls back to is older than the decision.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """attempts/NNNN/measured.json: memory measured once per attempt, with the planned values."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """mirror.json and superseded.json of a run directory: what its mirror holds, and whether another place owns the run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -3,8 +3,6 @@
 A sweep has no folder: it is the set of runs under the runs root whose files sweep.json name it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

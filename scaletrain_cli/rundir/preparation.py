@@ -4,8 +4,6 @@ spec.json is what the tasks prepare, job.json has the ids of the job, failure.js
 done.json is written by the last process when the data are prepared; the scripts and logs are beside them.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A folder of a profile has ``profile.json``, what was asked for, and for each pro
 figures, and ``rank-NNNNN.trace.json.gz``. ``summary.json`` joins the figures of all ranks and the plan's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

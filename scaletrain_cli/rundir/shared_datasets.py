@@ -7,8 +7,6 @@ A run records one entry per source, for the settings that decide its dataset. A 
 its dataset when another one is added, and when its files are touched, moved or deleted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -12,8 +12,6 @@ above both. Its keys are validated with the spec. ``host`` is the login node of 
 belong to: verbs for it run there, over ssh.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -3,8 +3,6 @@
 Uses the standard library only, because verbs that only read a spec import it; the engine uses it too.
 """
 
-from __future__ import annotations
-
 import glob
 import itertools
 import os

@@ -5,8 +5,6 @@
 is imported where specs are validated and planned, so it must not import torch; ``build`` is imported by the engine.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ supported. All others are ignored: they cannot change what transformers computes
 validation, so that keys of the spec take precedence.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 One entry of ``ARCHITECTURES`` is everything this package knows of a ``model_type``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

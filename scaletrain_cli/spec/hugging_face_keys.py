@@ -4,8 +4,6 @@ The tables have every key that transformers reads (a test compares them with its
 cannot change what transformers computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Most have blocks that the engine does not build: ``planned_architecture`` names 
 cannot be submitted. What changes neither parameters nor FLOPs nor memory is then irrelevant.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A key that is left out has the default of its class in transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The config.json of Hugging Face weights: compared with the spec on import, written on export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Standard library only, because verbs that only read a spec import it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath

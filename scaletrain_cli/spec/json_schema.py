@@ -1,7 +1,5 @@
 """The JSON Schema of a run spec *file*, for editors; the loader checks more than a schema can express."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scaletrain_cli.plugins import MODEL_FAMILIES, OPTIMIZERS, PluginError, plugins

@@ -1,7 +1,5 @@
 """The processes of each rank that read its batches, and the CPU cores that they take."""
 
-from __future__ import annotations
-
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.run import RunSpec
 

@@ -1,7 +1,5 @@
 """Load a RunSpec from YAML and ``--set`` overrides; an error lists every problem with its line."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import errno

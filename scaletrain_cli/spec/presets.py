@@ -1,7 +1,5 @@
 """Model presets, and the dimensions that follow from other dimensions."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Problems of a spec as shown to the user: location, given value, allowed values, nearest name and fix."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Each type validates its input itself, so that a wrong value is one problem and n
 Schema describes the values allowed in a file.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

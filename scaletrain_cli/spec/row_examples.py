@@ -1,7 +1,5 @@
 """The one form of each kind of row for fine-tuning, and the error of a row that cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

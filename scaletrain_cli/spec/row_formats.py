@@ -3,8 +3,6 @@
 Uses the standard library only, as the modules beside it, because checks before a run read the first rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

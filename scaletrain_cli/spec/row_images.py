@@ -1,7 +1,5 @@
 """The images of rows for fine-tuning, and their places in the text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The messages of rows for fine-tuning, whatever their keys, roles and calls of tools are called in the file."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

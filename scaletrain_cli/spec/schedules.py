@@ -1,7 +1,5 @@
 """The learning rate of a step, and when to stop early: pure functions of the spec, for engine and launcher."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

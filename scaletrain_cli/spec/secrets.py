@@ -4,8 +4,6 @@ The content of a spec is written to run.json, job scripts and trackers, the code
 Nothing here prints a value that looks like a secret; a problem names its key or file and its form.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

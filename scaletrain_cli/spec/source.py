@@ -3,8 +3,6 @@
 Independent of the keys of the schema.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

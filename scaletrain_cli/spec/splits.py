@@ -1,7 +1,5 @@
 """The splits of a data set by the names of its files and folders, as the library datasets finds them. Reads no file."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The spec that `scaletrain init` writes: complete, commented, and valid as written."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 Uses the standard library only. The checks before a run compare with it what the ranks load later.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

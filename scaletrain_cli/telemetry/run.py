@@ -1,7 +1,5 @@
 """All telemetry of an attempt: the files of its nodes, and of its layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

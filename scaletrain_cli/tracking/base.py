@@ -1,7 +1,5 @@
 """The interface of a tracker. ``docs/extending.md`` shows a complete one in a package of its own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

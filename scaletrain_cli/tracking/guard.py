@@ -4,8 +4,6 @@ The metrics of a run are those of metrics.jsonl. A tracker that missed some, bec
 killed, is given them when it starts again. ``tracking/<name>.json`` in the run directory holds how far it got.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import queue

@@ -1,7 +1,5 @@
 """``metrics.jsonl``: the record of measurements, from which every other tracker is filled. Always on."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

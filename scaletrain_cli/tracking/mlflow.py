@@ -1,7 +1,5 @@
 """MLflow: one run over all attempts, identified by a tag; metrics have the optimizer step as their step."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

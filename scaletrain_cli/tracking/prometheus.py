@@ -5,8 +5,6 @@ answers in OpenMetrics 1.0 if asked for it, as Prometheus does. Figures of all r
 minimum, median and maximum with the name of the worst, so that the number of series does not grow with the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -3,8 +3,6 @@
 A package outside this project adds ``[project.entry-points."scaletrain.trackers"]`` with ``name = "module:Class"``.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

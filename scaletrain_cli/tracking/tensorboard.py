@@ -5,8 +5,6 @@ from this step on (``purge_step`` of torch's SummaryWriter writes the same). So 
 once, with its last values. The files are written without torch and without TensorFlow.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

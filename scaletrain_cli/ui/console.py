@@ -3,8 +3,6 @@
 Text from users and machines is shown literally, never as markup.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The screens of `data show`, rows with the part in the loss marked or images, and of `data stats` for images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of prepared data as one HTML page without outside references: light and dark, also on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

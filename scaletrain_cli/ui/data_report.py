@@ -1,7 +1,5 @@
 """The screen of `data stats`: documents after each step, why documents were removed, lengths, duplicates, mixture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The screen of `diagnose`, and the findings on that of `status`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A verb passes its answer to ``print_json``. It is written when the command ends, inside the envelope of docs/json.md.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The screens of a plan: layout, memory, time, durability, cost, recipe, warnings, and the other layouts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 

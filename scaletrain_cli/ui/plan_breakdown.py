@@ -1,7 +1,5 @@
 """The memory and time of a plan: totals, and their parts as a waterfall of bars."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Plans side by side, with the ratio of each figure to that of the first plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

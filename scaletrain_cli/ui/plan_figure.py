@@ -1,7 +1,5 @@
 """Plots of a plan as HTML, SVG or PNG: memory by stage, step by cause, pipeline timeline, scaling."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Plots that matplotlib draws into files: the check before a command begins, and the image, reproducibly."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import logging

@@ -1,7 +1,5 @@
 """The screen of `profile`: the time of a step by cause beside the plan, the top kernels and operators, and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

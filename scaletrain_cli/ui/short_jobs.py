@@ -1,7 +1,5 @@
 """The screens of short jobs: `rehearse` with the curve of the range test, `drill` and `preflight`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The screen of `validate`: the resolved settings in a few lines."""
 
-from __future__ import annotations
-
 from rich.table import Table
 from rich.text import Text
 

@@ -1,7 +1,5 @@
 """The summary before a submission or a resume is confirmed: the job, its cost, its expected start, and what changed."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ The names below are the stable surface, versioned by WORKER_API_VERSION as semve
 removes a name or a signature, a minor one adds some. Modules below this package are internal.
 """
 
-from __future__ import annotations
-
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter, SupersededAttemptError

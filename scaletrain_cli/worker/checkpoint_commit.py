@@ -4,8 +4,6 @@ An attempt commits, marks and deletes by renames out of and into its own ``attem
 removes that folder, so that a superseded attempt, for example on a disconnected node, can no longer change anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

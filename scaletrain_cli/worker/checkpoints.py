@@ -1,7 +1,5 @@
 """The checkpoint API of a running attempt, for training programs that write their own files. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ states its exit reason in the attribute ``failure_reason`` of its class; that of
 is derived from its type and message.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -3,8 +3,6 @@
 torch is imported by the functions that use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import json

@@ -5,8 +5,6 @@ One per logged step, in addition to the readable line:
     {"scaletrain": "progress", "step": 7, "total_steps": 80, "loss": 6.5133, "tokens_per_second": 1180.2}
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Preemption signals as a flag that the training loop reads between steps. Standard library only: runs before torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

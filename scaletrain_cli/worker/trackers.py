@@ -1,7 +1,5 @@
 """Start the trackers of a run in a training process: those that the run spec names, beside metrics.jsonl."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ The work is done in phases, each of independent jobs: one job of a phase needs a
 and is done if that file is there. Any process may run any job, in any order within a phase; the bytes are the same.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

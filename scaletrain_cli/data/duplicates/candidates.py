@@ -6,8 +6,6 @@ is a candidate with a few representatives that resemble it by their sketches, so
 bucket and not with its square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

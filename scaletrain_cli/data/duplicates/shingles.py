@@ -6,8 +6,6 @@ a script that writes no spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) is
 in a row; it is kept as 64 bits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import unicodedata

@@ -3,8 +3,6 @@
 A document takes 44 + 8 x bands + bands x rows bytes: 364 with 20 bands of 8 rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Rows beyond the limit go to sorted runs in one temporary file, which has no name, so a killed process leaves nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

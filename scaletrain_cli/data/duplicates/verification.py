@@ -4,8 +4,6 @@ The shingles of the documents that stand in a pair are computed from the texts a
 pairs are verified in parts of a fixed number of pairs. The files of shingles can be removed afterwards.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import numpy as np

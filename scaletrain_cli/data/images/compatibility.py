@@ -1,7 +1,5 @@
 """The images that a spec asks for, and checks that prepared ones and the tokenizer of captions are these. No numpy."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

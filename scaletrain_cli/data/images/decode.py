@@ -1,7 +1,5 @@
 """Decode the bytes of an image file with Pillow."""
 
-from __future__ import annotations
-
 from functools import cache
 from io import BytesIO
 

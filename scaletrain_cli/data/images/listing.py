@@ -1,7 +1,5 @@
 """The files of a source of images, in a fixed order, and the units of work that they are read in."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

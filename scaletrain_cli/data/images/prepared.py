@@ -1,7 +1,5 @@
 """The indexes of the sources of a spec of images or pairs: finding them, and building those that are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of prepared images: sizes, classes, captions and duplicates, from their indexes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

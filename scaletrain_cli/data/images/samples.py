@@ -1,7 +1,5 @@
 """Samples of a source of images, and the settings that decide which parts a sample has."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Images in parquet files: a column of bytes, or of {bytes, path} as the datasets library writes it, and others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

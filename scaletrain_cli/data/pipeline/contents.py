@@ -1,7 +1,5 @@
 """The stage that reads whole files for the hashes of what they contain: any number of processes share the reading."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

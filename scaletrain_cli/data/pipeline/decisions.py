@@ -3,8 +3,6 @@
 The text that a step changes is not kept: a step is a pure function, and runs again where the text is needed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -3,8 +3,6 @@
 It is put together from what the steps have recorded, and is the same for any number of workers.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

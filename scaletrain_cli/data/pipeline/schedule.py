@@ -1,7 +1,5 @@
 """The order of the work: stages one after another, the units of a stage in any order and by any number of processes."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokens of one task on disk, in a folder that appears whole."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Statistics of the documents of a shard: lengths in tokens, kinds of characters, unknown tokens."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The partition of a source into tasks, which depends on its files alone, never on the number of workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A Megatron-LM set says where documents end. In an array each document ends with 
 the part that it begins in, although it may reach into the next ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A tokenizer that is trained on the documents that are left after all steps: once, and kept by key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

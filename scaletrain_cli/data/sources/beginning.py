@@ -1,7 +1,5 @@
 """The first documents of a file, from a bounded number of bytes: for checks before a run, and for estimates."""
 
-from __future__ import annotations
-
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The readers of source files, by format. A new format is an entry here, its reader, and its suffix in the spec."""
 
-from __future__ import annotations
-
 from scaletrain_cli.data.sources.lines import Code, JsonLines, Prose
 from scaletrain_cli.data.sources.records import Reader, SourceFile
 from scaletrain_cli.data.sources.tables import Arrow, Parquet

@@ -1,7 +1,5 @@
 """Import libraries of optional extras where they are needed."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -3,8 +3,6 @@
 Places are byte offsets in the decompressed file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The files of a source of the spec, in a fixed order."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of this machine: their size, and whether a file is still the one that was listed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Open the files of a source as bytes, decompressed. A stream that ends too early is an error, never a short file."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

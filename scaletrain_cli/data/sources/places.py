@@ -4,8 +4,6 @@ Every request is repeated until a deadline if it fails in a way that passes: no 
 short, a busy server. An object that is replaced while it is read is an error: its ETag is compared with each range.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import random

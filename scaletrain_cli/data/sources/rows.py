@@ -1,7 +1,5 @@
 """Read the rows of files for fine-tuning as JSON values: jsonl, json, parquet and Arrow."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -5,8 +5,6 @@ Nothing stores or prints them. http:// is used only for this machine, or where t
 between here and such a server can change the data, and with them the model.
 """
 
-from __future__ import annotations
-
 import configparser
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Readers of parquet and Arrow files: one document per row. Places are numbers of rows, counted from 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

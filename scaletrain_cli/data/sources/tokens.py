@@ -3,8 +3,6 @@
 Megatron-LM: ``NAME.idx`` describes ``NAME.bin`` (core/datasets/indexed_dataset.py); NumPy: one array of ids.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps that look at one document at a time: what each is built from, and the order in which they run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

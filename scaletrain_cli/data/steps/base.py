@@ -5,8 +5,6 @@ times. So a step that only removes documents can record its decisions, and a ste
 where the text is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol

@@ -5,8 +5,6 @@ closing quotes or brackets before whitespace that no small letter follows; no mo
 abbreviations before a capital letter (``Dr. Smith``) end one too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ their surroundings, or their documents are dropped. An n-gram of the evaluation 
 over the hashes of its words, so that millions of n-grams take 8 bytes each and a document is one search among them.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -3,8 +3,6 @@
 A line of a ``.txt`` file is an item, and so is each of the given fields of a row of a ``.jsonl`` file.
 """
 
-from __future__ import annotations
-
 import glob
 import gzip
 import json

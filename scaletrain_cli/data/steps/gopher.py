@@ -5,8 +5,6 @@ is a line with text: empty lines are no lines. A share of an empty document is 0
 put spaces between words; code, tables and verse need ``only``, which leaves their sources out.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

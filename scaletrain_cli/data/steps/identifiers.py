@@ -4,8 +4,6 @@ Every expression is bounded: each of its repetitions has a limit, so that a line
 to its length. No expression matches directly after another match, so that a second pass finds nothing new.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The step ``language``: keep documents in some languages."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

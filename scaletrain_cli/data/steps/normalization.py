@@ -1,7 +1,5 @@
 """The step ``normalization``: one form for the same text."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

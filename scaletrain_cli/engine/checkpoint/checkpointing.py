@@ -5,8 +5,6 @@ consensus shows that all ranks have written, rank 0 commits it (``worker.checkpo
 leaves no committed checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@ Each rank holds slices of matrices in one partition and needs those of another o
 every rank knows what each pair sends; the values travel by all-to-all, some matrices at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

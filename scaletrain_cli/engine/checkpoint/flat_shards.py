@@ -1,7 +1,5 @@
 """The flat shards of a rank: where ZeRO places slices of parameters in the tensors that the optimizer updates."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The random generators of a rank as JSON, so that loading them cannot run code."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

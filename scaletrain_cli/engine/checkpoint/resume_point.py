@@ -1,7 +1,5 @@
 """Find the checkpoint that an attempt resumes from; all ranks verify it together."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Mapping

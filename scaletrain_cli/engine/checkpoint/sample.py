@@ -1,7 +1,5 @@
 """The command ``sample``: what transformers generates with an exported checkpoint."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Chat templates: rendering conversations as transformers does, and finding the assistant's text in the result."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

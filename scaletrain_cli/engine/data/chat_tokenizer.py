@@ -1,7 +1,5 @@
 """The tokenizer of rows for fine-tuning: its special tokens, its chat template, and the weight of each token."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple

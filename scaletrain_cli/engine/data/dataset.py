@@ -1,7 +1,5 @@
 """Prepared text, opened as sequences of tokens, and what it has in common with prepared rows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Questions and answers about Python's standard library, made from its docstrings: rows for tests and recipes."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

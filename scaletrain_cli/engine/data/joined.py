@@ -1,7 +1,5 @@
 """The samples of several sources side by side."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property

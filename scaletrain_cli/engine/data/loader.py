@@ -1,7 +1,5 @@
 """Reading batches ahead of the training loop, in a thread or in processes, and copying them to the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each part of a conversation is replaced by a word of its own; the words that the
 the template drops. Comparing the texts themselves would not do: a short answer occurs in many places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Packing documents of different lengths into rows (best-fit decreasing; Ding et al., arXiv:2404.10830)."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The samples of a batch are a pure function of the seed and the batch number, the same in every layout.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

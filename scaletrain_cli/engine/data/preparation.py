@@ -3,8 +3,6 @@
 Arguments: SPEC_JSON RUNS_ROOT, and options. ``--check`` only says whether the data are prepared, and their size.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

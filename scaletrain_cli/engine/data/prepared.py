@@ -1,7 +1,5 @@
 """The prepared data of a run, text or rows by its objective; and the command ``prepare``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -7,8 +7,6 @@ numbers, or other values that name batches. Tensors come back through anonymous 
 process when its rank ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The program of a process that reads batches for the rank that started it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Prepared rows on disk, read as memory-mapped arrays; row_writing.py writes them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -146,12 +144,11 @@ def open_rows(
     Compares this rank's share of the indices with their hashes; tokens and weights are compared when they are first
     read. Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
-    known = {"str": str, "int": int, "bool": bool}
     try:
         info = RowsInfo(**document)
     except TypeError as error:
         raise UsageError(Reason("engine.not-a-dataset", {"folder": str(folder), "error": str(error)})) from error
-    wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not known[str(field.type)]]
+    wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not field.type]
     if wrong or info.dtype not in DTYPES:
         raise CorruptDataError(
             folder / "dataset.json", f"{', '.join(wrong) or 'dtype'} has a value that is not allowed"

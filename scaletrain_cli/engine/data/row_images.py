@@ -1,7 +1,5 @@
 """The images of prepared rows on disk: the bytes of each distinct image once, and the images of each document."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The rows of a data source for fine-tuning: of its files, or generated ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

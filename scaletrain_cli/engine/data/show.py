@@ -1,7 +1,5 @@
 """The command ``show``: the first rows of a spec as a model is trained on them, with the weight of each part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby, islice
 from pathlib import Path

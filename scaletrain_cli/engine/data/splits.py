@@ -1,7 +1,5 @@
 """Open the sequences that a run trains on and validates on, by their sources."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The command ``stats``: the report of the prepared data of a spec or of a run. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Copy the prepared text of a spec to an object store, for ``data upload``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python -m scaletrain_cli.engine.evaluation RUN_DIR``: the rank of an evaluation job (see launch/evaluate.py)."""
 
-from __future__ import annotations
-
 import sys
 
 from scaletrain_cli.worker import Rank

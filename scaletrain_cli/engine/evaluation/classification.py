@@ -1,7 +1,5 @@
 """Accuracy of classifiers: top-1, top-5 and by class; mean average precision of several labels per image."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model on one device for inference: losses of documents, continuations of prompts, and answers about images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run lm-evaluation-harness as a command, and read its results."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The interface of measures over a validation split, and rows of all ranks."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Retrieval between images and texts: recall at 1, 5 and 10 in both directions, with any number of texts per image."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

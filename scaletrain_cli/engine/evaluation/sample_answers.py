@@ -1,7 +1,5 @@
 """Answers of a model in training to the first rows of the validation split, to be read by people."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

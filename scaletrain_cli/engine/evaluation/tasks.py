@@ -1,7 +1,5 @@
 """Evaluate one checkpoint: copy its weights, run every task of the spec, and write the results into its run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Classification without training on the classes: by the text features of prompts (arXiv:2103.00020, section 3.1.4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Pure: all ranks see the same numbers and have the same state. ``rollback`` acts on what the guard finds.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

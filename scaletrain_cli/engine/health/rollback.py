@@ -3,8 +3,6 @@
 All ranks see the same numbers and have the same state, so all act alike at the same step; rank 0 records it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

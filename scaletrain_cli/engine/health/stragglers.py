@@ -4,8 +4,6 @@ All ranks finish a step together, so what counts is the time before a rank first
 consensus to the end of its first forward pass if that needs no other rank, otherwise to its beginning.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

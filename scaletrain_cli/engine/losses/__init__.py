@@ -5,8 +5,6 @@ batch, and the mean over ranks of the gradients of the parameters, which DeepSpe
 gradient. All ranks must have batches of the same size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

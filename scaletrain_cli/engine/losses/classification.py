@@ -7,8 +7,6 @@ each by itself: one of two classes, so that t becomes (1 - s) t + s / 2. Smoothi
 targets that are given as numbers must not be smoothed yet. Logits of 16 bits are computed with in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

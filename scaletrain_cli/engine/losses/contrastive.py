@@ -10,8 +10,6 @@ the backward pass, so that memory grows with the number of features and not with
 sent as they are and computed with in fp32, and so are their gradients until they leave the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

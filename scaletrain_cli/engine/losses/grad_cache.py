@@ -9,8 +9,6 @@ scalar product of features and their gradients. It costs a second forward pass.
 It is not exact for layers that mix the samples of a batch, as batch normalization does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -6,8 +6,6 @@ each block goes home and collects its gradient on the way. Gradients of the text
 average over ranks in DeepSpeed or DDP divides by their number again (see ``contrastive``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The loss of a model whose outputs say nothing about its input, which a healthy loss falls from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Report ranks that wait for their batches: one wait holds up every rank, and more readers can end it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

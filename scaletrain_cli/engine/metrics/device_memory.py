@@ -1,7 +1,5 @@
 """Memory of a rank: the highest use of its GPU, in the attempt and in each second, or what is resident on a CPU."""
 
-from __future__ import annotations
-
 import logging
 import math
 import resource

@@ -1,7 +1,5 @@
 """Count where the seconds of an attempt go, and write them every 15 seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

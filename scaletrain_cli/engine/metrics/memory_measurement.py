@@ -4,8 +4,6 @@ Reads the internals of DeepSpeed 0.19's optimizers (``zero/stage_1_and_2.py``, `
 ``bf16_optimizer.py``). Each storage counts whole and once, because that is what memory holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Writes attempts/NNNN/memory/: one ``rank-NNNNN.json`` per rank, and one ``snapsh
 for https://pytorch.org/memory_viz.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import resource

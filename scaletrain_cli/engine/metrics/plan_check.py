@@ -1,7 +1,5 @@
 """Compare the plan with the run: measure one step of each attempt, and store the figures beside the planned ones."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

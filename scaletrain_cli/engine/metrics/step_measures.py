@@ -1,7 +1,5 @@
 """The measures of each step, fetched without waiting for it: one step late on a GPU, at once on a CPU."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping

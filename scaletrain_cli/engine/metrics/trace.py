@@ -20,8 +20,6 @@ Intervals are united before they are summed, and overlap is (communication and c
 Holistic Trace Analysis (facebookresearch/HolisticTraceAnalysis).
 """
 
-from __future__ import annotations
-
 import bisect
 import gzip
 import os

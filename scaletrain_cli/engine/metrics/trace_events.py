@@ -3,8 +3,6 @@
 All times are microseconds. Standard library only.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

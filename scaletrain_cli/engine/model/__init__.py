@@ -1,7 +1,5 @@
 """The model families, under Hugging Face parameter names. They hold no parallel code; ``parallel/`` shards them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, overload
 

@@ -1,7 +1,5 @@
 """The activation of an MLP, and the product of a gated one (arXiv:2002.05202)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ pass is replaced, so that the layer itself, its names and its shards stay as the
 factors on tensor ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

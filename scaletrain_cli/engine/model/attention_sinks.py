@@ -7,8 +7,6 @@ sink, it returns the gradients of attention with a sink (FlashAttention-2, arXiv
 of the sink itself is -exp(s - J) D, summed over batch and queries.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

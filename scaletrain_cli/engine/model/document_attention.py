@@ -6,8 +6,6 @@ length times window). On CUDA in 16 bits this is torch's variable-length FlashAt
 document is longer than the window. Both are single operations to ``torch.compile``.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Iterator

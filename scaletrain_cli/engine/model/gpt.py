@@ -1,7 +1,5 @@
 """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases everywhere, tied head."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

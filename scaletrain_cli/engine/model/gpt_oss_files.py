@@ -6,8 +6,6 @@ Project, Microscaling Formats 1.0, sections 5.3.3 and 6.3): ``*_blocks`` [expert
 values per byte, the lower half first, and ``*_scales`` [experts, out, in / 32] the exponents of 2 of their blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Queries come from a latent of each token, keys and values from another one; besi
 The latents are whole on every tensor rank, and the layers that read them are sharded over the heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Weights, activations and gradients keep their dtype; the two factors of each pro
 tensor-wise scaling; FP8 formats for deep learning, arXiv:2209.05433). Attention and the head are not in fp8.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, Protocol
 

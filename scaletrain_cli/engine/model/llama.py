@@ -5,8 +5,6 @@ and V3, and GPT-OSS, whose differences are settings of the ``ModelSpec``. Module
 whose settings they have, in Hugging Face's files.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@
 ``parallel.tensor`` has them for a sharded vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ over a whole sequence. All decisions are made per sequence, so that they are the
 layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """RMSNorm (arXiv:1910.07467), with a weight per channel or, as in Gemma, with the weight's difference from 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

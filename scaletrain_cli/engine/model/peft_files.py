@@ -4,8 +4,6 @@ The factors of a linear layer have the same names here and there. PEFT stacks th
 order of the experts, and the columns of B alternate between the experts (``target_parameters`` in its LoraConfig).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ For CUDA only. Nothing here runs without a GPU, so that the tests cover which la
 the 4-bit formats on the CPU kernels of bitsandbytes; the spec refuses a quantized base on CPUs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection
 from typing import Any

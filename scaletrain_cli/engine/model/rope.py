@@ -1,7 +1,5 @@
 """Rotary positions (arXiv:2104.09864), and their frequencies for contexts longer than a model was first trained on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 All decisions are made token by token, and losses per sequence, so that they are the same in every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 All names and shapes are first compared with the whole model, by the files' headers.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training objectives: what a batch holds, and how it becomes a loss and measures. By name in two registries."""
 
-from __future__ import annotations
-
 from scaletrain_cli.engine.objectives.base import NextToken, Objective
 from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.parallel.mesh import Mesh

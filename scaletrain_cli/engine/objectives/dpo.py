@@ -4,8 +4,6 @@ A micro-batch holds all chosen answers, then all rejected ones, with the summed 
 answer under the reference model. A pair stays within one micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Next-token prediction over rows of text with images in them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

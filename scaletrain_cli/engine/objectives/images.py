@@ -1,7 +1,5 @@
 """Objectives over images and pairs: classification, regression, and contrastive losses with negatives of all ranks."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace

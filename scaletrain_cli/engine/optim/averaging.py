@@ -4,8 +4,6 @@ Each rank averages the fp32 weights that it updates. The statistics of BatchNorm
 they are those of activations under the averaged weights more nearly than the latest ones are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradient clipping that DeepSpeed does not have: by value, by adaptive norm, and by norm without ZeRO."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ DeepSpeed has no common access to the master weights: zero/stage_1_and_2.py, zer
 their flat partitions differently, and without ZeRO they are the parameters themselves.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ weights is the gradient of an outer step, and all groups continue from the new o
 their group. All is done on the fp32 weights that a rank updates, which are the same elements in every group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

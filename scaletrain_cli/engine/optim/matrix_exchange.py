@@ -5,8 +5,6 @@ together in the whole shape, and returns to each rank its elements of the result
 ranks so that all have about equal work. Both exchanges are in the dtype of the iteration.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ matrices. Gradients are reduced, unscaled and clipped before, in every ZeRO stag
 of the iteration first of all, as the exchange does: nothing is lost, and the result is that of one process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ orthogonalizing in one ZeRO stage and after it in the others, and does not gathe
 sharded, so that a spec would train differently in different layouts.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

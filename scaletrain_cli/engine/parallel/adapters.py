@@ -12,8 +12,6 @@
 Factors of experts are on the ranks of their experts, and a pipeline stage has those of its own layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """BatchNorm over data-parallel ranks: synchronized layers, or the same running statistics on all ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -11,8 +11,6 @@ values travel once more, and their gradients follow them, are summed on the way,
 Saved for the backward pass: queries, keys, values, output and one log-sum-exp per query, as of attention on one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Also marks the experts for DeepSpeed, which reduces and shards them over other ranks than the rest of the model.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

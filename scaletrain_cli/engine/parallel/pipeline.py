@@ -4,8 +4,6 @@ Each stage is one layer to DeepSpeed, with blocks balanced by the planner, so th
 same as without a pipeline. The schedule (1F1B, arXiv:2104.04473) and its messages are DeepSpeed's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import deque

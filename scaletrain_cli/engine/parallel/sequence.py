@@ -5,8 +5,6 @@ context ranks (context.py) passes keys and values around. With both, the ranks o
 context rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

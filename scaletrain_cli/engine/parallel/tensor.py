@@ -3,8 +3,6 @@
 Works on modules on the meta device; weight sources read the shard spec of each parameter.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Items of a rehearsal about what the loss sees: labels and masks, duplicates, the first loss, causality."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The learning-rate item of a rehearsal: a range test, then trials at fixed rates that decide."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The item that overfits a few samples, which a correct model and loss can."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

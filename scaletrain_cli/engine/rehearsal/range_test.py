@@ -4,8 +4,6 @@ The rate grows exponentially (Smith, arXiv:1506.01186, section 3.3, with a linea
 before its update, so it is assigned to the rate of the step before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

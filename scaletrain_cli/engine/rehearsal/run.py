@@ -4,8 +4,6 @@ The first attempt does the items, and writes rehearsal.json before and after eac
 run, sends itself SIGTERM, and exits with 75. The next attempt resumes the run, judges the preemption, and times steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

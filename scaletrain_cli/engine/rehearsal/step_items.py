@@ -1,7 +1,5 @@
 """Items of a rehearsal that real steps show: gradients, speed, memory, data rate, checkpoints and preemption."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

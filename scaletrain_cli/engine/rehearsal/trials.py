@@ -1,7 +1,5 @@
 """Trials of a rehearsal: train a few steps, score batches, and go back to an earlier state."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The state of a cluster, the same for every back end: GPUs by type, nodes by state, quotas, the queue. Types only."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 One line per submission in ``~/.local/state/scaletrain/runs-on-login-nodes.jsonl``; the last line of a run counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

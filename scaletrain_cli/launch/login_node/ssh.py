@@ -4,8 +4,6 @@ One connection serves all commands of a few minutes (ControlMaster), so that a s
 of the user's configuration for it is left as it is. The files that a verb needs there are packed and sent before it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

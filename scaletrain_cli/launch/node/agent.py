@@ -4,8 +4,6 @@ Started as ``python -m scaletrain_cli.launch.node.agent RUN_DIR --attempt N``. I
 slow import. Options and environment variables describe the job.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -3,8 +3,6 @@
 The ranks run a copy of the user's code, which is checked here. Expects options.AGENT_SIGNALS to be blocked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gzip

@@ -5,8 +5,6 @@ job, with pipes as standard input and output; streams.py is the protocol on them
 a command in the environment of the ranks, or open ports of this node. When the pipes close, the command is ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

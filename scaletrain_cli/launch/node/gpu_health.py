@@ -5,8 +5,6 @@ scaletrain_cli.launch.node.gpu_health``: a call into a driver that hangs never r
 GPU does not report is None, never zero.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

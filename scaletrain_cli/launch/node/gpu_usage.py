@@ -6,8 +6,6 @@ docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html. A value that a GP
 of a GPU are not listed: that call takes a lock of the driver for milliseconds, and delays kernel launches.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 scaletrain_cli.worker.heartbeat defines the format.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -6,8 +6,6 @@ their ranks or none does: the first one that finds all nodes ready, or that is s
 decision/.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

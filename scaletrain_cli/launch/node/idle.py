@@ -5,8 +5,6 @@ agent of the first node decides from the records of all nodes: an event after ha
 the folder of the attempt, on which every agent signals its ranks to save and exit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -5,8 +5,6 @@ It finds a bad node within seconds. Measurements that need several ranks are in 
 every node, writes its facts to the folder as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

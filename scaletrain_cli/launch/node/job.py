@@ -9,8 +9,6 @@ with 75 if SIGTERM ended an attempt that another one should follow, and only the
 ends with 93 in place of 75. The restart budgets count over all starts of the job.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

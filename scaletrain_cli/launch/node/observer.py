@@ -3,8 +3,6 @@
 One diagnoses the run while it trains, and notifies (launch/live_diagnosis.py); one mirrors it (launch/mirroring.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The options of a node agent, and the signals that it handles."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import socket

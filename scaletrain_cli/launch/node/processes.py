@@ -4,8 +4,6 @@ psutil, which is imported lazily, lists descendants and command lines. The start
 psutil's creation time in seconds changes when the clock is set, and a running agent would then count as ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

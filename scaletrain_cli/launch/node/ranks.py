@@ -4,8 +4,6 @@ The contract with a training program is its environment and signal mask (docs/ow
 of this machine are those that other nodes see: host names may resolve to a loopback address, or only here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import ipaddress

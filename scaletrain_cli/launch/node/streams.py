@@ -5,8 +5,6 @@ lines at once, and the rest of one only later. Each channel has a window of byte
 slow reader of one channel stops neither the others nor the frames with signals.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A thread measures and writes, so that neither a driver nor a file system that ha
 rows to a queue. Errors lose telemetry, and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 The failure of a rank that could not report one is diagnosed from the kernel's counters and the end of its log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import signal

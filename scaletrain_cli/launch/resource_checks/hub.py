@@ -4,8 +4,6 @@ Fetched are lists of files, configs, indices, tokenizers, and the headers of saf
 that a mirror can be written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Check the weights and adapters that a run spec names, by their files and headers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Bandwidth of storage and number of reader processes that the planned step time requires."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ pipeline stages across nodes; then (explain_speed.py) each axis, recomputation, 
 communication, the next best layouts, and the image loader.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple

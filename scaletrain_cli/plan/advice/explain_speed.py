@@ -3,8 +3,6 @@
 The second half of explain.py. It sizes variants of the chosen layout that differ in one setting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ of TRL, and the Llama 3 examples of Axolotl (examples/llama-3/lora-8b.yml) and L
 (examples/train_lora/llama3_lora_sft.yaml).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.data_size import data_size

@@ -4,8 +4,6 @@ Scaling rules: linear for SGD (Goyal et al., arXiv:1706.02677), square root for 
 A run that starts from weights is compared with fine-tuning instead (fine_tuning_checks.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

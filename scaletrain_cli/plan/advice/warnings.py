@@ -1,7 +1,5 @@
 """Warnings of a plan, and the assumptions behind its numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

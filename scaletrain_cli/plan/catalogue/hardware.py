@@ -5,8 +5,6 @@ process. hardware.json documents the fields and cites a data sheet for each row.
 reach is in speed/kernels.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ ranks an all-gather or reduce-scatter sends (n - 1) / n of the buffer, an all-re
 doc/PERFORMANCE.md).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

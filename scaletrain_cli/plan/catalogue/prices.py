@@ -1,7 +1,5 @@
 """Prices per GPU hour: list prices with date and source (prices.json), and the one figure for ``auto``."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

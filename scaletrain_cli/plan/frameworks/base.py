@@ -4,8 +4,6 @@ To add a framework, write a subclass with its two profiles in a new file, overri
 the defaults here, and add a line to registry.py. Memory, speed and search use the object and never its name.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """This project's engine: eager PyTorch modules under DeepSpeed 0.19 with ZeRO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 

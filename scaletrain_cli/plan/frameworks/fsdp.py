@@ -1,7 +1,5 @@
 """PyTorch FSDP with torchtitan's models: eager modules; weights and states sharded by FSDP unit."""
 
-from __future__ import annotations
-
 from scaletrain_cli.plan.axes import AXES, Capabilities
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective

@@ -1,7 +1,5 @@
 """Megatron-LM: fused kernels, tensor and pipeline parallelism, the distributed optimizer (ZeRO-1)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from scaletrain_cli.plan.axes import AXES, Capabilities

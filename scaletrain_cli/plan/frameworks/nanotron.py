@@ -1,7 +1,5 @@
 """nanotron: eager blocks with Triton norms, ZeRO-1, and pipeline stages balanced by cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 

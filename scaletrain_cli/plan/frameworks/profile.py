@@ -7,8 +7,6 @@ server CPUs of 2020 to 2024; they matter if micro-batches are too small to keep 
 engine are estimates between the other frameworks'.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache

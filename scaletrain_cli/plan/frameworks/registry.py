@@ -1,7 +1,5 @@
 """The frameworks that the planner models, by the value of ``planner.framework``."""
 
-from __future__ import annotations
-
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.deepspeed import DeepSpeed
 from scaletrain_cli.plan.frameworks.fsdp import Fsdp

@@ -7,8 +7,6 @@ masks. Compiled blocks follow torch 2.13, whose min-cut partitioner saves as few
 operations that it does not recompute.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ many ranks decides, and because NCCL and the allocator need memory. A few percen
 other reasons. Nothing comparable is published for other frameworks.
 """
 
-from __future__ import annotations
-
 import math
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator

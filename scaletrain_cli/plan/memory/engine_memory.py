@@ -1,7 +1,5 @@
 """Bytes of a pipeline stage as this project's engine runs it, on DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple

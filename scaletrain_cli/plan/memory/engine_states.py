@@ -19,8 +19,6 @@ need the number of elements of every parameter on a rank, in the order of the en
 Gradients are counted at their maximum: after the last backward pass and, in stages 0 and 1, before their reduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

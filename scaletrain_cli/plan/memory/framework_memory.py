@@ -12,8 +12,6 @@ tensors of the queued kernels stay reserved. The allocator could wait for them w
 runs in that state crashed or became ten times slower, so deferred bytes count as needed memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

@@ -11,8 +11,6 @@
 Without compilation. Compiled blocks save at most as much.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scaletrain_cli.plan.block_graph import BlockTraining, Linear, block_graph

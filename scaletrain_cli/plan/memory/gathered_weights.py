@@ -16,8 +16,6 @@ the backward pass of that asks for the recomputation, and then all from the firs
 little more than the last matrix stays: the others, behind those that were freed, are freed before their turn comes.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Sequence

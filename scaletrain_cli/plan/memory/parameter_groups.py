@@ -1,7 +1,5 @@
 """The parameter tensors of a rank by the optimizer's parameter groups, in the order of the engine's modules."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ the number of ranks beyond two nodes (NVIDIA/nccl issue 986), and with the peers
 connection of its own.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from scaletrain_cli.plan.axes import Axes

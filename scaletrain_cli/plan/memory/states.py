@@ -18,8 +18,6 @@ DeepSpeed 0.19 by ZeRO stage, from its source, confirmed by counting the live te
   ``grad_partitions_flat_buffer`` holds the rank's gradients in the accumulation dtype.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """US dollars and seconds of a run, on demand and on spot. Without a price the dollars are None."""
 
-from __future__ import annotations
-
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote, catalogue_price
 from scaletrain_cli.plan.reliability.durability import plan_durability

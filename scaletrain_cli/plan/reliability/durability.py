@@ -5,8 +5,6 @@ Goodput follows Daly (Future Generation Computer Systems 22, 2006, eq. 20). The 
 interruptions M, is its first-order approximation.
 """
 
-from __future__ import annotations
-
 import math
 
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator

@@ -1,7 +1,5 @@
 """Simulate a run whose number of nodes follows a recorded spot market, and the same run that waits for all nodes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Simulate a run on a recorded spot market: days, dollars and lost work with the recorded capacity."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Objective and limits for the choice of a cluster (GPUs, time, dollars): parsing, and comparison of clusters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace

@@ -5,8 +5,6 @@ promising first, and none whose bound is behind the best one so far. The search 
 no layout that is left can make it the best. Neither changes which cluster is chosen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@
 ``submittable`` lists what a planned run needs beyond them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.adapters import quantized_layout_rules

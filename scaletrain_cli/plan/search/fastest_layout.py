@@ -5,8 +5,6 @@ above the limit of time. Of each group it finds first, by bounds, which micro-ba
 recomputation, and bounds the time of only these. It sizes a layout when no other one has a lower bound on its time.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

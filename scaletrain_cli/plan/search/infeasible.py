@@ -1,7 +1,5 @@
 """Errors for runs that no layout fits or divides, and the changes that would make them fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layouts: the values to try for each setting, the layout that they form, and the rules that degrees break."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from scaletrain_cli.errors import Problem

@@ -1,7 +1,5 @@
 """All layouts that a search may try, in groups, and a reason for each excluded degree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

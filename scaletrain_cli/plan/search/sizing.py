@@ -1,7 +1,5 @@
 """Choose the number and type of GPUs of a run, for an objective and within limits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

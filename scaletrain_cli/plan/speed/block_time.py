@@ -3,8 +3,6 @@
 Without communication, which communication.py adds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

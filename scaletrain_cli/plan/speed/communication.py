@@ -4,8 +4,6 @@ Volumes are those of ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909
 arXiv:2205.05198) and Ulysses (arXiv:2309.14509), corrected for what each framework really sends (see comments).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scaletrain_cli.plan.adapters import trains_in_fp32

@@ -3,8 +3,6 @@
 The shares of a device's rates that kernels reach are in kernel_rates.json, by GPU generation, with sources.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache, lru_cache

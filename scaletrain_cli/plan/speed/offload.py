@@ -1,7 +1,5 @@
 """Seconds of offloading to host memory and NVMe: of activations per block, and of the optimizer per step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator

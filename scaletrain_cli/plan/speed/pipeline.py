@@ -1,7 +1,5 @@
 """Schedules of a pipeline with unequal stages, 1F1B and interleaved 1F1B: their seconds, and a timeline for plots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The recomputation of activation checkpointing: as a number of forward passes, in seconds and in FLOPs."""
 
-from __future__ import annotations
-
 from scaletrain_cli.plan.architecture import (
     attention_matmul_flops,
     block_attention_flops,

@@ -1,7 +1,5 @@
 """Seconds of one micro-batch on each pipeline stage: kernels, host, offloading, and communication between blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -5,8 +5,6 @@ and pipeline.py the schedule of all micro-batches. This module adds what happens
 optimizer, waiting for data). The stage that finishes last decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Warnings and assumptions of plans of vision networks: BatchNorm, contrastive batches, and the image loader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.frameworks.registry import framework_of

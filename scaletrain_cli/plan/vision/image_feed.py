@@ -1,7 +1,5 @@
 """Images that ranks and nodes have to read and decode for the planned step, and the time that a step waits for them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The language model is planned as if it were trained alone, on sequences that contain the tokens of the images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeVar

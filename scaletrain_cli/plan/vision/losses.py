@@ -1,7 +1,5 @@
 """Memory and time of the losses of images and pairs, and of gradient accumulation of contrastive ones (GradCache)."""
 
-from __future__ import annotations
-
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.speed.kernels import Rates, matmul_seconds, memory_seconds

@@ -4,8 +4,6 @@ The blocks of a convolutional network differ: the first ones have the largest im
 peak of the backward pass is the maximum over all blocks.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """ResNet, ConvNeXt, ViT and CLIP as lists of operations, as torchvision and transformers build them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

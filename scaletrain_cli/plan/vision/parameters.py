@@ -1,7 +1,5 @@
 """The parameters and buffers of vision networks under the names of Hugging Face's files, in order of the modules."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

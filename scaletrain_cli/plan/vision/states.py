@@ -1,7 +1,5 @@
 """Exact bytes of weights, buffers, gradients and optimizer states of a vision network on one rank of the engine."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from scaletrain_cli.plan.memory.engine_states import states_of_tensors

@@ -4,8 +4,6 @@ entry.
 An operation takes the longer of its arithmetic and its memory traffic, plus copies that change the memory format.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf

@@ -1,7 +1,5 @@
 """The part of a vision network that a stage of a run trains: blocks that save activations and run backward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache

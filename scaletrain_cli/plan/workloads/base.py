@@ -1,7 +1,5 @@
 """The interface of a workload, one kind of network: its size, memory, time, rules, warnings and assumptions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The workload of a model."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from scaletrain_cli.plan.workloads.base import Workload

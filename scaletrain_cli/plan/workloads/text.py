@@ -1,7 +1,5 @@
 """Language models: decoder-only transformers, dense or with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd

@@ -1,7 +1,5 @@
 """Models of images, planned with data parallelism and ZeRO: ResNet, ConvNeXt, ViT, CLIP, and LLaVA."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace

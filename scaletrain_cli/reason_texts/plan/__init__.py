@@ -1,7 +1,5 @@
 """The texts of the planner, codes ``plan.*``, by topic: rules, search, advice, recipe and explanation."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reason_texts.plan import advice, explanation, recipe, rules, search
 from scaletrain_cli.reasons import Text
 

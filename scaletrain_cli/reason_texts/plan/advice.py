@@ -1,7 +1,5 @@
 """Warnings of a plan, and the sources of its numbers."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 # Warnings of a plan.

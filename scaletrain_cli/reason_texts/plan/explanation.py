@@ -1,7 +1,5 @@
 """The explanation of a layout (--explain): questions, notes on rows of numbers, answers, and conclusions."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

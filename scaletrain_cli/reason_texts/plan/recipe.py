@@ -1,7 +1,5 @@
 """Checks of the training recipe. The texts follow a topic and its value."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {

@@ -3,8 +3,6 @@
 The text of a rule follows the key and value that break it: "layout.tensor_parallel = 3: must divide 32 heads".
 """
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _USE = ("Use {allowed:or}.",)

@@ -1,7 +1,5 @@
 """Why layouts and clusters are not chosen, what would fit, and where prices and traces come from."""
 
-from __future__ import annotations
-
 from scaletrain_cli.reasons import Text
 
 _OTHER_NETWORK = "For any other network leave it out and set cluster.inter_node_bandwidth, in bytes/s per GPU."

@@ -1,7 +1,5 @@
 """Parts of a page of `watch`, the choices made by keys, and lines of a given width."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The pages of `watch`: the overview, curves, and tables of ranks and nodes; and the output without a terminal."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import time

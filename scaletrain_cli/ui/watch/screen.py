@@ -1,7 +1,5 @@
 """The screen of `watch`: a headline, the names of the pages, the page, and a line of keys; and what each key does."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Captions as the tokens of CLIP's text tower."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The decoders of ``data.images.decoder``."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

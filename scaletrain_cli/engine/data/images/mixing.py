@@ -1,7 +1,5 @@
 """Mix pairs of images of a batch (mixup, CutMix), and finish batches on the device of the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Samples of images as a run reads them, for ``data show``: their keys, sizes and labels, and a sheet of pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ ranks join them (Chan, Golub and LeVeque 1983, equation 2.1), so that no differe
 have different numbers of values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

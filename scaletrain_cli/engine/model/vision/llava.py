@@ -4,8 +4,6 @@ Modules have the names of Hugging Face's files of ``LlavaForConditionalGeneratio
 families that are trained alone too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Parts of ViT and of both towers of CLIP: attention over heads, activations, learned positions of patches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

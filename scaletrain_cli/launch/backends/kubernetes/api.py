@@ -3,8 +3,6 @@
 Requests name paths, so no API discovery is needed and nothing is converted into the models of the client.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

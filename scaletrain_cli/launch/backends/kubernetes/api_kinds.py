@@ -1,7 +1,5 @@
 """The kinds of Kubernetes objects that the back end uses, and their paths on the API server. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

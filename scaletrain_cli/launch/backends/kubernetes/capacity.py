@@ -3,8 +3,6 @@
 A job that does not fit now gives a note, since it can wait. One that can never fit gives a problem.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

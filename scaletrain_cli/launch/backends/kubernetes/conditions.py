@@ -4,8 +4,6 @@ Pure: an Observation in, a Job out. Of two reasons, the one closer to the root c
 never ends a job by itself: a refused child object and a dead node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Explain why a run on Kubernetes waits, is stuck or has ended, by reason codes only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The spec is not sufficient: a later revision may name another namespace, and the
 The file is written before the request is sent, so that a job is found even if the server's answer was lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

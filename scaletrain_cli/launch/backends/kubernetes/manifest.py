@@ -3,8 +3,6 @@
 `documents` are the files of the run directory that the pods need, by name; they reach the pods in a ConfigMap.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

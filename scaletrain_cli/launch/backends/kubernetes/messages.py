@@ -3,8 +3,6 @@
 The only module of this back end that matches their wording; all others use codes and structured fields.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Create, annotate and delete the objects of a submission; a lost answer or a refusal leaves no partial state."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Secrets are in it by reference only. `$` in every value is doubled, because the kubelet expands `$(NAME)`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Only for pods whose volume is not mounted here; otherwise their files are used. 
 the pod has announced; earlier lines go to a file of the pod in pods/.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

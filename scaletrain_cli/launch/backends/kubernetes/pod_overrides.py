@@ -1,7 +1,5 @@
 """Merge cluster.kubernetes.pod_overrides into a pod template, and compare their fields with those of Kubernetes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ The API server accepts many of these without a message, and the job would wait i
 user may not read are skipped with a note.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping

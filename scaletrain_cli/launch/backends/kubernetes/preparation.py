@@ -6,8 +6,6 @@ prepared, so that one is enough. The Job is recorded in the run directory before
 loses nothing, and the next one goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -3,8 +3,6 @@
 Its last line is for the submitter, who may not see the volume: the sizes of the prepared data, or why there are none.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

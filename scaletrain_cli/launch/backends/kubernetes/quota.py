@@ -4,8 +4,6 @@ A gang takes all resources of one group from one flavor. Borrowable quota is est
 that are certain are reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -5,8 +5,6 @@ that the process is alive and of this gang. Every line has an authentication cod
 documents can compute; other lines, and connections that send too slowly or too much, are ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -5,8 +5,6 @@ between them support, keeps an idle connection alive, and reads the same kubecon
 rights to get pods and to get and create pods/exec: WebSocket begins with a GET, SPDY with a POST.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import PurePosixPath

@@ -5,8 +5,6 @@ of the pod finds it there as long as the pod object exists. A pod that was kille
 copies the last lines of its log (``terminationMessagePolicy: FallbackToLogsOnError``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ been open for two minutes, and its time to live then removes the Job. A view tha
 loses its connection, deletes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -7,8 +7,6 @@ Volcano counts every restart of a job against maxRetry, evictions included, and 
 be preempted without limit, maxRetry has no limit either, and pod 0 counts the restarts.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

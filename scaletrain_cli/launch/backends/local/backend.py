@@ -3,8 +3,6 @@
 Starts, finds and signals the supervisor by its files in the run directory; supervisor.py is the process itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The view of this machine: its GPUs, or its cores where it has none, and the local runs that use or wait for them."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -4,8 +4,6 @@ It runs attempts until the run is done, cancelled or must not be retried. It is 
 end of the terminal session. SIGTERM means that the machine shuts down or the run is cancelled: no attempt follows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

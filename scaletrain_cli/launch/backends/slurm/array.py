@@ -4,8 +4,6 @@ Task N of the array runs the batch script of run N, ``job.sh`` in its run direct
 command: the plain number of the last task is that of the whole array. A run that is resumed gets a job of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 import shutil

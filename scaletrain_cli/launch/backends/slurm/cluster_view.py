@@ -1,7 +1,5 @@
 """The view of a Slurm cluster: sinfo, squeue and the quotas of this user, as rows that all back ends share."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Call Slurm's commands with a filtered environment and a timeout; each failure becomes a SchedulerError."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

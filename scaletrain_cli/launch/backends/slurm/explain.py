@@ -3,8 +3,6 @@
 Any answer may be missing: the controller forgets a job after minutes (MinJobAge), and many sites have no accounting.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ signals the ranks, which save and exit. ``job.py`` then has the job requeued wit
 on this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

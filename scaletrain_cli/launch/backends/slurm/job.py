@@ -7,8 +7,6 @@ the run's code; ``not-requeued`` withdraws a restart that failed; ``watch-reserv
 job's reservation ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

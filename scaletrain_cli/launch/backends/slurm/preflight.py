@@ -4,8 +4,6 @@ All problems are reported at once, each with the given value, the allowed values
 these jobs and leaves them pending indefinitely.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

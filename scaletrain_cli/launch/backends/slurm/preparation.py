@@ -4,8 +4,6 @@ The second job starts when all tasks have ended, however they did, does what the
 are prepared. The gang depends on it (afterok), so it never starts without data, and holds no device meanwhile.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter

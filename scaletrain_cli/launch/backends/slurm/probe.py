@@ -3,8 +3,6 @@
 The temporary folder and the job are always removed. launch/node/inspection.py collects and compares the facts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -3,8 +3,6 @@
 The comment of a job identifies its run directory, so that a job whose id was never received can be found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -5,8 +5,6 @@ contains a single word. The script contains no secrets: the node agent reads the
 slurm/README.md describes which process gets which signal.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

@@ -6,8 +6,6 @@ GPUs or memory would wait until the run ends: there the step asks for none. A si
 none to it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -3,8 +3,6 @@
 Sites may hide any of this from users: an unknown value is empty, or None.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

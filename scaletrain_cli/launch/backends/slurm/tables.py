@@ -3,8 +3,6 @@
 The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JSON.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re
