@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from scaletrain_cli.available_memory import available_bytes
-from scaletrain_cli.data.content import (
-    ReadHashes,
-    combined_content,
-    embedded_content,
-    known_hashes,
-    read_hashes,
-)
+from scaletrain_cli.data.content import ReadHashes, combined_content, embedded_content, known_hashes, read_hashes
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import forget_steps
 from scaletrain_cli.data.pipeline.contents import shared_reading
@@ -31,11 +25,7 @@ from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import (
-    DATASET,
-    make_datasets_folder,
-    steps_folder,
-)
+from scaletrain_cli.rundir.shared_datasets import DATASET, make_datasets_folder, steps_folder
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED

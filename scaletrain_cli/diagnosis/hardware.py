@@ -18,13 +18,7 @@ from scaletrain_cli.telemetry.run import Telemetry, read_telemetry
 from scaletrain_cli.telemetry.series import Series
 
 _NEWEST_ROWS = 20  # per subject: about the last minute
-STEP_PARTS = (
-    "forward_seconds",
-    "backward_seconds",
-    "optimizer_seconds",
-    "communication_seconds",
-    "data_wait_seconds",
-)
+STEP_PARTS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "communication_seconds", "data_wait_seconds")
 _GPU_COLUMNS = ("utilization", "sm_clock_hertz", "temperature_celsius", "power_watts")
 _THROTTLES = ("throttled_by_power", "throttled_by_heat", "throttled_by_hardware")
 

@@ -108,10 +108,7 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     time = case.plan.time
     parts = {"compute": time.compute, "communication": time.exposed_communication, "bubble": time.bubble}
     ranked: list[tuple[float, Cause]] = [
-        (
-            shares["data"],
-            case.cause("diagnosis.cause-waits-for-data", "data.loader.workers", share=shares["data"]),
-        ),
+        (shares["data"], case.cause("diagnosis.cause-waits-for-data", "data.loader.workers", share=shares["data"])),
         (shares["rank"], case.cause("diagnosis.cause-slow-rank-holds", share=shares["rank"])),
     ]
     ranked = [(share, cause) for share, cause in ranked if share > _WAIT_SHARE]

@@ -202,11 +202,7 @@ def compose(
     if layout.compile and spec.training.compile == "auto":  # what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True
     wrap_blocks(
-        model,
-        spec.layout,
-        layout.activation_checkpointing,
-        compiled=layout.compile,
-        pin_memory=device.type == "cuda",
+        model, spec.layout, layout.activation_checkpointing, compiled=layout.compile, pin_memory=device.type == "cuda"
     )
     objective = build_objective(spec, mesh)
     groups = with_expert_groups(parameter_groups(model, spec.training.optimizer, trained))

@@ -181,12 +181,7 @@ def planned_sources(spec: RunSpec, sizes: Mapping[str, SourceSize]) -> tuple[Pla
 
 
 def _planned(
-    name: str,
-    sizes: Mapping[str, SourceSize],
-    samples: float | None,
-    total: int,
-    seq_len: int,
-    advice: Reason | None,
+    name: str, sizes: Mapping[str, SourceSize], samples: float | None, total: int, seq_len: int, advice: Reason | None
 ) -> PlannedSource:
     size = sizes.get(name)
     count = None if size is None else size.sequences(seq_len)

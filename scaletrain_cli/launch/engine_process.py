@@ -76,10 +76,7 @@ def spec_file(spec: RunSpec) -> Iterator[Path]:
 
 
 def run_engine_command(
-    *words: str,
-    needs: Sequence[str],
-    cwd: str | Path | None = None,
-    on_line: Callable[[str], None] | None = None,
+    *words: str, needs: Sequence[str], cwd: str | Path | None = None, on_line: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Run ``engine/commands.py`` with these arguments and return the JSON object that it prints.
 

@@ -34,10 +34,7 @@ _PROVISIONAL_STEPS = 1000
 
 
 def in_steps(
-    spec: RunSpec,
-    file: Path | str,
-    prepare: Choice | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    spec: RunSpec, file: Path | str, prepare: Choice | None = None, say: Callable[[str], None] = lambda line: None
 ) -> tuple[RunSpec, Reason | None]:
     """Return the spec with ``training.steps`` in place of ``training.epochs``, and how they were counted.
 

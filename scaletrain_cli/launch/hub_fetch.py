@@ -135,9 +135,7 @@ def _is_complete(use: HubUse, commits: Mapping[str, str], settings: HubSettings)
 
 
 def _follow(
-    process: subprocess.Popen[bytes],
-    on_progress: Callable[[FetchProgress], None],
-    is_stopped: Callable[[], bool],
+    process: subprocess.Popen[bytes], on_progress: Callable[[FetchProgress], None], is_stopped: Callable[[], bool]
 ) -> dict[str, Any]:
     assert process.stdout is not None
     last: dict[str, Any] = {}

@@ -27,13 +27,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
-from scaletrain_cli.rundir.shared_datasets import (
-    DATASET,
-    Entry,
-    datasets_file,
-    make_datasets_folder,
-    record_datasets,
-)
+from scaletrain_cli.rundir.shared_datasets import DATASET, Entry, datasets_file, make_datasets_folder, record_datasets
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
@@ -95,11 +89,7 @@ def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
 
 
 def plan_preparation(
-    spec: RunSpec,
-    runs_root: Path,
-    choice: Choice = "auto",
-    folder: Path | None = None,
-    run: RunDir | None = None,
+    spec: RunSpec, runs_root: Path, choice: Choice = "auto", folder: Path | None = None, run: RunDir | None = None
 ) -> PreparationPlan:
     """Return how the data of a run are prepared. Reads no corpus; changes nothing.
 

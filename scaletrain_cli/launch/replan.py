@@ -118,12 +118,7 @@ class Resize:
 
 
 def replan(
-    run: RunDir,
-    overrides: Sequence[str],
-    *,
-    new_code: bool = False,
-    moving: bool = False,
-    branch_at: int | None = None,
+    run: RunDir, overrides: Sequence[str], *, new_code: bool = False, moving: bool = False, branch_at: int | None = None
 ) -> Resize:
     """Plan the run again with ``overrides`` (``cluster.nodes=2``), with the same global batch size.
 

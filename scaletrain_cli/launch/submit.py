@@ -308,13 +308,7 @@ def _asked(run: RunDir, record: RunRecord) -> Iterator[int]:
 
 
 def _accepted(
-    run: RunDir,
-    record: RunRecord,
-    scheduler: Backend,
-    job_id: str,
-    first_attempt: int,
-    text: str,
-    automatic: int = 0,
+    run: RunDir, record: RunRecord, scheduler: Backend, job_id: str, first_attempt: int, text: str, automatic: int = 0
 ) -> Submission:
     """Record the submission that the scheduler has accepted. ``text``: the job as it was submitted."""
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)

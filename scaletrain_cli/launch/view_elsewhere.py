@@ -44,13 +44,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
 # The documents of the submitter's run directory that the pods do not have, by their path in it.
-_DOCUMENTS = (
-    "submission.json",
-    "sweep.json",
-    "spec-lines.json",
-    "preparation/job.json",
-    "preparation/failure.json",
-)
+_DOCUMENTS = ("submission.json", "sweep.json", "spec-lines.json", "preparation/job.json", "preparation/failure.json")
 _PASSED_ON = ("NO_COLOR", "FORCE_COLOR", "COLORTERM")
 _SEND_EVERY_SECONDS = 5.0
 _SEND_END_SECONDS = 1.0

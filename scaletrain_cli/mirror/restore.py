@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.mirror.checkpoints import (
-    MirroredFolder,
-    download_checkpoint,
-    in_line,
-    list_folders,
-    read_mirrored,
-)
+from scaletrain_cli.mirror.checkpoints import MirroredFolder, download_checkpoint, in_line, list_folders, read_mirrored
 from scaletrain_cli.mirror.claims import Activity, Claim, make_claim, new_claim, own_claim, read_activity, read_claims
 from scaletrain_cli.mirror.history import Index, newest_index, restore_history
 from scaletrain_cli.mirror.object_store import open_store

@@ -22,14 +22,7 @@ from scaletrain_cli.mirror.checkpoints import (
     update_manifest,
     upload_checkpoint,
 )
-from scaletrain_cli.mirror.claims import (
-    Claim,
-    make_claim,
-    new_claim,
-    own_claim,
-    read_claims,
-    report_activity,
-)
+from scaletrain_cli.mirror.claims import Claim, make_claim, new_claim, own_claim, read_claims, report_activity
 from scaletrain_cli.mirror.history import HistoryWriter
 from scaletrain_cli.mirror.stores import LocalFileError, MirrorStore, Throttle
 from scaletrain_cli.reasons import Reason, recorded

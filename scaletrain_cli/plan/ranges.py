@@ -15,17 +15,7 @@ from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.calibration import samples_length
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.result import (
-    Calibration,
-    Cost,
-    Durability,
-    Layout,
-    MeasuredError,
-    Memory,
-    Range,
-    Ranges,
-    Time,
-)
+from scaletrain_cli.plan.result import Calibration, Cost, Durability, Layout, MeasuredError, Memory, Range, Ranges, Time
 from scaletrain_cli.plan.speed.kernels import generation
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec

@@ -127,14 +127,7 @@ def stages_of(
         counts = {index: layers // stages + (1 if index < layers % stages else 0) for index in indices}
         starts = {index: index * (layers // stages) + min(index, layers % stages) for index in indices}
     return tuple(
-        Stage(
-            index,
-            count,
-            model.dense_blocks(starts[index], count),
-            index == 0,
-            index == last,
-            starts[index],
-        )
+        Stage(index, count, model.dense_blocks(starts[index], count), index == 0, index == last, starts[index])
         for index, count in counts.items()
         if stages <= MOST_STAGES or index in (0, 1, last)
     )

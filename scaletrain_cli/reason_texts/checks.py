@@ -84,10 +84,7 @@ TEXTS: dict[str, Text] = {
         "was prepared with {key} {found}, and data.{key} is {value}, which has no effect on prepared rows",
         ("Remove data.{key}, or prepare the data again",),
     ),
-    "dataset-too-short": Text(
-        "holds {tokens} tokens to train on, fewer than one sequence of {seq_len}",
-        _PREPARE,
-    ),
+    "dataset-too-short": Text("holds {tokens} tokens to train on, fewer than one sequence of {seq_len}", _PREPARE),
     # ---- data.tokenizer.path ---------------------------------------------------------------------------------------
     "cache-unusable": Text(
         "the cache of remote data cannot be used: {path}: {error}",
@@ -163,10 +160,7 @@ TEXTS: dict[str, Text] = {
     ),
     "engine-not-installed": Text("it is not installed", _MODULE),
     "engine-not-kept": Text("the snapshot of {path} holds no such module, and it is not installed", _MODULE),
-    "engine-is-file": Text(
-        "it is the name of a file, and a module is required",
-        ("Set code.engine to {module}",),
-    ),
+    "engine-is-file": Text("it is the name of a file, and a module is required", ("Set code.engine to {module}",)),
     # ---- the snapshot of code.path ---------------------------------------------------------------------------------
     "code-not-kept": Text("the code cannot be stored with the run"),
     "code-no-folder": Text("is not a folder here", ("Set it to a folder of a git working tree",)),
@@ -177,12 +171,10 @@ TEXTS: dict[str, Text] = {
         ("It belongs to another user. If you trust it: git config --global --add safe.directory FOLDER",),
     ),
     "code-no-repository": Text(
-        "git {command} failed: {said}",
-        ("Make it a git working tree with one commit (git init, git add, git commit)",),
+        "git {command} failed: {said}", ("Make it a git working tree with one commit (git init, git add, git commit)",)
     ),
     "code-not-storable": Text(
-        "contains what a snapshot cannot store: {files:list}",
-        ("Name it in {ignore_file} if the run does not need it",),
+        "contains what a snapshot cannot store: {files:list}", ("Name it in {ignore_file} if the run does not need it",)
     ),
     "code-uncommitted": Text(
         "has {count:of uncommitted file}: {files:list}", ("Commit or stash them, or set code.uncommitted: patch",)
@@ -208,8 +200,7 @@ TEXTS: dict[str, Text] = {
     # ---- checkpoint.dir, secrets, trackers -------------------------------------------------------------------------
     "checkpoints-no-folder": Text("{folder} is not a folder", ("Name a folder",)),
     "checkpoints-not-writable": Text(
-        "this user may not write to {folder}",
-        ("Name a folder that you can write to, or request the permission",),
+        "this user may not write to {folder}", ("Name a folder that you can write to, or request the permission",)
     ),
     "secret-not-set": Text("is not set here", ("Export it before submitting",)),
     "tracker-not-installed": Text(

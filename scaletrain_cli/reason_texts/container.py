@@ -23,12 +23,10 @@ TEXTS: dict[str, Text] = {
     "exists": Text("{path} already exists", ("Give another name with --output, or remove the file",)),
     "not-written": Text("{path} cannot be written: {said}"),
     "unknown-cuda": Text(
-        "--cuda {given}: no base image is known for this version",
-        ("Use {known:or}, or name a base image with --base",),
+        "--cuda {given}: no base image is known for this version", ("Use {known:or}, or name a base image with --base",)
     ),
     "cuda-not-found": Text(
-        "--cuda auto: {file} does not pin the CUDA packages of torch, so the version is not known",
-        ("Use {known:or}",),
+        "--cuda auto: {file} does not pin the CUDA packages of torch, so the version is not known", ("Use {known:or}",)
     ),
     "cuda-and-base": Text("--cuda and --base are both given", ("Give only one",)),
     "root": Text("--uid 0 is root, which training pods must not run as", ("Use cluster.kubernetes.run_as_user, 1000",)),

@@ -248,9 +248,7 @@ TEXTS: dict[str, Text] = {
     "checkpoint-folder-unreadable": Text(
         "{folder} cannot be read: {error}", ("Check the file system and the permissions.",)
     ),
-    "checkpoint-unreadable-here": Text(
-        "{path} cannot be read on {node}, while other nodes can read it: {problem}",
-    ),
+    "checkpoint-unreadable-here": Text("{path} cannot be read on {node}, while other nodes can read it: {problem}"),
     "checkpoint-unreadable-elsewhere": Text("{path} cannot be read on {nodes:list}"),
     "base-weights-unreadable": Text(
         "{folder}: cannot read the weights that the run starts from, and that its checkpoints do not store: {error}",

@@ -46,8 +46,7 @@ TEXTS: dict[str, Text] = {
         (_LIST,),
     ),
     "files-missing": Text(
-        "the hub was not asked, and the cache lacks {count:of file} of {place} that{path} names: {files:list}",
-        (_LIST,),
+        "the hub was not asked, and the cache lacks {count:of file} of {place} that{path} names: {files:list}", (_LIST,)
     ),
     # What a reference names cannot be used.
     "no-safetensors": Text(

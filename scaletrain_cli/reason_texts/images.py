@@ -17,8 +17,7 @@ TEXTS: dict[str, Text] = {
         ("Set the format of the source to that of its files",),
     ),
     "mixed-formats": Text(
-        "has files of several formats: {found:list}",
-        ("Give a glob of one of them, such as folder/*.tar",),
+        "has files of several formats: {found:list}", ("Give a glob of one of them, such as folder/*.tar",)
     ),
     "compressed-tar": Text(
         "{file} is compressed, so that samples cannot be read one at a time", ("Decompress the shards to .tar files",)

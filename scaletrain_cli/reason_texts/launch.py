@@ -149,8 +149,7 @@ TEXTS: dict[str, Text] = {
     "exit-cancelled": Text("attempt {attempt} ended: the run was canceled", (f"{_RESUME} continues it",)),
     "exit-preempted": Text("attempt {attempt} ended: preempted; all ranks saved a checkpoint and exited"),
     "exit-time-limit": Text(
-        "attempt {attempt} ended: the time limit was reached; all ranks saved a checkpoint before it",
-        _LONGER_TIME,
+        "attempt {attempt} ended: the time limit was reached; all ranks saved a checkpoint before it", _LONGER_TIME
     ),
     "exit-resize": Text(
         "attempt {attempt} ended: it was stopped at a checkpoint to restart on more nodes",
@@ -173,10 +172,7 @@ TEXTS: dict[str, Text] = {
             "Save more often (checkpoint.every), so that less is lost where no grace period is long enough",
         ),
     ),
-    "exit-node": Text(
-        "attempt {attempt} lost a node: its agent ended without reporting an exit status",
-        _LOST_NODE,
-    ),
+    "exit-node": Text("attempt {attempt} lost a node: its agent ended without reporting an exit status", _LOST_NODE),
     "exit-wrong-nodes": Text(
         "attempt {attempt} ended: a node is not what was planned",
         (
@@ -311,11 +307,7 @@ TEXTS: dict[str, Text] = {
     "disk-was-full": Text("the end could not be recorded, because the file system of {folder} was full"),
     "unreported-disk-full": Text(
         "attempt {attempt} ended without reporting an exit status: {cause}; {scheduler} reports: {detail}",
-        (
-            _OWN_SPACE,
-            "scaletrain logs {run} shows what the ranks printed last",
-            _CONTINUE,
-        ),
+        (_OWN_SPACE, "scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
     ),
     "unreported-unknown": Text(
         "attempt {attempt} ended without reporting an exit status, and the cause is not known; {scheduler} reports: "
@@ -541,8 +533,7 @@ TEXTS: dict[str, Text] = {
         ("Check it with `scaletrain status {run}`",),
     ),
     "sweep-partly-submitted": Text(
-        "{why}; these runs could not be canceled again: {runs:list}",
-        ("Cancel each with `scaletrain cancel`",),
+        "{why}; these runs could not be canceled again: {runs:list}", ("Cancel each with `scaletrain cancel`",)
     ),
     "cluster-not-reported": Text("{scheduler} reports nothing about its nodes"),
     # ---- before a submission ---------------------------------------------------------------------------------------
@@ -554,15 +545,13 @@ TEXTS: dict[str, Text] = {
         ("Put it on a file system that all nodes share ($SCALETRAIN_RUNS), or test the nodes with --probe",),
     ),
     "runs-root-unprotected": Text(
-        "every user of this machine can rename and replace the runs in {folder}",
-        ("Run `chmod o-w,+t {folder}`",),
+        "every user of this machine can rename and replace the runs in {folder}", ("Run `chmod o-w,+t {folder}`",)
     ),
     "no-new-datasets": Text("only data that are already prepared can be used: {cause}"),
     "nothing-can-be-saved": Text("the run could not save a checkpoint; nothing was submitted"),
     "disk-too-small": Text("{folder} has {free:bytes} free, and one checkpoint takes {needed:bytes}", _FREE_SPACE),
     "disk-too-small-of-runs": Text(
-        "{folder} has {free:bytes} free, and one checkpoint of each of {runs} runs takes {needed:bytes}",
-        _FREE_SPACE,
+        "{folder} has {free:bytes} free, and one checkpoint of each of {runs} runs takes {needed:bytes}", _FREE_SPACE
     ),
     "disk-space-low": Text(
         "{folder} has {free:bytes} free, and the next {checkpoints:of checkpoint} (checkpoint.keep, and the one being "

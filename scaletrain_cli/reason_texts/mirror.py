@@ -19,7 +19,7 @@ TEXTS: dict[str, Text] = {
     "claim-damaged": Text("{claim} in {place} is not the claim of a run"),
     "superseded": Text(
         "another place continues this run from the mirror {place}: {run_dir} on {host} (generation {generation}), so "
-        "that it stops here",
+        "that it stops here"
     ),
     "stops": Text("the run continues in {owner}"),
     "other-process": Text("{run} is mirrored by another process at the moment"),

@@ -247,8 +247,7 @@ TEXTS: dict[str, Text] = {
         "{owner} allows jobs of at most {most} ({kind})", ("Set it to {most} or less, or use another account or QOS",)
     ),
     "beyond-quota-per-node": Text(
-        "{owner} may use {allowed:g} {resource} on each node ({kind})",
-        ("Request less, or use another account or QOS",),
+        "{owner} may use {allowed:g} {resource} on each node ({kind})", ("Request less, or use another account or QOS",)
     ),
     "beyond-quota-per-job": Text(
         "{owner} may use {allowed:g} {resource} in one job ({kind})", ("Request less, or use another account or QOS",)
@@ -275,8 +274,7 @@ TEXTS: dict[str, Text] = {
         "Slurm may give it several, unless a job_submit plugin of the cluster sets a type"
     ),
     "note-proxy-with-password": Text(
-        "the job does not get {names:list}: its URL has a password, which Slurm would store",
-        ("Name it in secret_env",),
+        "the job does not get {names:list}: its URL has a password, which Slurm would store", ("Name it in secret_env",)
     ),
     "note-no-reserve": Text(
         "QOS {qos} reserves no nodes for a pending job (NoReserve): smaller jobs may take every node that becomes free "
@@ -309,7 +307,7 @@ TEXTS: dict[str, Text] = {
     ),
     "note-reservation-ends": Text(
         "reservation {reservation} ends at {until}, before the time limit of the job: the run then saves its state, "
-        "and its job waits until the reservation has begun again or has been extended",
+        "and its job waits until the reservation has begun again or has been extended"
     ),
     "note-reservation-small": Text("reservation {reservation} has {count:of node} that fit the job"),
     "note-test-refused": Text(

@@ -4,7 +4,7 @@ from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {
     "not-installed": Text(
-        "the tracker {tracker} is not installed in the training environment: {message}; training continues without it",
+        "the tracker {tracker} is not installed in the training environment: {message}; training continues without it"
     ),
     "start-failed": Text("the tracker {tracker} could not start: {message}; training continues, and it is tried again"),
     "log-failed": Text("the tracker {tracker} failed: {message}; training continues, and it is tried again"),

@@ -23,9 +23,7 @@ Targets = Annotated[
     tuple[Text, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(min_length=1, max_length=1000),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
-    ),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
 ]
 
 
@@ -182,10 +180,7 @@ def factor_shapes(adapter: AdapterSpec, module: Adapted) -> dict[str, Shape]:
     """
     rank, name = adapter.rank, module.name
     if module.kind == "embedding":
-        return {
-            f"{name}.lora_embedding_A": (rank, module.inputs),
-            f"{name}.lora_embedding_B": (module.outputs, rank),
-        }
+        return {f"{name}.lora_embedding_A": (rank, module.inputs), f"{name}.lora_embedding_B": (module.outputs, rank)}
     if module.kind == "experts":
         experts, _, joined = name.rpartition(".")
         rows = module.outputs // len(module.halves)

@@ -10,8 +10,7 @@ from scaletrain_cli.spec.section import Section, used_when, where_not
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ModuleName = Annotated[
-    str,
-    Matching(rf"{_NAME}(\.{_NAME})*", 256, "must be the dotted name of a Python module, such as train or my.train"),
+    str, Matching(rf"{_NAME}(\.{_NAME})*", 256, "must be the dotted name of a Python module, such as train or my.train")
 ]
 RelativeFolder = Annotated[
     str, Matching(r"[^/\x00\n][^\x00\n]*", 4096, "must be a relative path of a folder, on one line")
@@ -35,16 +34,14 @@ class CodeSpec(Section):
         default=50_000_000, description="maximum total size of the files, before compression"
     )
     on_nodes: AbsoluteFolder | None = Field(
-        default=None,
-        description="folder of the image or a volume that already holds the code; compared, not copied",
+        default=None, description="folder of the image or a volume that already holds the code; compared, not copied"
     )
     engine: ModuleName | None = Field(
         default=None,
         description="module that each rank runs instead of the built-in engine: python -P -m MODULE RUN_DIR",
     )
     command: tuple[AnyText, ...] | None = Field(
-        default=None,
-        description="words of the command line that each rank runs instead of the built-in engine",
+        default=None, description="words of the command line that each rank runs instead of the built-in engine"
     )
     processes_per_node: Annotated[Literal["auto", 1], used_when(where_not("code.command", None))] = Field(
         default="auto", description="auto: one process per rank; 1: one that starts its ranks, such as torchrun"

@@ -79,8 +79,7 @@ TEMPLATES = (
 
 
 Template = Annotated[
-    Text,
-    AfterValidator(valid_if(lambda value: "{}" in value, "must contain {}, the place of the name of the class")),
+    Text, AfterValidator(valid_if(lambda value: "{}" in value, "must contain {}, the place of the name of the class"))
 ]
 
 

@@ -9,14 +9,7 @@ from scaletrain_cli.spec.section import Section
 
 # Of a block: a mixer of tokens, an MLP, or one of each, with a norm and a residual sum for each.
 BlockType = Literal[
-    "attention",
-    "mamba",
-    "mlp",
-    "experts",
-    "attention+mlp",
-    "attention+experts",
-    "mamba+mlp",
-    "mamba+experts",
+    "attention", "mamba", "mlp", "experts", "attention+mlp", "attention+experts", "mamba+mlp", "mamba+experts"
 ]
 
 

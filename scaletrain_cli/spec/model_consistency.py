@@ -63,10 +63,7 @@ def _group_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     if model.topk_group > groups:
         yield "topk_group", f"must not exceed n_group = {groups}."
     elif model.num_experts_per_tok > model.topk_group * members:
-        yield (
-            "num_experts_per_tok",
-            f"must not exceed the {model.topk_group * members} experts in topk_group groups.",
-        )
+        yield ("num_experts_per_tok", f"must not exceed the {model.topk_group * members} experts in topk_group groups.")
     if model.topk_method == "noaux_tc" and groups > 1 and members == 1:
         yield "n_group", "must leave at least 2 experts in a group, whose scores are added."
 

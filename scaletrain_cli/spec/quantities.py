@@ -158,9 +158,7 @@ AutoBytesPerSecond = Annotated[
 AutoBytes = Annotated[int | Literal["auto"], or_word("auto", _above_zero(parse_bytes)), WithJsonSchema(_QUANTITY)]
 AutoSeconds = Annotated[float | Literal["auto"], or_word("auto", _above_zero(parse_seconds)), WithJsonSchema(_QUANTITY)]
 AutoWhole = Annotated[
-    int | Literal["auto"],
-    or_word("auto", parse_whole),
-    WithJsonSchema({"anyOf": [_WHOLE, {"const": "auto"}]}),
+    int | Literal["auto"], or_word("auto", parse_whole), WithJsonSchema({"anyOf": [_WHOLE, {"const": "auto"}]})
 ]
 
 # Strict, so that YAML's `true` is not 1; bounded, so that arithmetic on a typing error ends in a message.

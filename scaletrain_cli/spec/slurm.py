@@ -72,12 +72,10 @@ PythonInImage = Annotated[
     str, Matching(rf"python3|{_ABSOLUTE_PATH}", 4096, "must be python3, or an absolute path in the image")
 ]
 Mount = Annotated[
-    str,
-    Matching(r"/[^\x00\n,]*", 4096, "must be SOURCE[:TARGET[:OPTIONS]] with an absolute SOURCE and without commas"),
+    str, Matching(r"/[^\x00\n,]*", 4096, "must be SOURCE[:TARGET[:OPTIONS]] with an absolute SOURCE and without commas")
 ]
 Image = Annotated[
-    str,
-    Matching(r"[^\-\x00\n][^\x00\n]*", 4096, "must be an image file or URL on one line, not starting with a dash"),
+    str, Matching(r"[^\-\x00\n][^\x00\n]*", 4096, "must be an image file or URL on one line, not starting with a dash")
 ]
 Module = Annotated[
     str,

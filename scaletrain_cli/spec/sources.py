@@ -14,8 +14,7 @@ from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
 SourceName = Annotated[
-    str,
-    Matching(r"[a-z0-9][a-z0-9_-]*", 64, "must consist of a-z, 0-9, - and _, begin with a letter or digit"),
+    str, Matching(r"[a-z0-9][a-z0-9_-]*", 64, "must consist of a-z, 0-9, - and _, begin with a letter or digit")
 ]
 Weight = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1e9)]
 SourceFormat = Literal[

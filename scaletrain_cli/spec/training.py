@@ -123,15 +123,13 @@ class OptimizerSpec(Section):
     )
     eps: Annotated[Positive, used_when(where_not("training.optimizer.name", "sgd", "momentum", "lion"))] = 1.0e-8
     weight_decay: NonNegative = Field(
-        default=0.1,
-        description="default 0.1 if decoupled; 0 with adam, sgd and momentum, which add it to the gradient",
+        default=0.1, description="default 0.1 if decoupled; 0 with adam, sgd and momentum, which add it to the gradient"
     )
     decay_embeddings: Annotated[
         bool, used_when(where_not("training.optimizer.weight_decay", 0.0), where_not("training.trainable", ()))
     ] = Field(default=True, description="apply weight decay to token and position embeddings and a tied head")
     layer_decay: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
-        default=1.0,
-        description="factor of the learning rate per block, from the head down (arXiv:2106.08254)",
+        default=1.0, description="factor of the learning rate per block, from the head down (arXiv:2106.08254)"
     )
     momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
         default=0.9, description="coefficient of momentum and muon; default 0.95 with muon"
@@ -270,9 +268,7 @@ class TrainableGroup(Section):
         tuple[Text, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(min_length=1, max_length=1000),
-        WithJsonSchema(
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
-        ),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
     ]
     lr: Positive | None = Field(default=None, description="peak learning rate; null: optimizer.lr")
     weight_decay: NonNegative | None = Field(
@@ -316,8 +312,7 @@ class TrainingSpec(Section):
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT
     trainable: tuple[TrainableGroup, ...] = Field(
-        default=(),
-        description="what trains, at each step by the first active group that matches; []: everything",
+        default=(), description="what trains, at each step by the first active group that matches; []: everything"
     )
     optimizer: OptimizerSpec = LEFT_OUT
     schedule: ScheduleSpec = LEFT_OUT

@@ -13,12 +13,7 @@ from scaletrain_cli.text import bytes_text, listed, percent_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.plan_breakdown import TIME_PARTS
 
-_NAMES = TIME_PARTS | {
-    "copies": "copies of memory",
-    "between_steps": "between steps",
-    "host": "host",
-    "idle": "idle",
-}
+_NAMES = TIME_PARTS | {"copies": "copies of memory", "between_steps": "between steps", "host": "host", "idle": "idle"}
 _SHOWN = 8
 _WIDEST = 60
 

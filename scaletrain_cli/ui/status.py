@@ -75,10 +75,7 @@ def show_status(
     """
     console = stdout_console()
     headline = Text.assemble(
-        (plain(status.run_id), "bold"),
-        "  ",
-        (status.state, STYLES.get(status.state, "")),
-        f"  {progress_text(status)}",
+        (plain(status.run_id), "bold"), "  ", (status.state, STYLES.get(status.state, "")), f"  {progress_text(status)}"
     )
     line(console, headline)
     saved = "" if status.files_seen else NOT_SEEN
@@ -321,11 +318,7 @@ _PART_NAMES = {
     "communication_seconds": "communication",
     "data_wait_seconds": "data wait",
 }
-_THROTTLE_NAMES = {
-    "throttled_by_power": "power",
-    "throttled_by_heat": "heat",
-    "throttled_by_hardware": "the hardware",
-}
+_THROTTLE_NAMES = {"throttled_by_power": "power", "throttled_by_heat": "heat", "throttled_by_hardware": "the hardware"}
 _LEAST_THROTTLED = 0.01
 
 

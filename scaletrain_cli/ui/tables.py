@@ -136,10 +136,7 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     others = f"{view.others_running} running and {view.others_queued} queued jobs of other users"
     reported = view.nodes or view.gpus or view.has_other_users  # otherwise the back end does not report it
     mine = "" if view.queue or not reported else "no jobs of yours; "
-    for note in (
-        f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "),
-        *view.notes,
-    ):
+    for note in (f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "), *view.notes):
         if note:
             line(console, note, "dim")
 

@@ -74,13 +74,7 @@ def _new_tracker(name: str, options: Any) -> Tracker[Any]:
 
 
 # Of these the least is the worst: a slow rank waits least for the others, and a throttled GPU has a low clock.
-_WORST_IS_LEAST = (
-    "communication_seconds",
-    "utilization",
-    "sm_clock_hertz",
-    "power_watts",
-    "memory_available_bytes",
-)
+_WORST_IS_LEAST = ("communication_seconds", "utilization", "sm_clock_hertz", "power_watts", "memory_available_bytes")
 _UNITS = {"utilization": "utilization_ratio", "cpu_utilization": "cpu_utilization_ratio"}
 _RATIOS = ("throttled_by_power", "throttled_by_heat", "throttled_by_hardware", "cpu_throttled")
 _OF_ONE = ("noise_scale", "tokens_per_second", "mfu")  # which rank 0 alone measures

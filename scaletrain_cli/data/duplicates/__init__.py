@@ -16,15 +16,7 @@ from scaletrain_cli.data.duplicates.signatures import write_signatures
 from scaletrain_cli.data.duplicates.verification import parts, write_shingles, write_verified
 from scaletrain_cli.safe_files import make_folder
 
-__all__ = [
-    "PHASES",
-    "Corpus",
-    "Settings",
-    "Texts",
-    "read_removed",
-    "remove_phases",
-    "run_job",
-]
+__all__ = ["PHASES", "Corpus", "Settings", "Texts", "read_removed", "remove_phases", "run_job"]
 
 
 class Phase(NamedTuple):

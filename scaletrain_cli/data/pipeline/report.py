@@ -255,11 +255,7 @@ def _tokens(source: PreparedSource) -> dict[str, Any]:
         "tokens_per_byte": tokens / document["bytes"] if document["bytes"] else None,
         "unknown_tokens": unknown,
         "characters": characters,
-        "lengths": {
-            "shortest": shortest,
-            "longest": longest,
-            "ranges": list(_ranges(lengths)),
-        },
+        "lengths": {"shortest": shortest, "longest": longest, "ranges": list(_ranges(lengths))},
     }
 
 

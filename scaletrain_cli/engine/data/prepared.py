@@ -15,10 +15,7 @@ from scaletrain_cli.data.images.compatibility import rows_problem
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.report import images_in_rows
-from scaletrain_cli.engine.data.dataset import (
-    DatasetInfo,
-    open_source_dataset,
-)
+from scaletrain_cli.engine.data.dataset import DatasetInfo, open_source_dataset
 from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, left_out, open_rows, rows_folder
 from scaletrain_cli.engine.data.row_writing import build_rows
 from scaletrain_cli.engine.data.rows import RowSequences

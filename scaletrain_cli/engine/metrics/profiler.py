@@ -23,11 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
-from scaletrain_cli.engine.metrics.out_of_memory import (
-    forget_allocations,
-    remember_allocations,
-    write_memory_snapshot,
-)
+from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations, remember_allocations, write_memory_snapshot
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.metrics.trace_events import DATA, END, STEP, UPDATE
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks

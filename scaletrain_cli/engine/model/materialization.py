@@ -289,11 +289,7 @@ def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:
         if whole and not first:
             # a list of its own, because Init would descend into children that are still on the meta device
             zero.Init(
-                nn.ParameterList(whole),
-                group,
-                config_dict_or_path=config,
-                mpu=mpu,
-                zero_param_parallel_group=neighbors,
+                nn.ParameterList(whole), group, config_dict_or_path=config, mpu=mpu, zero_param_parallel_group=neighbors
             )
             first.append(whole[0])
         elif whole:  # in the same context, because another Init would allocate its own swap buffers

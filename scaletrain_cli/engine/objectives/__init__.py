@@ -7,11 +7,7 @@ from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 # Names of training.objective. sft has the loss of causal_lm: which tokens count, and how much, is in its rows.
-OBJECTIVES: dict[str, type[Objective]] = {
-    "causal_lm": NextToken,
-    "sft": NextToken,
-    "dpo": DPO,
-}
+OBJECTIVES: dict[str, type[Objective]] = {"causal_lm": NextToken, "sft": NextToken, "dpo": DPO}
 # Below this package; imported by runs on images, because they need other libraries.
 OF_IMAGES = {
     "classification": "images:Classification",

@@ -19,12 +19,7 @@ from scaletrain_cli.engine.model.materialization import Matrix, matrices_of
 from scaletrain_cli.engine.optim.muon import Muon, newton_schulz, rate_factor
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Mesh, coordinates_of, group_of
-from scaletrain_cli.plan.muon import (
-    ROUND_ELEMENTS,
-    fused_widths,
-    newton_schulz_flops,
-    output_dim,
-)
+from scaletrain_cli.plan.muon import ROUND_ELEMENTS, fused_widths, newton_schulz_flops, output_dim
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import ModelSpec, RunSpec

@@ -167,12 +167,7 @@ BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimize
 
 
 def _adam_settings(settings: OptimizerSpec) -> dict[str, Any]:
-    return {
-        "lr": settings.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
+    return {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
 
 
 def _if_fused(fused: bool) -> dict[str, Any]:

@@ -35,12 +35,7 @@ class GpuSampler:
     """
 
     def __init__(
-        self,
-        nvml: Any,
-        environment: Mapping[str, str],
-        count: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, nvml: Any, environment: Mapping[str, str], count: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._nvml, self._clock = nvml, clock
         nvml.nvmlInit()

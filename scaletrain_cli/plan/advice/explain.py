@@ -52,10 +52,7 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
     if plan.time.reference:
         time = plan.time
         params = {"pairs": time.reference_pairs, "share": time.reference / time.to_train}
-        rows = (
-            Row("reference pass", seconds=time.reference),
-            Row("all steps", seconds=time.to_train - time.reference),
-        )
+        rows = (Row("reference pass", seconds=time.reference), Row("all steps", seconds=time.to_train - time.reference))
         yield Question("reference", Reason("plan.ask-reference"), rows, None, (Reason("plan.reference-once", params),))
     yield from _states(spec, plan, base, device)
     if alone := _checkpointing_modes_on_one_rank(spec, base, device):
@@ -105,11 +102,7 @@ def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> 
     if not found:
         return
     memory, count = found[0].memory, max(1, plan.model.parameters)
-    parts = {
-        "weights": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer states": memory.optimizer_states,
-    }
+    parts = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer states": memory.optimizer_states}
     total = sum(parts.values())
     rows = [Row(name, size, note=_per_parameter(size, count)) for name, size in parts.items()]
     rows.append(Row("total", total, share=total / memory.capacity, note=_per_parameter(total, count)))

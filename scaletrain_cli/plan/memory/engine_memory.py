@@ -27,12 +27,7 @@ from scaletrain_cli.plan.memory.buffers import (
     step_temporary_bytes,
     zero_buffers,
 )
-from scaletrain_cli.plan.memory.engine_states import (
-    engine_states,
-    offload_step_bytes,
-    trained_bytes,
-    trained_groups,
-)
+from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_bytes, trained_groups
 from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory

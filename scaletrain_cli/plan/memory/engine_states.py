@@ -30,13 +30,7 @@ from scaletrain_cli.plan.memory.buffers import (
     PERSISTENT_ELEMENTS,
     SUB_GROUP_ELEMENTS,
 )
-from scaletrain_cli.plan.memory.parameter_groups import (
-    Group,
-    SharedGroup,
-    StageTensors,
-    most_groups,
-    stage_tensors,
-)
+from scaletrain_cli.plan.memory.parameter_groups import Group, SharedGroup, StageTensors, most_groups, stage_tensors
 from scaletrain_cli.plan.memory.states import (
     MASTER_BYTES,
     MasterWeights,

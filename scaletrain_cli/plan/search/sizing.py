@@ -59,10 +59,7 @@ class Sizing:
         return (
             {key: getattr(self, key) for key in keys}
             | notes
-            | {
-                "tried": sum(row.least_seconds is None for row in self.considered),
-                "considered": rows,
-            }
+            | {"tried": sum(row.least_seconds is None for row in self.considered), "considered": rows}
         )
 
 

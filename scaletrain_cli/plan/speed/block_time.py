@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scaletrain_cli.plan.architecture import window_keys
-from scaletrain_cli.plan.block_graph import (
-    WHOLE,
-    BlockTraining,
-    backward_products,
-    block_graph,
-    linear_weights,
-)
+from scaletrain_cli.plan.block_graph import WHOLE, BlockTraining, backward_products, block_graph, linear_weights
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import (
     LinearSeconds,

@@ -96,11 +96,7 @@ def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage
     seen = activation_bytes(parts.images, layout.micro_batch_size, element, layout.activation_checkpointing)
     read = activation_phases(text, layout, device, parts.language)
     saved = seen.kept + read.saved
-    activations = (
-        saved,
-        max(saved + read.backward, seen.backward),
-        max(read.backward, seen.backward - seen.kept),
-    )
+    activations = (saved, max(saved + read.backward, seen.backward), max(read.backward, seen.backward - seen.kept))
     block = architecture.architecture(model.text_config).block.parameters
     parameters = trained_count(spec, stage), block, sum(each.numel for each in model_parameters(model))
     states = vision_states(spec, layout, stage)

@@ -230,12 +230,7 @@ class _Builder:
         return (
             Operation(kept=channels * pixels),
             convolution(channels, hidden, patch, pixels, tokens, of_images=True, kept=False),
-            Operation(
-                kept=embedded * self.stream,
-                inputs=2 * embedded,
-                outputs=2 * embedded,
-                moved_back=embedded,
-            ),
+            Operation(kept=embedded * self.stream, inputs=2 * embedded, outputs=2 * embedded, moved_back=embedded),
         )
 
     def layer(

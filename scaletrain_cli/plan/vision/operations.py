@@ -99,12 +99,7 @@ def linear(
 def batch_norm(channels: int, pixels: int) -> Operation:
     """Return a BatchNorm. Forward reads its input twice (statistics, values), backward reads two tensors twice."""
     size = channels * pixels
-    return Operation(
-        kept_once_bytes=2 * _FP32 * channels,
-        inputs=2 * size,
-        outputs=size,
-        moved_back=5 * size,
-    )
+    return Operation(kept_once_bytes=2 * _FP32 * channels, inputs=2 * size, outputs=size, moved_back=5 * size)
 
 
 def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation:

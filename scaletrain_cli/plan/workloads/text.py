@@ -22,12 +22,7 @@ from scaletrain_cli.plan.speed.stage_time import stage_parameters
 from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
 from scaletrain_cli.plan.stages import Stage, rank_architecture, sequence_multiple
 from scaletrain_cli.plan.trained_parameters import names_what_trains
-from scaletrain_cli.plan.trained_stages import (
-    stage_flops_per_token,
-    stored_parameters,
-    trained_count,
-    trained_stages,
-)
+from scaletrain_cli.plan.trained_stages import stage_flops_per_token, stored_parameters, trained_count, trained_stages
 from scaletrain_cli.plan.workloads.base import Degrees, FullStage, Workload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec

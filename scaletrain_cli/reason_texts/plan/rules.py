@@ -113,7 +113,7 @@ _ADAPTER = {
     ),
     "adapter-rank-on-experts": Text(
         "must be a multiple of {multiple} with an adapter on stacked experts, whose grouped products need rows of 16 "
-        "bytes",
+        "bytes"
     ),
 }
 

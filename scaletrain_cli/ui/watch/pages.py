@@ -393,10 +393,7 @@ def nodes_page(shown: Shown, choices: Choices, width: int, height: int) -> Conte
         lines.append(Text("no node has begun in the run directory", "dim"))
     if hardware is None:
         return Content([*lines, Text(""), *_nothing(shown, width)])
-    for series, columns, title in (
-        (hardware.gpus, _GPU_COLUMNS, "GPU"),
-        (hardware.nodes, _NODE_COLUMNS, "node"),
-    ):
+    for series, columns, title in ((hardware.gpus, _GPU_COLUMNS, "GPU"), (hardware.nodes, _NODE_COLUMNS, "node")):
         if series:
             names = sorted(series)
             rows = _table((title,), [(name,) for name in names], [series[name] for name in names], columns, width)

@@ -16,12 +16,7 @@ from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageErr
 from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult, ViewWaitsError
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect, default_namespace, is_configured
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    BACKENDS,
-    TRAIN_JOB,
-    Object,
-    kind_of,
-)
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import BACKENDS, TRAIN_JOB, Object, kind_of
 from scaletrain_cli.launch.backends.kubernetes.capacity import exclusion_for
 from scaletrain_cli.launch.backends.kubernetes.code_store import upload_code
 from scaletrain_cli.launch.backends.kubernetes.conditions import (
@@ -46,9 +41,7 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import (
 )
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, has_archive, manifest, to_yaml
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    parse_id,
-)
+from scaletrain_cli.launch.backends.kubernetes.names import parse_id
 from scaletrain_cli.launch.backends.kubernetes.objects import (
     apply_owned,
     delete_workload,

@@ -99,11 +99,7 @@ def preparation_objects(
     job = {
         "apiVersion": JOB.api_version,
         "kind": JOB.name,
-        "metadata": {
-            "name": name,
-            **metadata,
-            "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue}),
-        },
+        "metadata": {"name": name, **metadata, "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue})},
         "spec": {
             "completionMode": "Indexed",
             "completions": tasks,

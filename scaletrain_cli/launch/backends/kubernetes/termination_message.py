@@ -50,12 +50,7 @@ def termination_text(end: PodEnd, node: str, secrets: Collection[str] | None = (
 
     Without them only the code of the reason is written, as its text and parameters may contain one.
     """
-    numbers = {
-        "attempt": end.attempt,
-        "step": end.step,
-        "checkpoint_step": end.checkpoint_step,
-        "requeue": end.requeue,
-    }
+    numbers = {"attempt": end.attempt, "step": end.step, "checkpoint_step": end.checkpoint_step, "requeue": end.requeue}
     whole = {"scaletrain": _MARK, "exit_code": end.exit_code, "node": node, **numbers}
     text = str(end.reason)
     reason = end.reason.to_document()

@@ -118,10 +118,7 @@ def _job_spec(spec: RunSpec, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_codes(codes: list[int]) -> dict[str, Any]:
-    return {
-        "action": "FailJob",
-        "onExitCodes": {"containerName": NODE, "operator": "In", "values": sorted(codes)},
-    }
+    return {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": sorted(codes)}}
 
 
 # Trainer finds the replicated job with the training nodes by this label.
@@ -184,10 +181,7 @@ def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
     if kubernetes.ttl_seconds_after_finished is not None:
         job["ttlSecondsAfterFinished"] = math.ceil(kubernetes.ttl_seconds_after_finished)
     if kubernetes.topology is not None:
-        job["networkTopology"] = {
-            "mode": _MODES[kubernetes.topology.kind],
-            "highestTierName": kubernetes.topology.key,
-        }
+        job["networkTopology"] = {"mode": _MODES[kubernetes.topology.kind], "highestTierName": kubernetes.topology.key}
     return workload.kind.object(metadata_of(spec, workload), job)
 
 
@@ -280,10 +274,7 @@ def child_pods(volcano_job: Object) -> Iterator[Object]:
         template = copy.deepcopy(task.get("template", {}))
         own_name = f"{name}-{task.get('name', '')}-0"
         inner = template.get("metadata", {})
-        marks = {
-            "volcano.sh/job-name": name,
-            "volcano.sh/task-index": "0",
-        }
+        marks = {"volcano.sh/job-name": name, "volcano.sh/task-index": "0"}
         pod = {"hostname": own_name, "subdomain": name, "schedulerName": spec.get("schedulerName", "volcano")}
         own = {
             **inner,

@@ -27,11 +27,7 @@ from scaletrain_cli.launch.backends.local.backend import (
 )
 from scaletrain_cli.launch.node.job import WAIT_SECONDS, OneNodeJob
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
-from scaletrain_cli.launch.node.processes import (
-    adopt_orphans,
-    die_with_parent,
-    own_identity,
-)
+from scaletrain_cli.launch.node.processes import adopt_orphans, die_with_parent, own_identity
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.restart import conclude_abandoned
 from scaletrain_cli.log_setup import set_up_logging

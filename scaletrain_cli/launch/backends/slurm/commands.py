@@ -53,13 +53,7 @@ def call_slurm(
     logger.debug("running %s", " ".join(command))
     try:
         answer = subprocess.run(
-            command,
-            input=text,
-            cwd=folder,
-            env=passed_on(without),
-            text=True,
-            capture_output=True,
-            timeout=seconds,
+            command, input=text, cwd=folder, env=passed_on(without), text=True, capture_output=True, timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
         raise SchedulerSilentError(Reason("slurm.no-answer", {"command": command[0], "seconds": seconds})) from error

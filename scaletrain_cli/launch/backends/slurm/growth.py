@@ -29,12 +29,7 @@ from scaletrain_cli.plan.reliability.node_sizes import Growth, growth, largest_u
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import committed_folders
-from scaletrain_cli.rundir.goodput import (
-    newest_steps,
-    planned_step_seconds,
-    typical_seconds,
-    without_first_steps,
-)
+from scaletrain_cli.rundir.goodput import newest_steps, planned_step_seconds, typical_seconds, without_first_steps
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, read_size_plans
