@@ -32,7 +32,7 @@ from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model import norm
 from scaletrain_cli.engine.optim import optimizers
-from scaletrain_cli.engine.parallel import context
+from scaletrain_cli.engine.parallel import sequence
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, build_mesh, coordinates_of
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan.result import Layout
@@ -140,7 +140,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         # the other ranks, which do not exist, have the same order of parameters
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
         patch.object(F, "scaled_dot_product_attention", _flash_attention),
-        patch.object(context, "_Kernel", _FlashKernel),
+        patch.object(sequence, "_Kernel", _FlashKernel),
         patch.object(norm, "has_kernel", lambda x, weight: weight.dtype == x.dtype),
         patch.dict(optimizers.BUILDERS, builders),
         patch.object(compose_module, "_sharded_model", _outlined),

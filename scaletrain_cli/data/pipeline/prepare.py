@@ -18,7 +18,7 @@ from typing import Any
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
-from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
+from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, encoded_before, extended
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, nothing_left, write_reports
@@ -33,7 +33,6 @@ from scaletrain_cli.data.pipeline.shards import (
     write_shard,
 )
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
-from scaletrain_cli.data.pipeline.token_documents import encoded_before
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
 from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.steps.base import Removed

@@ -13,8 +13,7 @@ from typing import Any
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep
 from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
-from scaletrain_cli.data.pipeline.shards import read_shard_info, read_statistics
-from scaletrain_cli.data.pipeline.statistics import length_range_end
+from scaletrain_cli.data.pipeline.shards import length_range_end, read_shard_info, read_statistics
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.sources.formats import reader_of
 from scaletrain_cli.reasons import Reason

@@ -8,10 +8,9 @@ from typing import Any
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.sources.rows import Tally
 from scaletrain_cli.engine.data.chat_tokenizer import Encoded, ImageTokens
-from scaletrain_cli.engine.data.packing import pack
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.row_source import Row, RowImage, rows_of
-from scaletrain_cli.engine.data.row_writing import RowEncoder, chat_tokenizer, tokenizer_of
+from scaletrain_cli.engine.data.row_writing import RowEncoder, chat_tokenizer, pack, tokenizer_of
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan

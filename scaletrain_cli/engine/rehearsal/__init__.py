@@ -2,5 +2,5 @@
 
 run.py is its course, trials.py trains, scores and goes back; the items are in data_items.py (labels, duplicates, first
 loss, causality), step_items.py (gradients, speed, memory, data rate, restore, preemption), learning_rate.py and
-overfit.py. range_test.py has the rule of the learning-rate range test.
+overfit.py. learning_rate.py has the rule of the learning-rate range test.
 """

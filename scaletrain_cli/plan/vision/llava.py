@@ -20,9 +20,8 @@ from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.memory import activation_bytes, memory_of_phases
 from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
-from scaletrain_cli.plan.vision.states import vision_states
+from scaletrain_cli.plan.vision.states import stages_of_run, trained_count, trained_network, vision_states
 from scaletrain_cli.plan.vision.step_time import StepSeconds, network_seconds, time_of_samples
-from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _PATH = "language_model."

@@ -25,8 +25,7 @@ from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.parameters import parameter_counts
-from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import trained_count, trained_network
+from scaletrain_cli.plan.vision.states import trained_count, trained_network, vision_states
 from scaletrain_cli.spec import RunSpec
 
 

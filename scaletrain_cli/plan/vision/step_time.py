@@ -24,7 +24,7 @@ from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, l
 from scaletrain_cli.plan.vision.networks import planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import parameter_counts, vision_buffers
-from scaletrain_cli.plan.vision.trained import trained_count, trained_network
+from scaletrain_cli.plan.vision.states import trained_count, trained_network
 from scaletrain_cli.spec import ModelSpec, ResNetSpec, RunSpec
 
 # Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if

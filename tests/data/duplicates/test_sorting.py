@@ -5,8 +5,8 @@ import pytest
 
 from scaletrain_cli.data.drafts import draft_of, remove_drafts
 from scaletrain_cli.data.duplicates import sorting
+from scaletrain_cli.data.duplicates.candidates import Sorter
 from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
-from scaletrain_cli.data.duplicates.sorting import Sorter
 from scaletrain_cli.errors import UsageError
 
 

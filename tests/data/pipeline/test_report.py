@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.pipeline.decisions import shortened
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
-from scaletrain_cli.data.pipeline.statistics import length_range, length_range_end
+from scaletrain_cli.data.pipeline.shards import length_range, length_range_end
 from scaletrain_cli.data.pipeline.tasks import Source
 from scaletrain_cli.data.report import read_report
 from scaletrain_cli.data.sources.records import Columns, SourceFile

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from scaletrain_cli.data.pipeline.chain import token_documents
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
-from scaletrain_cli.data.pipeline.token_documents import token_documents
 from scaletrain_cli.data.sources import tokens as reader
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.records import SourceFile, TokenRecord
@@ -143,7 +143,7 @@ def test_an_array_whose_documents_do_not_end_is_refused(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scaletrain_cli.data.sources.tokens._TOKENS_AT_ONCE", 50)
-    monkeypatch.setattr("scaletrain_cli.data.pipeline.token_documents.MAX_DOCUMENT_TOKENS", 500)
+    monkeypatch.setattr("scaletrain_cli.data.pipeline.chain.MAX_DOCUMENT_TOKENS", 500)
     path = array(tmp_path, DOCUMENTS, "raw_uint16", last_end=True)
     with pytest.raises(UsageError, match=r"tokens\.npy, token 6: has no end-of-text token \(3\) within 500 tokens"):
         prepared(source(path, "raw_uint16"), tokenizer, tmp_path / "data")

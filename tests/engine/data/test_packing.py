@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.packing import best_fit, pack
+from scaletrain_cli.engine.data.row_writing import best_fit, pack
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.evaluation.lm_eval import command_line, read_results, run_lm_eval
+from scaletrain_cli.engine.evaluation.tasks import command_line, read_results, run_lm_eval
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.spec.evaluation import LmEvalTask
 from tests.launch.conftest import is_running

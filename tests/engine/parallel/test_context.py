@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from scaletrain_cli.engine.model.attention import AttentionSettings, CausalAttention, TokenContext
-from scaletrain_cli.engine.parallel import context as ring
-from scaletrain_cli.engine.parallel.context import RingAttention
+from scaletrain_cli.engine.parallel import sequence as ring
 from scaletrain_cli.engine.parallel.mesh import Axis, SequencePart, group_of
-from scaletrain_cli.engine.parallel.sequence import UlyssesAttention
+from scaletrain_cli.engine.parallel.sequence import RingAttention, UlyssesAttention
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.communication import ring_bytes

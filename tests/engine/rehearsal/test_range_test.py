@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scaletrain_cli.engine.rehearsal.range_test import choose, has_diverged, rates, smoothed, suggest
+from scaletrain_cli.engine.rehearsal.learning_rate import choose, has_diverged, rates, smoothed, suggest
 
 FIRST, LAST = 1e-6, 1.0
 

@@ -211,7 +211,7 @@ def test_a_second_copy_takes_all_gathers_but_the_first_off_the_network() -> None
 
 def test_ring_attention_hides_half_of_the_exchange_of_keys_and_values() -> None:
     # Llama 7B, 32,768 tokens on four H100: keys and values of 8,192 tokens, 4,096 channels and 2 bytes, travel three
-    # times forward; backward their gradients in fp32 too (engine/parallel/context.py). 0.8 of 450 GB/s.
+    # times forward; backward their gradients in fp32 too (engine/parallel/sequence.py). 0.8 of 450 GB/s.
     spec, layout = run(cluster__gpus_per_node=4, model__seq_len=32768, layout__context_parallel=4)
     device = find_accelerator(spec.cluster)
     profile = FRAMEWORKS["deepspeed"].profile_on(device)

@@ -10,7 +10,7 @@ from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
 from scaletrain_cli.plan.trained_parameters import stage_at, trained_at
 from scaletrain_cli.plan.vision.image_feed import allowed_workers, core_seconds, image_feed, reader_bytes
-from scaletrain_cli.plan.vision.trained import trained_network
+from scaletrain_cli.plan.vision.states import trained_network
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec

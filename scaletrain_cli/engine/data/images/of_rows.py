@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaletrain_cli.data.images.decode import BadImageError, MissingImageError, decode, size_of
 from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES
-from scaletrain_cli.engine.data.images.decoders import decoder_of
+from scaletrain_cli.engine.data.images.reading import decoder_of
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.data.row_images import RowImages, StoredImage
 from scaletrain_cli.engine.data.row_source import RowImage

@@ -62,7 +62,7 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
     queue_for_spec,
     submit_for_run,
 )
-from scaletrain_cli.launch.backends.kubernetes.session import require_kubectl, session_command
+from scaletrain_cli.launch.backends.kubernetes.view_pod import require_kubectl, session_command
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import make_record

@@ -5,18 +5,26 @@ and security settings of the run, all volumes read-only, no device, no Secret. I
 90 seconds, so that a loop around `status` makes one Job and not one per round. The pod ends by itself when no view has
 been open for two minutes, and its time to live then removes the Job. A view that has made a Job and cannot begin, or
 loses its connection, deletes it.
+
+The kubectl command that starts a process in a pod: `scaletrain exec`, `shell`, `port-forward`, and views.
+
+kubectl, and not the stream of the Python client: kubectl speaks WebSocket and SPDY, whichever the server and a proxy
+between them support, keeps an idle connection alive, and reads the same kubeconfig or service account. It needs the
+rights to get pods and to get and create pods/exec: WebSocket begins with a GET, SPDY with a POST.
 """
 
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
 
-from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.base import VIEW_MODULE, view_words
+from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.backends.base import VIEW_MODULE, JobNode, session_words, view_words
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, POD, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import failed_pod, why_pods_wait
@@ -24,6 +32,7 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     INSTANCE_LABEL,
+    NODE,
     QUEUE_LABEL,
     RECORD_ANNOTATION,
     RUN_ID_ANNOTATION,
@@ -42,12 +51,44 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     unix_time,
 )
 from scaletrain_cli.launch.backends.kubernetes.pod import view_template
-from scaletrain_cli.launch.backends.kubernetes.session import is_running, kubectl_exec
 from scaletrain_cli.launch.node.view import IDLE_SECONDS
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import user_name
+
+
+def session_command(
+    ref: JobRef, pods: Sequence[Object], record: RunRecord, node: JobNode, where: str
+) -> tuple[str, ...]:
+    """Return the words of kubectl. Raises UsageError if no pod of that node runs."""
+    running = [pod for pod in pods if index_of(pod) == node.number and is_running(pod)]
+    if not running:
+        raise UsageError(reason("no-running-pod", where=where, node=node.number, run=record.run_id))
+    newest = max(running, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+    run_folder = PurePosixPath(record.spec.cluster.kubernetes.runs.path) / record.run_id
+    return kubectl_exec(ref, str(newest["metadata"]["name"]), session_words(str(run_folder), node))
+
+
+def kubectl_exec(ref: JobRef, pod: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of kubectl that run the Python of a pod with ``words``."""
+    context = [] if ref.context is None else [f"--context={ref.context}"]
+    return (
+        *("kubectl", *context, f"--namespace={ref.namespace}", "exec", "--stdin", "--quiet"),
+        *(pod, f"--container={NODE}", "--", "python", *words),
+    )
+
+
+def require_kubectl() -> None:
+    """Raise SchedulerError if kubectl is not installed here: nothing is created in the cluster for it then."""
+    if shutil.which("kubectl") is None:
+        raise SchedulerError(Reason("launch.session-no-command", {"command": "kubectl"}))
+
+
+def is_running(pod: Object) -> bool:
+    """Return whether the pod's container runs, and the pod is not being deleted."""
+    return "running" in own_container(pod).get("state", {}) and not pod["metadata"].get("deletionTimestamp")
+
 
 LONGEST_SECONDS = 3600  # of a pod; a view that follows a run gets another one
 # The age of a pod that serves another view. The rest of its time without a view is for what passes until that view

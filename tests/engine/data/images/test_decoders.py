@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from scaletrain_cli.data.images.decode import BadImageError, decode
-from scaletrain_cli.engine.data.images.decoders import decoder_of
+from scaletrain_cli.engine.data.images.reading import decoder_of
 from scaletrain_cli.errors import UsageError
 from tests.data.images.test_decode import file_of, noise
 
