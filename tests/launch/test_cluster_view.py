@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.cluster_view import GpuRow, NodesRow
-from scaletrain_cli.launch.backends.local.backend import LocalBackend
-from scaletrain_cli.launch.backends.local.cluster_view import local_view
+from scaletrain_cli.launch.backends.local.backend import LocalBackend, local_view
 from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
 from scaletrain_cli.launch.backends.slurm.tables import limits_of
 from scaletrain_cli.spec import ClusterSpec

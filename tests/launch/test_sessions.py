@@ -12,7 +12,7 @@ from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.base import Backend, JobNode, NodeCommand
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
-from scaletrain_cli.launch.backends.slurm.session import session_command as slurm_session_command
+from scaletrain_cli.launch.backends.slurm.backend import session_command as slurm_session_command
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.node_session import PortPair, node_of_run, node_session, port_pair
 from scaletrain_cli.launch.submit import create_run, submit_run

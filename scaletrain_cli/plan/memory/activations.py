@@ -210,7 +210,7 @@ def _latent_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
 
 
 def _ring_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
-    """Return the bytes per token alive at once when ring attention runs backward (engine/parallel/context.py).
+    """Return the bytes per token alive at once when ring attention runs backward (engine/parallel/sequence.py).
 
     The gradients of the hidden states and of the output; that of the queries summed in fp32, and that of one block;
     keys and values of this block and of the next one; their gradients in fp32: this rank's, those of the block that it

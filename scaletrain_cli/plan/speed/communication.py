@@ -25,7 +25,7 @@ from scaletrain_cli.spec import RunSpec
 CONTENTION = 0.1256
 
 
-# Channels of a head are a multiple of this for the engine's attention kernels on a GPU (engine/parallel/context.py).
+# Channels of a head are a multiple of this for the engine's attention kernels on a GPU (engine/parallel/sequence.py).
 _HEAD_MULTIPLE = 8
 
 
@@ -263,7 +263,7 @@ def sent_bytes(spec: RunSpec, layout: Layout, stage: Stage, data: int) -> PerSte
 def ring_bytes(spec: RunSpec, layout: Layout) -> tuple[int, int]:
     """Return the bytes that a context rank sends per block and micro-batch, (forward, backward); 0 for one rank.
 
-    Keys and values travel once in each pass. Those of this project's engine (engine/parallel/context.py) have equal
+    Keys and values travel once in each pass. Those of this project's engine (engine/parallel/sequence.py) have equal
     channels, with Ulysses the heads of its share of the queries if there are fewer key-value heads than ranks, and in
     the backward pass their gradients travel too, in fp32.
     """

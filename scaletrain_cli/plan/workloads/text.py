@@ -448,7 +448,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _context_rules(spec: RunSpec, context: int) -> Iterator[Rule]:
-    """Yield the settings that context parallelism does not support (engine/parallel/context.py)."""
+    """Yield the settings that context parallelism does not support (engine/parallel/sequence.py)."""
     model = spec.transformer
     settings = {
         "data.packing": has_documents(spec),

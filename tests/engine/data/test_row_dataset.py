@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.engine.data import docstrings
-from scaletrain_cli.engine.data.docstrings import docstring_rows
+from scaletrain_cli.engine.data import row_source
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.row_dataset import RowsInfo, rows_folder
+from scaletrain_cli.engine.data.row_source import docstring_rows
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
@@ -289,9 +289,9 @@ def test_any_change_of_a_file_is_found_before_a_token_of_it_is_used(folder: Path
 def test_the_embedded_questions_and_answers_are_the_same_each_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``step``: the test reads one of so many files of the standard library."""
     files = CorpusFiles(find_files(PYTHON_STDLIB).files[::step], {})
-    monkeypatch.setattr(docstrings, "find_files", lambda _: files)
-    read = docstrings._documented.__wrapped__
-    monkeypatch.setattr(docstrings, "_documented", read)  # not the cached answer
+    monkeypatch.setattr(row_source, "find_files", lambda _: files)
+    read = row_source._documented.__wrapped__
+    monkeypatch.setattr(row_source, "_documented", read)  # not the cached answer
     rows = [*docstring_rows(pairs=False)]
     assert len(rows) > 1000 / step
     assert rows == [*docstring_rows(pairs=False)]

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_skip_ranges
 from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, sources_before, stages_of_run
-from scaletrain_cli.engine.data.permutation import permute, sample_at, samples_at
-from scaletrain_cli.engine.data.sample_order import mixture_of_run, places_in_batch, sample_order
+from scaletrain_cli.engine.data.sample_order import (
+    mixture_of_run,
+    permute,
+    places_in_batch,
+    sample_at,
+    sample_order,
+    samples_at,
+)
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.submit import create_run

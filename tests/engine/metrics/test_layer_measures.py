@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.data.dataset import open_source_dataset
-from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.data.sample_order import sample_at
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec

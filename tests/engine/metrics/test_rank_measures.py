@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.data.dataset import open_source_dataset
-from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.data.sample_order import sample_at
 from scaletrain_cli.engine.metrics import rank_measures
 from scaletrain_cli.engine.metrics.layer_measures import MeasuredLayers
 from scaletrain_cli.engine.metrics.rank_measures import LayersFile

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import BatchReader, padded_to
-from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.sample_order import sample_at
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.data.dataset import open_source_dataset
-from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.data.sample_order import sample_at
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_keys
 from scaletrain_cli.engine.model.base import CausalLM

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scaletrain_cli.engine.data.dataset import open_source_dataset
-from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.data.sample_order import sample_at
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder

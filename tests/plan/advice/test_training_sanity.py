@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.advice.fine_tuning_checks import check_fine_tuning, check_rate
 from scaletrain_cli.plan.advice.recipe_checks import (
+    check_fine_tuning,
     check_learning_rate,
+    check_rate,
     critical_batch_tokens,
     published_recipe,
     scaled_lr,

@@ -16,8 +16,7 @@ from scaletrain_cli.engine.data.images.captions import CaptionTokenizer, caption
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.data.joined import Joined
-from scaletrain_cli.engine.data.permutation import permute
-from scaletrain_cli.engine.data.sample_order import SampleOrder
+from scaletrain_cli.engine.data.sample_order import SampleOrder, permute
 from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout

@@ -20,8 +20,7 @@ from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStep
 from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
 from scaletrain_cli.engine.data.images.mixing import mix_of_pair
 from scaletrain_cli.engine.data.images.transforms import ImageTransform, SampleKey
-from scaletrain_cli.engine.data.permutation import sample_at
-from scaletrain_cli.engine.data.sample_order import SampleOrder, places_in_batch, source_seed
+from scaletrain_cli.engine.data.sample_order import SampleOrder, places_in_batch, sample_at, source_seed
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout

@@ -1,12 +1,15 @@
 """The local back end: a detached supervisor process on this machine in place of a cluster's controller.
 
 Starts, finds and signals the supervisor by its files in the run directory; supervisor.py is the process itself.
+
+The view of this machine: its GPUs, or its cores where it has none, and the local runs that use or wait for them.
 """
 
 import contextlib
 import dataclasses
 import functools
 import os
+import re
 import shlex
 import signal
 import socket
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
-from scaletrain_cli.launch.attempts import AttemptRecord, read_attempt
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempt, read_attempts
 from scaletrain_cli.launch.backends.base import (
     SESSION_MODULE,
     Backend,
@@ -29,21 +32,77 @@ from scaletrain_cli.launch.backends.base import (
     require_engine_packages,
     session_arguments,
 )
-from scaletrain_cli.launch.backends.cluster_view import ClusterView
+from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
 from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.node.inspection import count_gpus
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.restart import forget_secrets
-from scaletrain_cli.own_processes import absolute_paths, python_command
+from scaletrain_cli.own_processes import absolute_paths, python_command, usable_cores
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import read_as, write_document
 from scaletrain_cli.rundir.journal import read_lines_backwards, record_event
-from scaletrain_cli.rundir.paths import RunDir, read_sweep_place
-from scaletrain_cli.rundir.record import CodeRecord, RunRecord
+from scaletrain_cli.rundir.paths import RunDir, list_runs, read_sweep_place
+from scaletrain_cli.rundir.record import CodeRecord, RunRecord, read_record
 from scaletrain_cli.safe_files import locked, open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+_MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
+
+
+def local_view(
+    job_of: Callable[[RunDir, RunRecord], Job | None], drivers: Path = Path("/proc/driver/nvidia/gpus")
+) -> ClusterView:
+    """Return the devices of this machine and the runs under the runs root that use them.
+
+    ``job_of`` returns the job of a run, None for a run of another back end. Other processes are not considered.
+    """
+    rows = tuple(row for run in list_runs() if (row := _row(run, job_of)) is not None)
+    count, _ = count_gpus(os.environ)
+    total, kind = (count, _type(drivers)) if count else (usable_cores(), "CPU core")
+    used = min(total, sum(row.gpus or 0 for row in rows if row.state == "running"))
+    return ClusterView(
+        scheduler="local",
+        cluster=socket.gethostname(),
+        gpus=(GpuRow(kind, total, used, total - used, 0, 1, int(used == 0)),),
+        nodes=(NodesRow("mix" if used else "idle", 1),),
+        has_other_users=False,
+        queue=tuple(sorted(rows, key=lambda row: (row.state != "running", row.start or 0.0))),
+    )
+
+
+def _row(run: RunDir, job_of: Callable[[RunDir, RunRecord], Job | None]) -> QueueRow | None:
+    """Return the row of an active run on this machine; None for any other run, and for a damaged one."""
+    try:
+        record = read_record(run)
+        job = job_of(run, record)
+        if job is None or not job.is_active:
+            return None
+        attempts = read_attempts(run)
+    except (UsageError, OSError):
+        return None
+    return QueueRow(
+        job_id=job.id,
+        name=record.run_id,
+        state=job.state,
+        queue="",
+        nodes=1,
+        gpus=record.spec.world_size,
+        ahead=None,
+        reason=job.detail if job.state == "queued" else "",
+        start=attempts[-1].started if attempts else None,
+    )
+
+
+def _type(drivers: Path) -> str:
+    """Return the name of the GPUs as the driver reports it."""
+    for information in sorted(drivers.glob("*/information")):
+        if match := _MODEL.search(information.read_text(encoding="utf-8", errors="replace")):
+            return match[1].strip()
+    return "gpu"
+
 
 SUPERVISOR_STOPPED = "local.supervisor-stopped"
 SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
@@ -190,7 +249,6 @@ class LocalBackend(Backend):
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
         """Return this machine's GPUs or cores, and the local runs that use or wait for them."""
-        from scaletrain_cli.launch.backends.local.cluster_view import local_view
 
         return local_view(self._job_of)
 

@@ -20,9 +20,8 @@ from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStep
 from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.loader import Loader
-from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.reader_processes import _portable_error
-from scaletrain_cli.engine.data.sample_order import SampleOrder
+from scaletrain_cli.engine.data.sample_order import SampleOrder, sample_at
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec.images import AugmentSpec

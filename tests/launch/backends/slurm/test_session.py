@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import SpecError
+from scaletrain_cli.launch.backends.slurm.backend import overlap_options
 from scaletrain_cli.launch.backends.slurm.script import session_srun_words, srun_words
-from scaletrain_cli.launch.backends.slurm.session import overlap_options
 from scaletrain_cli.spec import ClusterSpec
 from tests.launch.conftest import make_spec
 
