@@ -66,7 +66,7 @@ class Reason:
     def remedies(self) -> tuple[str, ...]:
         """Return remedies as sentences or commands; empty if there are none."""
         try:
-            return tuple(formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
+            return tuple(formatted(remedy, self.params) for remedy in entry_of(self.code).remedies)
         except _UNFIT:
             return ()
 
@@ -132,7 +132,8 @@ class Text:
     remedies: tuple[str, ...] = ()
 
 
-_TABLES: dict[str, Mapping[str, Text]] = {"recorded": {"text": Text("{text}")}}
+Texts = dict[str, str | tuple[str, ...]]  # a table of reason_texts: by key the text, or the text and its remedies
+_TABLES: dict[str, Mapping[str, Text | str | tuple[str, ...]]] = {"recorded": {"text": "{text}"}}
 
 
 def register_texts(table: str, texts: Mapping[str, Text]) -> None:
@@ -153,7 +154,7 @@ def text_of(reason: Reason) -> str:
     if not _is_known(reason.code):
         return _unknown(reason)
     try:
-        return formatted(_entry(reason.code).text, reason.params)
+        return formatted(entry_of(reason.code).text, reason.params)
     except _UNFIT:
         return _unknown(reason)
 
@@ -163,12 +164,16 @@ def _is_known(code: str) -> bool:
     return key in _table(table)
 
 
-def _entry(code: str) -> Text:
+def entry_of(code: str) -> Text:
+    """Return text and remedies of a code; the code itself as the text of an unknown one."""
     table, _, key = code.partition(".")
-    return _table(table).get(key, Text(code))
+    entry = _table(table).get(key, code)
+    if isinstance(entry, Text):
+        return entry
+    return Text(entry) if isinstance(entry, str) else Text(entry[0], entry[1:])
 
 
-def _table(name: str) -> Mapping[str, Text]:
+def _table(name: str) -> Mapping[str, Text | str | tuple[str, ...]]:
     if name not in _TABLES:
         if not name.isidentifier() or name.startswith("_"):  # the code is that of a record, and may be any text
             return {}

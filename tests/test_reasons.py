@@ -13,7 +13,7 @@ import pytest
 
 from scaletrain_cli import reason_texts
 from scaletrain_cli.launch.replan import may_change
-from scaletrain_cli.reasons import Reason, Text, reason_from, recorded, register_texts
+from scaletrain_cli.reasons import Reason, Text, Texts, entry_of, reason_from, recorded, register_texts
 from tests.cli.every_command import ALL, CONNECTIONS
 
 TABLES = sorted(module.name for module in pkgutil.iter_modules(reason_texts.__path__))
@@ -60,9 +60,10 @@ def test_a_recorded_sentence_without_a_code_is_shown() -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_codes_are_hyphenated_words_and_templates_parse(table: str) -> None:
-    texts: dict[str, Text] = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
+    texts: Texts = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
     assert texts
-    for key, entry in texts.items():
+    for key in texts:
+        entry = entry_of(f"{table}.{key}")
         assert key == key.lower().replace("_", "-").replace(" ", "-"), key
         for template in (entry.text, *entry.remedies):
             assert all(name != "" for _, name, _, _ in Formatter().parse(template)), key
@@ -97,9 +98,9 @@ def _commands() -> list[tuple[str, list[str], str]]:
     """Return (code, words of the verb, the rest) of every command that a text advises."""
     commands = []
     for table in TABLES:
-        texts: dict[str, Text] = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
-        for key, entry in texts.items():
-            for template in entry.remedies:
+        texts: Texts = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
+        for key in texts:
+            for template in entry_of(f"{table}.{key}").remedies:
                 found = _COMMAND.finditer(template)
                 commands += [(f"{table}.{key}", match[1].split(), match[2]) for match in found]
     return commands

@@ -1,45 +1,48 @@
 """The texts of verbs that run on the login node of a cluster."""
 
-from scaletrain_cli.reasons import Text
+from scaletrain_cli.reasons import Texts
 
-TEXTS: dict[str, Text] = {
+TEXTS: Texts = {
     # ---- the connection --------------------------------------------------------------------------------------------
-    "unreachable": Text(
-        "ssh to {host} failed: {said}", ("Try `ssh {host}` in a terminal; ~/.ssh/config sets user, port and key",)
+    "unreachable": (
+        "ssh to {host} failed: {said}",
+        "Try `ssh {host}` in a terminal; ~/.ssh/config sets user, port and key",
     ),
-    "failed": Text("a command on {host} ended with exit code {exit_code}: {said}"),
-    "cut": Text(
+    "failed": "a command on {host} ended with exit code {exit_code}: {said}",
+    "cut": (
         "the connection to {host} failed or was cut; what was requested may have been done",
-        ("Repeat the command: `submit` with the same --run-id starts no second job",),
+        "Repeat the command: `submit` with the same --run-id starts no second job",
     ),
-    "not-installed": Text(
+    "not-installed": (
         "{command} does not exist on {host}",
-        ("Install ScaleTrain there, and set clusters.{cluster}.host.scaletrain to the path of the command",),
+        "Install ScaleTrain there, and set clusters.{cluster}.host.scaletrain to the path of the command",
     ),
     # ---- what is sent ----------------------------------------------------------------------------------------------
-    "config-outside": Text(
+    "config-outside": (
         "hf_config = {path}: only a file below {folder}, the folder of the spec, is sent to the login node",
-        ("Move it there, or use hf://org/name@revision",),
+        "Move it there, or use hf://org/name@revision",
     ),
-    "no-plot": Text("--plot writes a file on the login node", ("Leave it out",)),
-    "moves-by-mirror": Text(
+    "no-plot": ("--plot writes a file on the login node", "Leave it out"),
+    "moves-by-mirror": (
         "{run} is on another cluster than {cluster}, and moves there by its mirror alone",
-        ("scaletrain resume {run} --from-mirror URL --cluster {cluster}",),
+        "scaletrain resume {run} --from-mirror URL --cluster {cluster}",
     ),
-    "no-port-forward": Text(
+    "no-port-forward": (
         "{run} is on the cluster of {host}, whose nodes this machine does not reach",
-        ("Forward the port there too: ssh -L PORT:127.0.0.1:PORT {host} {command} port-forward {run} PORT",),
+        "Forward the port there too: ssh -L PORT:127.0.0.1:PORT {host} {command} port-forward {run} PORT",
     ),
     # ---- the runs --------------------------------------------------------------------------------------------------
-    "several-runs": Text("{name} matches several runs on login nodes: {runs:list}", ("Use a longer prefix",)),
-    "several-places": Text(
-        "these runs are on more than one machine: {runs:list}", ("Give the runs of one cluster at a time",)
+    "several-runs": ("{name} matches several runs on login nodes: {runs:list}", "Use a longer prefix"),
+    "several-places": (
+        "these runs are on more than one machine: {runs:list}",
+        "Give the runs of one cluster at a time",
     ),
-    "no-host": Text(
+    "no-host": (
         "{run} was submitted through the login node of the cluster {cluster}, which clusters.yaml does not name",
-        ("Add clusters.{cluster}.host to it",),
+        "Add clusters.{cluster}.host to it",
     ),
-    "list-without-host": Text(
-        "the cluster {cluster} has no login node, so its runs are those of this machine", ("Leave --cluster out",)
+    "list-without-host": (
+        "the cluster {cluster} has no login node, so its runs are those of this machine",
+        "Leave --cluster out",
     ),
 }

@@ -1,114 +1,98 @@
 """The texts of the node agent: why it ended an attempt, from its own observation of ranks and node."""
 
-from scaletrain_cli.reasons import Text
+from scaletrain_cli.reasons import Texts
 
-TEXTS: dict[str, Text] = {
+TEXTS: Texts = {
     # How a rank ended that could not state it itself.
-    "killed-for-memory": Text(
-        "rank {rank} was killed by the kernel: the host, or the job's memory limit, was out of memory"
-    ),
-    "aborted": Text("rank {rank} ended with {signal}; the end of {log} has the cause"),
-    "disk-full": Text("rank {rank} failed and {folder} has no space left: {error}"),
+    "killed-for-memory": "rank {rank} was killed by the kernel: the host, or the job's memory limit, was out of memory",
+    "aborted": "rank {rank} ended with {signal}; the end of {log} has the cause",
+    "disk-full": "rank {rank} failed and {folder} has no space left: {error}",
     # A hang, and which rank it is due to.
-    "hung": Text("no progress for {silent_seconds:seconds}: {suspect}. Stacks: {stacks}"),
-    "hung-elsewhere": Text("another node reports a hang: {suspect}. Stacks: {stacks}"),
-    "rank-stopped": Text("rank {rank} did not respond: stopped by a signal (state T), since step {step} ({phase})"),
-    "rank-traced": Text("rank {rank} did not respond: stopped by a debugger (state t), since step {step} ({phase})"),
-    "rank-in-kernel": Text(
-        "rank {rank} did not respond: waiting in the kernel for a disk, network file system or driver (state D), since "
-        "step {step} ({phase})"
-    ),
-    "rank-busy": Text(
-        "rank {rank} did not respond: running code outside Python (state R), since step {step} ({phase})"
-    ),
-    "rank-unresponsive": Text("rank {rank} did not respond: state {state}, since step {step} ({phase})"),
-    "rank-behind": Text(
-        "rank {rank} is behind: in step {step} ({phase}) while rank {ahead} is in step {ahead_step} ({ahead_phase})"
-    ),
-    "other-node": Text("all ranks wait in step {step} ({phase}) for another node"),
-    "no-suspect": Text("no rank stands out: all responded from step {step} ({phase})"),
+    "hung": "no progress for {silent_seconds:seconds}: {suspect}. Stacks: {stacks}",
+    "hung-elsewhere": "another node reports a hang: {suspect}. Stacks: {stacks}",
+    "rank-stopped": "rank {rank} did not respond: stopped by a signal (state T), since step {step} ({phase})",
+    "rank-traced": "rank {rank} did not respond: stopped by a debugger (state t), since step {step} ({phase})",
+    "rank-in-kernel": "rank {rank} did not respond: waiting in the kernel for a disk, network file system or driver "
+    "(state D), since step {step} ({phase})",
+    "rank-busy": "rank {rank} did not respond: running code outside Python (state R), since step {step} ({phase})",
+    "rank-unresponsive": "rank {rank} did not respond: state {state}, since step {step} ({phase})",
+    "rank-behind": "rank {rank} is behind: in step {step} ({phase}) while rank {ahead} is in step {ahead_step} "
+    "({ahead_phase})",
+    "other-node": "all ranks wait in step {step} ({phase}) for another node",
+    "no-suspect": "no rank stands out: all responded from step {step} ({phase})",
     # A command beside the ranks.
-    "exec-no-attempt": Text(
+    "exec-no-attempt": (
         "no attempt of {run} runs on node {node_rank} now: it is starting, or between two attempts",
-        ("Repeat the command; `scaletrain status {run}` shows the attempts.",),
+        "Repeat the command; `scaletrain status {run}` shows the attempts.",
     ),
-    "exec-no-rank": Text("rank {rank} does not run on {node} now"),
-    "exec-failed": Text("the command could not be run on the node: {error}"),
+    "exec-no-rank": "rank {rank} does not run on {node} now",
+    "exec-failed": "the command could not be run on the node: {error}",
     # Views for another machine.
-    "view-no-directory": Text("there is no run directory {folder} on the volume: no pod has written to it yet"),
-    "view-other-run": Text("{folder} on the volume is another run with the same name"),
-    "view-other-revision": Text(
-        "{folder} on the volume has revision {found} of the run, and no pod of revision {wanted} has started yet"
-    ),
-    "view-failed": Text("the run directory could not be read: {error}"),
-    "port-not-open": Text("port {port} of the node refuses the connection: {error}"),
+    "view-no-directory": "there is no run directory {folder} on the volume: no pod has written to it yet",
+    "view-other-run": "{folder} on the volume is another run with the same name",
+    "view-other-revision": "{folder} on the volume has revision {found} of the run, and no pod of revision {wanted} "
+    "has started yet",
+    "view-failed": "the run directory could not be read: {error}",
+    "port-not-open": "port {port} of the node refuses the connection: {error}",
     # Why no rank was started: the job and the run directory.
-    "parent-ended": Text("the parent process {pid} has ended; no rank is started"),
-    "job-exists": Text("{run} has a job already"),
-    "no-free-port": Text("no TCP port between {first} and {last} is free on this machine"),
-    "run-missing": Text("{path} does not exist on {host}", ("Check that its file system is mounted there.",)),
-    "run-unwritable": Text("the run directory {path} cannot be written on {host}: {error}"),
-    "attempt-missing": Text(
-        "{path} has no attempt {attempt}", ("Check that the nodes and the launcher share this directory.",)
+    "parent-ended": "the parent process {pid} has ended; no rank is started",
+    "job-exists": "{run} has a job already",
+    "no-free-port": "no TCP port between {first} and {last} is free on this machine",
+    "run-missing": ("{path} does not exist on {host}", "Check that its file system is mounted there."),
+    "run-unwritable": "the run directory {path} cannot be written on {host}: {error}",
+    "attempt-missing": (
+        "{path} has no attempt {attempt}",
+        "Check that the nodes and the launcher share this directory.",
     ),
-    "secrets-missing": Text("{path} does not hold {names:list}, named in secret_env"),
+    "secrets-missing": "{path} does not hold {names:list}, named in secret_env",
     # Why no rank was started: the user's code.
-    "code-differs": Text(
-        "the code in {folder} differs from what was submitted ({code}): {files:list}", ("Submit it as a new run.",)
-    ),
-    "code-differs-in-image": Text(
+    "code-differs": (
         "the code in {folder} differs from what was submitted ({code}): {files:list}",
-        ("Put the submitted tree into {folder}.",),
+        "Submit it as a new run.",
     ),
-    "code-list-unreadable": Text("the list of the files of the run's code cannot be read: {error}"),
-    "code-list-differs": Text("{path} differs from what was submitted", ("Restore it, or submit a new run.",)),
-    "code-archive-differs": Text(
-        "{path} differs from the archive that was submitted: {error}", ("Submit it as a new run.",)
+    "code-differs-in-image": (
+        "the code in {folder} differs from what was submitted ({code}): {files:list}",
+        "Put the submitted tree into {folder}.",
     ),
-    "code-not-unpacked": Text("the run's code cannot be unpacked from {path}: {error}"),
-    "code-folder-not-private": Text(
-        "{folder} exists and is not private to this user; no code is unpacked there", ("Remove it, or set TMPDIR.",)
+    "code-list-unreadable": "the list of the files of the run's code cannot be read: {error}",
+    "code-list-differs": ("{path} differs from what was submitted", "Restore it, or submit a new run."),
+    "code-archive-differs": ("{path} differs from the archive that was submitted: {error}", "Submit it as a new run."),
+    "code-not-unpacked": "the run's code cannot be unpacked from {path}: {error}",
+    "code-folder-not-private": (
+        "{folder} exists and is not private to this user; no code is unpacked there",
+        "Remove it, or set TMPDIR.",
     ),
     # Why no rank was started: the node.
-    "unfit": Text("{problems}"),  # several of those below
-    "too-few-gpus": Text("{found:of GPU} ({source}), but the plan needs {planned} per node"),
-    "host-memory-short": Text(
-        "{free_bytes:bytes} of host memory are free for this job, but the copy that checkpoints are written from and "
-        "the offloaded states take {needed_bytes:bytes}"
-    ),
-    "driver-failed": Text("{error}"),
-    "gpu-memory-broken": Text("GPU {gpu} has broken memory that its spare rows cannot replace (remapped row failure)"),
-    "gpu-needs-reset": Text("GPU {gpu} has broken memory and needs a reset to take it out of use"),
-    "gpu-in-use": Text(
-        "GPU {gpu} has {free_bytes:bytes} free of {memory_bytes:bytes}, and {processes:of process/processes} use it; "
-        "the plan needs {needed_bytes:bytes}"
-    ),
-    "gpu-too-small": Text("GPU {gpu} is a {name} with {memory_bytes:bytes}; the plan needs {needed_bytes:bytes}"),
+    "unfit": "{problems}",  # several of those below
+    "too-few-gpus": "{found:of GPU} ({source}), but the plan needs {planned} per node",
+    "host-memory-short": "{free_bytes:bytes} of host memory are free for this job, but the copy that checkpoints are "
+    "written from and the offloaded states take {needed_bytes:bytes}",
+    "driver-failed": "{error}",
+    "gpu-memory-broken": "GPU {gpu} has broken memory that its spare rows cannot replace (remapped row failure)",
+    "gpu-needs-reset": "GPU {gpu} has broken memory and needs a reset to take it out of use",
+    "gpu-in-use": "GPU {gpu} has {free_bytes:bytes} free of {memory_bytes:bytes}, and {processes:of "
+    "process/processes} use it; the plan needs {needed_bytes:bytes}",
+    "gpu-too-small": "GPU {gpu} is a {name} with {memory_bytes:bytes}; the plan needs {needed_bytes:bytes}",
     # Notes about a node that may run ranks.
-    "gpu-ecc-errors": Text("GPU {gpu} has had {errors:of uncorrected ECC error} since its driver was loaded"),
-    "gpu-clocks-limited": Text("the clocks of GPU {gpu} are held down by {cause}"),
-    "other-version": Text(
-        "the installed scaletrain is {installed}, but the run was made with {submitted}: another version, image or "
-        "checkout"
-    ),
-    "few-cores": Text(
+    "gpu-ecc-errors": "GPU {gpu} has had {errors:of uncorrected ECC error} since its driver was loaded",
+    "gpu-clocks-limited": "the clocks of GPU {gpu} are held down by {cause}",
+    "other-version": "the installed scaletrain is {installed}, but the run was made with {submitted}: another "
+    "version, image or checkout",
+    "few-cores": (
         "{ranks} ranks share {cores:of CPU core}: kernels are launched, data read and checkpoints written late",
-        ("Request more with cluster.cpus_per_gpu.",),
+        "Request more with cluster.cpus_per_gpu.",
     ),
-    "shm-small": Text(
+    "shm-small": (
         "{folder} has {free_bytes:bytes} free; NCCL may need {needed_bytes:bytes}, and then fails with 'No space left "
         "on device'",
-        ("Increase it (cluster.kubernetes.shm_size, docker --shm-size).",),
+        "Increase it (cluster.kubernetes.shm_size, docker --shm-size).",
     ),
-    "clock-ahead": Text(
-        "the clock is {seconds:.0f} s ahead of that of the run directory's file system: times in logs are wrong"
-    ),
-    "clock-behind": Text(
-        "the clock is {seconds:.0f} s behind that of the run directory's file system: times in logs are wrong"
-    ),
-    "stopped-in-fetch": Text("stopped before any rank was started, while files of the hub were fetched"),
-    "lost-in-fetch": Text(
-        "node {node_rank} has reported no progress for {seconds:seconds} while files of the hub were fetched"
-    ),
-    "start-failed": Text("{error}"),
+    "clock-ahead": "the clock is {seconds:.0f} s ahead of that of the run directory's file system: times in logs are "
+    "wrong",
+    "clock-behind": "the clock is {seconds:.0f} s behind that of the run directory's file system: times in logs are "
+    "wrong",
+    "stopped-in-fetch": "stopped before any rank was started, while files of the hub were fetched",
+    "lost-in-fetch": "node {node_rank} has reported no progress for {seconds:seconds} while files of the hub were "
+    "fetched",
+    "start-failed": "{error}",
 }

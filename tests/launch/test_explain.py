@@ -12,7 +12,7 @@ from scaletrain_cli.launch.finding import Finding
 from scaletrain_cli.launch.job import Job, JobCause
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reason_texts.launch import TEXTS
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.reasons import Reason, entry_of, recorded
 from scaletrain_cli.rundir.journal import record_event
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import LOCAL, MakeRun
@@ -25,7 +25,7 @@ def reported(finding: Finding) -> str:
 
 def test_every_exit_reason_has_a_text_and_a_remedy() -> None:
     for reason in get_args(ExitReason):
-        text = TEXTS[f"exit-{reason}"]
+        text = entry_of(f"launch.exit-{reason}")
         assert text.text.startswith("attempt {attempt}")
         assert bool(text.remedies) is (reason not in ("done", "preempted")), reason
         resumes = any("scaletrain resume {run}" in remedy for remedy in text.remedies)

@@ -1,259 +1,164 @@
 """Warnings of a plan, and the sources of its numbers."""
 
-from scaletrain_cli.reasons import Text
+from scaletrain_cli.reasons import Texts
 
 # Warnings of a plan.
-_WARNINGS = {
-    "cannot-run": Text("this engine version cannot run {key} = {given}: {what}"),
-    "config-keys-ignored": Text(
-        "config.json has keys that transformers does not read for this architecture, so that they do not change the "
-        "model; ignored: {keys:every}"
-    ),
-    "zero-0-runs-as-1": Text(
-        "layout.zero_stage = 0 with {precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot accumulate gradients in "
-        "fp32 there, or cannot run a pipeline correctly"
-    ),
-    "nearly-full": Text("the plan fills {share:percent} of the device; the memory model errs by a few percent"),
-    "compile-under-zero-3": Text(
-        "training.compile gains little under ZeRO-3: DeepSpeed gathers weights in hooks, which break the graph at each "
-        "layer. The times here ignore that"
-    ),
-    "accumulation-changes-loss": Text(
-        "accumulating {accumulation} micro-batches changes a contrastive loss: each pair is compared with the "
-        "negatives of {seen:whole} pairs, not of {batch:whole}. Use more GPUs, or OpenCLIP's accumulation over "
-        "cached features, which computes each forward pass twice"
-    ),
-    "caches-gradients": Text(
-        "the contrastive loss is of the whole batch, accumulated over {accumulation} micro-batches by a second forward "
-        "pass (GradCache, arXiv:2101.06983): {share:.0%} of the step. More GPUs or larger micro-batches avoid it"
-    ),
-    "few-images-per-rank": Text(
-        "BatchNorm computes its statistics from the {images:of image} of a rank: with 2 images, ResNet-50 has 34.7 % "
-        "errors on ImageNet in place of 23.6 % with 32, and with GroupNorm 24.1 % (arXiv:1803.08494). Set "
-        "training.sync_batch_norm: true, whose statistics are of all {ranks} ranks, or model.norm: group"
-    ),
-    "few-images-of-all-ranks": Text(
-        "BatchNorm computes its statistics from {images:of image}: with 2 images, ResNet-50 has 34.7 % errors on "
-        "ImageNet in place of 23.6 % with 32, and with GroupNorm 24.1 % (arXiv:1803.08494). Set a larger "
-        "training.micro_batch_size, or model.norm: group"
-    ),
-    "accumulates-with-batch-norm": Text(
-        "with {accumulation} accumulated micro-batches, BatchNorm's statistics are of {images:of image} each and not "
-        "of the batch, and the running statistics are updated {accumulation} times a step. Use more GPUs, a larger "
-        "micro-batch, or model.norm: group"
-    ),
-    "too-few-image-workers": Text(
-        "data.loader.workers = {given}: a rank needs {rate:,.0f} images/s, and a core decodes and augments about "
-        "{core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of it) for images. Set data.loader.workers to "
-        "{needed}"
-    ),
-    "image-workers-beyond-limit": Text(
-        "a rank needs {rate:,.0f} images/s, which takes {needed} processes that decode and augment about "
-        "{core_rate:,.0f} each, more than the {most} that data.loader.workers allows; a step waits {wait:seconds} "
-        "({share:.0%} of it) with {given}. Prepare smaller images, or set fewer augmentations in data.images.augment"
-    ),
-    "too-few-cores-for-images": Text(
-        "cluster.cpus_per_gpu = {cores}: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and "
-        "augment about {core_rate:,.0f} each. Set it to {needed} or more, or prepare smaller images"
-    ),
-    "images-need-cores": Text(
-        "cluster.cpus_per_gpu: auto counts as {cores} cores for each GPU: a rank needs {rate:,.0f} images/s, and a "
-        "core decodes and augments about {core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of it) for images, "
-        "unless the nodes give more cores. Set cluster.cpus_per_gpu to {needed}"
-    ),
-    "images-exceed-storage": Text(
-        "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, more than "
-        "cluster.storage_bandwidth = {given:bytes}/s; a step waits {wait:seconds}. Copy the data to local disks, or "
-        "prepare smaller images"
-    ),
-    "tensor-parallel-across-nodes": Text(
-        "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} GPUs; its traffic then runs at "
-        "network speed"
-    ),
-    "launches-block": Text(
-        "env sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel, so communication does not overlap compute"
-    ),
-    "too-little-host-memory": Text(
-        "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
-        "written {copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job"
-    ),
-    "host-memory-unchecked": Text(
-        "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
-        "written {copied:bytes}; whether the nodes have so much is not checked"
-    ),
-    "emulated-precision": Text(
-        "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed"
-    ),
-    "large-heads": Text(
-        "model.head_dim = {head_dim}: fused attention supports at most {largest}; memory grows with seq_len squared"
-    ),
-    "local-sgd-saves": Text(
-        "local SGD with {groups:of group}: a step takes {step:seconds}, {times:.2f} times as fast as with one group "
-        "in its fastest layout ({together:seconds}); an outer step takes {outer:seconds}, which pays from "
-        "{least:of inner step} on. A larger inner_steps trains less like one group"
-    ),
-    "local-sgd-too-often": Text(
-        "local SGD with {groups:of group}: an outer step of {outer:seconds} every {inner_steps:of inner step} costs "
-        "more than one group in its fastest layout ({together:seconds} per step). Use inner_steps: {least} or more"
-    ),
-    "local-sgd-saves-nothing": Text(
-        "local SGD with {groups:of group} saves no time: between outer steps a step is not faster than the "
-        "{together:seconds} with one group in its fastest layout, because the reduction of gradients is hidden or "
-        "fast. Use groups: 1"
-    ),
-    "capped-attention": Text(
-        "model.attn_logit_softcapping: PyTorch has no fused kernel with a cap of scores, so attention stores them; "
-        "with sequences of {seq_len} tokens a step takes {times:.2f} times as long as without the cap, and a rank "
-        "needs {bytes:bytes} more"
-    ),
-    "text-part": Text(
-        "the plan is that of the language model of a {model_type} config.json; its image tower is neither planned nor "
-        "trained"
-    ),
-    "attention-dropout": Text(
-        "model.attention_dropout = {attention_dropout:g}: no fused attention kernel draws the same dropout masks in "
-        "every layout, so the scores are stored and memory grows with seq_len squared. Current models have no "
-        "attention dropout"
-    ),
-    "too-few-readers": Text(
-        "data.loader.workers = {given}: the batches of a step take about {seconds:seconds} to read, of a step of "
-        "{step:seconds}; set it to {needed}"
-    ),
-    "assumed-preemptions": Text(
-        "cluster.mean_time_between_interruptions is not set: a preemption every {hours:g} hours is assumed, as on AWS "
-        "in 2022 and 2023; set it for your cluster, or use plan --trace"
-    ),
-    "grace-too-short": Text(
-        "one step and a checkpoint take {needed:seconds}, more than cluster.grace_seconds = {grace_seconds:g}: a "
-        "preemption can lose up to {steps:whole} steps"
-    ),
+_WARNINGS: Texts = {
+    "cannot-run": "this engine version cannot run {key} = {given}: {what}",
+    "config-keys-ignored": "config.json has keys that transformers does not read for this architecture, so that they "
+    "do not change the model; ignored: {keys:every}",
+    "zero-0-runs-as-1": "layout.zero_stage = 0 with {precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot accumulate "
+    "gradients in fp32 there, or cannot run a pipeline correctly",
+    "nearly-full": "the plan fills {share:percent} of the device; the memory model errs by a few percent",
+    "compile-under-zero-3": "training.compile gains little under ZeRO-3: DeepSpeed gathers weights in hooks, which "
+    "break the graph at each layer. The times here ignore that",
+    "accumulation-changes-loss": "accumulating {accumulation} micro-batches changes a contrastive loss: each pair is "
+    "compared with the negatives of {seen:whole} pairs, not of {batch:whole}. Use more GPUs, or OpenCLIP's "
+    "accumulation over cached features, which computes each forward pass twice",
+    "caches-gradients": "the contrastive loss is of the whole batch, accumulated over {accumulation} micro-batches by "
+    "a second forward pass (GradCache, arXiv:2101.06983): {share:.0%} of the step. More GPUs or larger micro-batches "
+    "avoid it",
+    "few-images-per-rank": "BatchNorm computes its statistics from the {images:of image} of a rank: with 2 images, "
+    "ResNet-50 has 34.7 % errors on ImageNet in place of 23.6 % with 32, and with GroupNorm 24.1 % "
+    "(arXiv:1803.08494). Set training.sync_batch_norm: true, whose statistics are of all {ranks} ranks, or "
+    "model.norm: group",
+    "few-images-of-all-ranks": "BatchNorm computes its statistics from {images:of image}: with 2 images, ResNet-50 "
+    "has 34.7 % errors on ImageNet in place of 23.6 % with 32, and with GroupNorm 24.1 % (arXiv:1803.08494). Set a "
+    "larger training.micro_batch_size, or model.norm: group",
+    "accumulates-with-batch-norm": "with {accumulation} accumulated micro-batches, BatchNorm's statistics are of "
+    "{images:of image} each and not of the batch, and the running statistics are updated {accumulation} times a step. "
+    "Use more GPUs, a larger micro-batch, or model.norm: group",
+    "too-few-image-workers": "data.loader.workers = {given}: a rank needs {rate:,.0f} images/s, and a core decodes "
+    "and augments about {core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of it) for images. Set "
+    "data.loader.workers to {needed}",
+    "image-workers-beyond-limit": "a rank needs {rate:,.0f} images/s, which takes {needed} processes that decode and "
+    "augment about {core_rate:,.0f} each, more than the {most} that data.loader.workers allows; a step waits "
+    "{wait:seconds} ({share:.0%} of it) with {given}. Prepare smaller images, or set fewer augmentations in "
+    "data.images.augment",
+    "too-few-cores-for-images": "cluster.cpus_per_gpu = {cores}: a rank needs {rate:,.0f} images/s, which takes "
+    "{needed} cores that decode and augment about {core_rate:,.0f} each. Set it to {needed} or more, or prepare "
+    "smaller images",
+    "images-need-cores": "cluster.cpus_per_gpu: auto counts as {cores} cores for each GPU: a rank needs {rate:,.0f} "
+    "images/s, and a core decodes and augments about {core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of "
+    "it) for images, unless the nodes give more cores. Set cluster.cpus_per_gpu to {needed}",
+    "images-exceed-storage": "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, "
+    "more than cluster.storage_bandwidth = {given:bytes}/s; a step waits {wait:seconds}. Copy the data to local "
+    "disks, or prepare smaller images",
+    "tensor-parallel-across-nodes": "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} "
+    "GPUs; its traffic then runs at network speed",
+    "launches-block": "env sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel, so communication does not "
+    "overlap compute",
+    "too-little-host-memory": "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from "
+    "which checkpoints are written {copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job",
+    "host-memory-unchecked": "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from "
+    "which checkpoints are written {copied:bytes}; whether the nodes have so much is not checked",
+    "emulated-precision": "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed",
+    "large-heads": "model.head_dim = {head_dim}: fused attention supports at most {largest}; memory grows with "
+    "seq_len squared",
+    "local-sgd-saves": "local SGD with {groups:of group}: a step takes {step:seconds}, {times:.2f} times as fast as "
+    "with one group in its fastest layout ({together:seconds}); an outer step takes {outer:seconds}, which pays from "
+    "{least:of inner step} on. A larger inner_steps trains less like one group",
+    "local-sgd-too-often": "local SGD with {groups:of group}: an outer step of {outer:seconds} every {inner_steps:of "
+    "inner step} costs more than one group in its fastest layout ({together:seconds} per step). Use inner_steps: "
+    "{least} or more",
+    "local-sgd-saves-nothing": "local SGD with {groups:of group} saves no time: between outer steps a step is not "
+    "faster than the {together:seconds} with one group in its fastest layout, because the reduction of gradients is "
+    "hidden or fast. Use groups: 1",
+    "capped-attention": "model.attn_logit_softcapping: PyTorch has no fused kernel with a cap of scores, so attention "
+    "stores them; with sequences of {seq_len} tokens a step takes {times:.2f} times as long as without the cap, and a "
+    "rank needs {bytes:bytes} more",
+    "text-part": "the plan is that of the language model of a {model_type} config.json; its image tower is neither "
+    "planned nor trained",
+    "attention-dropout": "model.attention_dropout = {attention_dropout:g}: no fused attention kernel draws the same "
+    "dropout masks in every layout, so the scores are stored and memory grows with seq_len squared. Current models "
+    "have no attention dropout",
+    "too-few-readers": "data.loader.workers = {given}: the batches of a step take about {seconds:seconds} to read, of "
+    "a step of {step:seconds}; set it to {needed}",
+    "assumed-preemptions": "cluster.mean_time_between_interruptions is not set: a preemption every {hours:g} hours is "
+    "assumed, as on AWS in 2022 and 2023; set it for your cluster, or use plan --trace",
+    "grace-too-short": "one step and a checkpoint take {needed:seconds}, more than cluster.grace_seconds = "
+    "{grace_seconds:g}: a preemption can lose up to {steps:whole} steps",
 }
 
 # Sources of the numbers of a plan.
-_ASSUMPTIONS = {
-    "assumes-device": Text("device {device}: {source}"),
-    "calibrated-same": Text(
-        "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of this model in this "
-        "layout on this hardware"
-    ),
-    "calibrated-similar": Text(
-        "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of similar size on this "
-        "hardware, not of this model in this layout"
-    ),
-    "calibrated-other-nodes": Text(
-        "communication is as planned without a measurement: the measured run had {nodes:of node}, this one has "
-        "{planned_nodes}"
-    ),
-    "assumes-kernels": Text(
-        "kernels: shares of the device's peak rates by size and GPU generation, in kernel_rates.json; host work and "
-        "overlap of {framework}, in plan/frameworks/; `make bench-planner` prints the errors"
-    ),
-    "assumes-compiled": Text(
-        "compiled blocks: one kernel for each chain of element-wise operations; compared with the published figures "
-        "of torchtitan and build-nanogpt, not with GPU runs of this engine; graph breaks in ZeRO-3's hooks are not "
-        "counted. With training.compile: auto, memory is that of eager blocks"
-    ),
-    "assumes-network": Text(
-        "network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, in networks.json"
-    ),
-    "assumes-deepspeed-states": Text(
-        "model states and buffers: what DeepSpeed 0.19 allocates, from its source; ZeRO, arXiv:1910.02054"
-    ),
-    "assumes-reduced-type": Text(
-        "gradients are reduced between ranks in the dtype of the weights, also if grad_dtype is another one"
-    ),
-    "assumes-counted-states": Text("model states and buffers: what {framework} allocates, from its source"),
-    "assumes-fragmentation": Text("fragmentation: {share:percent} of what is allocated and freed in a step"),
-    "assumes-cpu-process": Text("outside the allocator: 0.5 GB for the process"),
-    "assumes-outside-allocator": Text(
-        "outside the allocator: CUDA context 0.7 GB, NCCL 0.4 GB per axis and 0.5 GB per peer of an all-to-all"
-    ),
-    "assumes-out-of-memory": Text(
-        "probability of running out of memory: log-normal errors of the estimate, calibrated on runs that ran "
-        "out of memory in nanotron's Ultra-Scale sweep; nothing comparable is published for other frameworks"
-    ),
-    "assumes-text-activations": Text(
-        "activations: operation by operation, {element_bytes} bytes per element, with the attention kernel of the "
-        "device or planner.attention; Korthikanti et al., arXiv:2205.05198"
-    ),
-    "assumes-logits": Text("logits and loss: {bytes_per_entry} bytes per token and vocabulary entry"),
-    "assumes-text-flops": Text(
-        "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B"
-    ),
-    "assumes-hybrid-blocks": Text(
-        "hybrid model: parameters by block; time and activations of a block are the mean over the model's blocks"
-    ),
-    "assumes-text-data": Text("data: {tokens:.3g} tokens, {per_parameter:.3g} per parameter, read while training"),
-    "assumes-counted-pairs": Text("reference: the pairs of both splits, as the prepared data have them"),
-    "assumes-estimated-pairs": Text("reference: as many pairs as the size of the files and their first rows suggest"),
-    "assumes-pairs-of-steps": Text(
-        "reference: as many pairs as the steps read, because those of data.source are unknown"
-    ),
-    "assumes-vision-activations": Text(
-        "activations: what autograd saves for each operation, {element_bytes} bytes per element; no dropout"
-    ),
-    "assumes-vision-time": Text(
-        "time of each operation: its arithmetic or its memory traffic, whichever is longer; mean error 6 to 8 % "
-        "against the published results of timm, NVIDIA's examples and MLPerf"
-    ),
-    "assumes-vision-flops": Text(
-        "FLOPs: 6 per multiply-accumulate of the forward pass; tokens_per_second counts {unit}"
-    ),
-    "assumes-data-rate": Text(
-        "reading: {rank:bytes}/s by each rank and {node:bytes}/s by each node, and up to {first:bytes}/s by a node "
-        "while the chunks of prepared files are compared with their hashes for the first time"
-    ),
-    "assumes-remote-data": Text(
-        "reading, if the source is a prepared dataset in a remote store: up to {first:bytes}/s by each node at first, "
-        "in blocks of {block:bytes}, each once as long as data.cache.size ({cache:bytes}) holds all of them"
-    ),
-    "assumes-data-thread": Text(
-        "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to read, so its thread "
-        "is enough (data.loader.workers: 0); measured on one x86 core"
-    ),
-    "assumes-data-workers": Text(
-        "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to read, so it needs "
-        "{workers} data.loader.workers; measured on one x86 core"
-    ),
-    "assumes-llava": Text(
-        "each sample is one image and a sequence of {seq_len:whole} tokens, those of the image included; shorter ones "
-        "take less"
-    ),
-    "assumes-samples": Text("data: {samples:.3g} {unit}"),
-    "assumes-image-rate": Text(
-        "image loader: {rank:,.0f} images/s by each rank and {node:,.0f} by each node, decoded and augmented by "
-        "{cores} cores of a node at {core_rate:,.0f} images/s each; sources may be larger or smaller than ImageNet's"
-    ),
-    "assumes-image-readers": Text(
-        "image readers: with data.loader.workers: auto, {workers:of process} of each rank, which has {cores:of core}; "
-        "a rank with more cores has one process for each but one, up to 15"
-    ),
-    "assumes-image-bytes": Text(
-        "reading: {read:bytes}/s by each node from storage or network, at {image_bytes:bytes} per image as in ImageNet"
-    ),
-    "ask-loader": Text("does the image loader keep up with the step"),
-    "images-by-core": Text("{core_rate:,.0f} images/s"),
-    "images-by-node": Text("{node_rate:,.0f} images/s and node, {cores} cores"),
-    "loader-keeps-up": Text("yes: data.loader.workers = {workers} of each rank, and {needed} would do"),
-    "workers-are-too-few": Text("no: data.loader.workers = {workers}; {needed} would do"),
-    "cores-are-too-few": Text(
-        "no: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and augment about "
-        "{core_rate:,.0f} each"
-    ),
-    "storage-is-too-slow": Text("no: each node has to read {needed:bytes}/s"),
-    "assumes-vision-data": Text("data: {samples:.3g} {unit}; reading and decoding are assumed to keep up"),
-    "assumes-storage": Text(
-        "checkpoints: 1.2 GB/s per node to shared storage, as BLOOM's chronicle reports, unless the spec sets "
-        "cluster.storage_bandwidth; restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006"
-    ),
-    "assumes-stated-interruptions": Text("interruptions: as in the spec, of the whole job and for any cause"),
-    "assumes-failures": Text("failures: one per {gpu_hours:,.0f} GPU hours, as {reporter}"),
-    "assumes-stated-preemptions": Text("preemptions: as in the spec, of the whole job; hardware failures add to them"),
-    "assumes-traced-preemptions": Text(
-        "preemptions: one per {hours:g} hours of the job, as in 21 traces of AWS instances from 2022 and 2023 "
-        "(skypilot-org/spot-traces); waiting for capacity is not counted"
-    ),
-    "assumes-comparison": Text("planner.framework = {framework}: for comparison; it cannot be submitted"),
+_ASSUMPTIONS: Texts = {
+    "assumes-device": "device {device}: {source}",
+    "calibrated-same": "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of this "
+    "model in this layout on this hardware",
+    "calibrated-similar": "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of "
+    "similar size on this hardware, not of this model in this layout",
+    "calibrated-other-nodes": "communication is as planned without a measurement: the measured run had {nodes:of "
+    "node}, this one has {planned_nodes}",
+    "assumes-kernels": "kernels: shares of the device's peak rates by size and GPU generation, in kernel_rates.json; "
+    "host work and overlap of {framework}, in plan/frameworks/; `make bench-planner` prints the errors",
+    "assumes-compiled": "compiled blocks: one kernel for each chain of element-wise operations; compared with the "
+    "published figures of torchtitan and build-nanogpt, not with GPU runs of this engine; graph breaks in ZeRO-3's "
+    "hooks are not counted. With training.compile: auto, memory is that of eager blocks",
+    "assumes-network": "network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, "
+    "in networks.json",
+    "assumes-deepspeed-states": "model states and buffers: what DeepSpeed 0.19 allocates, from its source; ZeRO, "
+    "arXiv:1910.02054",
+    "assumes-reduced-type": "gradients are reduced between ranks in the dtype of the weights, also if grad_dtype is "
+    "another one",
+    "assumes-counted-states": "model states and buffers: what {framework} allocates, from its source",
+    "assumes-fragmentation": "fragmentation: {share:percent} of what is allocated and freed in a step",
+    "assumes-cpu-process": "outside the allocator: 0.5 GB for the process",
+    "assumes-outside-allocator": "outside the allocator: CUDA context 0.7 GB, NCCL 0.4 GB per axis and 0.5 GB per "
+    "peer of an all-to-all",
+    "assumes-out-of-memory": "probability of running out of memory: log-normal errors of the estimate, calibrated on "
+    "runs that ran out of memory in nanotron's Ultra-Scale sweep; nothing comparable is published for other frameworks",
+    "assumes-text-activations": "activations: operation by operation, {element_bytes} bytes per element, with the "
+    "attention kernel of the device or planner.attention; Korthikanti et al., arXiv:2205.05198",
+    "assumes-logits": "logits and loss: {bytes_per_entry} bytes per token and vocabulary entry",
+    "assumes-text-flops": "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, "
+    "appendix B",
+    "assumes-hybrid-blocks": "hybrid model: parameters by block; time and activations of a block are the mean over "
+    "the model's blocks",
+    "assumes-text-data": "data: {tokens:.3g} tokens, {per_parameter:.3g} per parameter, read while training",
+    "assumes-counted-pairs": "reference: the pairs of both splits, as the prepared data have them",
+    "assumes-estimated-pairs": "reference: as many pairs as the size of the files and their first rows suggest",
+    "assumes-pairs-of-steps": "reference: as many pairs as the steps read, because those of data.source are unknown",
+    "assumes-vision-activations": "activations: what autograd saves for each operation, {element_bytes} bytes per "
+    "element; no dropout",
+    "assumes-vision-time": "time of each operation: its arithmetic or its memory traffic, whichever is longer; mean "
+    "error 6 to 8 % against the published results of timm, NVIDIA's examples and MLPerf",
+    "assumes-vision-flops": "FLOPs: 6 per multiply-accumulate of the forward pass; tokens_per_second counts {unit}",
+    "assumes-data-rate": "reading: {rank:bytes}/s by each rank and {node:bytes}/s by each node, and up to "
+    "{first:bytes}/s by a node while the chunks of prepared files are compared with their hashes for the first time",
+    "assumes-remote-data": "reading, if the source is a prepared dataset in a remote store: up to {first:bytes}/s by "
+    "each node at first, in blocks of {block:bytes}, each once as long as data.cache.size ({cache:bytes}) holds all "
+    "of them",
+    "assumes-data-thread": "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to "
+    "read, so its thread is enough (data.loader.workers: 0); measured on one x86 core",
+    "assumes-data-workers": "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to "
+    "read, so it needs {workers} data.loader.workers; measured on one x86 core",
+    "assumes-llava": "each sample is one image and a sequence of {seq_len:whole} tokens, those of the image included; "
+    "shorter ones take less",
+    "assumes-samples": "data: {samples:.3g} {unit}",
+    "assumes-image-rate": "image loader: {rank:,.0f} images/s by each rank and {node:,.0f} by each node, decoded and "
+    "augmented by {cores} cores of a node at {core_rate:,.0f} images/s each; sources may be larger or smaller than "
+    "ImageNet's",
+    "assumes-image-readers": "image readers: with data.loader.workers: auto, {workers:of process} of each rank, which "
+    "has {cores:of core}; a rank with more cores has one process for each but one, up to 15",
+    "assumes-image-bytes": "reading: {read:bytes}/s by each node from storage or network, at {image_bytes:bytes} per "
+    "image as in ImageNet",
+    "ask-loader": "does the image loader keep up with the step",
+    "images-by-core": "{core_rate:,.0f} images/s",
+    "images-by-node": "{node_rate:,.0f} images/s and node, {cores} cores",
+    "loader-keeps-up": "yes: data.loader.workers = {workers} of each rank, and {needed} would do",
+    "workers-are-too-few": "no: data.loader.workers = {workers}; {needed} would do",
+    "cores-are-too-few": "no: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and augment "
+    "about {core_rate:,.0f} each",
+    "storage-is-too-slow": "no: each node has to read {needed:bytes}/s",
+    "assumes-vision-data": "data: {samples:.3g} {unit}; reading and decoding are assumed to keep up",
+    "assumes-storage": "checkpoints: 1.2 GB/s per node to shared storage, as BLOOM's chronicle reports, unless the "
+    "spec sets cluster.storage_bandwidth; restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006",
+    "assumes-stated-interruptions": "interruptions: as in the spec, of the whole job and for any cause",
+    "assumes-failures": "failures: one per {gpu_hours:,.0f} GPU hours, as {reporter}",
+    "assumes-stated-preemptions": "preemptions: as in the spec, of the whole job; hardware failures add to them",
+    "assumes-traced-preemptions": "preemptions: one per {hours:g} hours of the job, as in 21 traces of AWS instances "
+    "from 2022 and 2023 (skypilot-org/spot-traces); waiting for capacity is not counted",
+    "assumes-comparison": "planner.framework = {framework}: for comparison; it cannot be submitted",
 }
 
-TEXTS: dict[str, Text] = _WARNINGS | _ASSUMPTIONS
+TEXTS: Texts = _WARNINGS | _ASSUMPTIONS

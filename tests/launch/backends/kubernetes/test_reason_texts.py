@@ -6,6 +6,7 @@ from string import Formatter
 
 from scaletrain_cli.launch.backends.kubernetes.explain import _MEANINGS
 from scaletrain_cli.reason_texts.kubernetes import TEXTS
+from scaletrain_cli.reasons import entry_of
 from tests.launch.conftest import PROJECT
 
 PACKAGE = PROJECT / "scaletrain_cli" / "launch" / "backends" / "kubernetes"
@@ -53,5 +54,5 @@ def test_a_reason_is_made_with_all_parameters_of_its_text() -> None:
         given = {keyword.arg for keyword in call.keywords}
         if name != "reason" or not isinstance(call.args[0], ast.Constant) or None in given:
             continue  # with ** the tests of the behavior show it
-        text = TEXTS[str(call.args[0].value)]
+        text = entry_of(f"kubernetes.{call.args[0].value}")
         assert fields("".join((text.text, *text.remedies))) - given == set(), where

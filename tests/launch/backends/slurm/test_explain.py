@@ -5,7 +5,7 @@ import pytest
 from scaletrain_cli.launch.backends.slurm import explain
 from scaletrain_cli.launch.backends.slurm.explain import queue_reason, why_it_waits
 from scaletrain_cli.launch.backends.slurm.tables import records
-from scaletrain_cli.reason_texts.slurm import TEXTS
+from scaletrain_cli.reasons import entry_of
 
 SEEN = {
     "None": "resources",
@@ -66,8 +66,7 @@ def test_reasons_that_never_pass_need_action_and_have_remedies() -> None:
     for word in SEEN:
         reason = queue_reason(word)
         assert reason.needs_action == (reason.cause in ("never", "held") or word == "DependencyNeverSatisfied")
-        text = TEXTS[reason.code.removeprefix("slurm.")]
-        assert text.remedies or reason.cause in ("priority", "begin-time", "dependency", "resources")
+        assert entry_of(reason.code).remedies or reason.cause in ("priority", "begin-time", "dependency", "resources")
 
 
 def test_an_unknown_reason_of_slurm_is_reported_as_it_is() -> None:
