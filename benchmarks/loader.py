@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, Dataset
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.token_files import LocalFile, NumberFiles, Split
 from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.dataset import SourceSequences
 from scaletrain_cli.engine.data.loader import Loader
-from scaletrain_cli.engine.data.sources import SourceSequences
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.rundir.paths import RunDir

@@ -11,9 +11,8 @@ removes a name or a signature, a minor one adds some. Modules below this package
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter, SupersededAttemptError
-from scaletrain_cli.worker.checkpoints import Checkpoints, StagedCheckpoint
 from scaletrain_cli.worker.heartbeat import Heartbeat
-from scaletrain_cli.worker.rank import Rank
+from scaletrain_cli.worker.rank import Checkpoints, Rank, StagedCheckpoint
 from scaletrain_cli.worker.run_environment import ResolvedRun, RunEnvironment
 from scaletrain_cli.worker.signals import PreemptionFlag
 

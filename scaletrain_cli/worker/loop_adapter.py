@@ -18,10 +18,9 @@ from scaletrain_cli.errors import DoNotRequeueError, ExitCode
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError
-from scaletrain_cli.worker.checkpoints import StagedCheckpoint
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, LONG_SECONDS
 from scaletrain_cli.worker.progress import progress_line
-from scaletrain_cli.worker.rank import Rank
+from scaletrain_cli.worker.rank import Rank, StagedCheckpoint
 
 _CHECK_SECONDS = 1.0  # between two checks for a file that requests a save
 # Time of the grace period that is left when the rank exits by itself, before it would be killed.

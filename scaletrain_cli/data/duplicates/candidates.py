@@ -19,8 +19,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.duplicates.corpus import Corpus, Ids, Numbering, source_salts
-from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
+from scaletrain_cli.data.duplicates.corpus import Corpus, Ids, Numbering, Sections, SectionWriter, source_salts
 from scaletrain_cli.data.duplicates.signatures import band_section, sketch_similarity
 
 U64 = npt.NDArray[np.uint64]

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates.candidates import REPRESENTATIVES, SMALL_BUCKET
-from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Ids, Numbering
-from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
+from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Ids, Numbering, Sections, SectionWriter
 from scaletrain_cli.data.duplicates.verification import parts
 
 _EDGES_AT_ONCE = 1 << 16

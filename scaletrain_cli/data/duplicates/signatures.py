@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.duplicates.corpus import Corpus, Settings, Texts
-from scaletrain_cli.data.duplicates.files import SectionWriter
+from scaletrain_cli.data.duplicates.corpus import Corpus, SectionWriter, Settings, Texts
 from scaletrain_cli.data.duplicates.shingles import exact_hash, shingles_of, words_hash, words_of
 
 U64 = npt.NDArray[np.uint64]

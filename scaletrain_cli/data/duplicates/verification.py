@@ -9,8 +9,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.duplicates.corpus import Corpus, Ids, Numbering, Texts
-from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
+from scaletrain_cli.data.duplicates.corpus import Corpus, Ids, Numbering, Sections, SectionWriter, Texts
 from scaletrain_cli.data.duplicates.shingles import shingles_of, similarity_of, words_hash, words_of
 from scaletrain_cli.errors import UsageError
 

@@ -42,9 +42,8 @@ from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
-from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
+from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
 from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
-from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, reason_from

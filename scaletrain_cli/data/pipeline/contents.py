@@ -11,8 +11,7 @@ from scaletrain_cli.data.content import FileRange, ReadHashes, hash_range, hashe
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
-from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
-from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.rundir.shared_datasets import require_own_place, steps_folder
 from scaletrain_cli.safe_files import make_folder

@@ -22,7 +22,7 @@ from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, nothing_left, write_reports
-from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
+from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
 from scaletrain_cli.data.pipeline.shards import (
     SCHEMA,
     encoded,
@@ -34,7 +34,6 @@ from scaletrain_cli.data.pipeline.shards import (
 )
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
-from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.steps.base import Removed
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings, loaded_tokenizer
 from scaletrain_cli.errors import UsageError

@@ -1,8 +1,18 @@
-"""Prepared text, opened as sequences of tokens, and what it has in common with prepared rows."""
+"""Prepared text, opened as sequences of tokens, and what it has in common with prepared rows.
+
+Sequences are of one source of any number of shards, or of several sources side by side.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +21,139 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.data.token_files import open_source
-from scaletrain_cli.engine.data.sources import SourceSequences
+from scaletrain_cli.data.token_files import Split, open_source
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+
+
+class Joined:
+    """The samples of the first source, then those of the second one, and so on: a base of dataclasses."""
+
+    sources: tuple[Any, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The number of the first sample of each source, and the number of all samples."""
+        return [0, *accumulate(len(each) for each in self.sources)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def part(self, first: int, count: int) -> Any:
+        """Return ``count`` of these samples from ``first`` on."""
+        parts = []
+        for each, start in zip(self.sources, self.starts, strict=False):
+            low, high = (min(max(place - start, 0), len(each)) for place in (first, first + count))
+            parts.append(each.part(low, high - low))
+        return type(self)(tuple(parts))  # type: ignore[call-arg]
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source that has a sample."""
+        return bisect_right(self.starts, index) - 1
+
+    def by_source(self, indices: Sequence[int]) -> Iterator[tuple[Any, npt.NDArray[np.int64], list[int]]]:
+        """Yield each source that has some of these samples, their places in ``indices``, and their numbers in it."""
+        numbers = np.asarray(indices, np.int64)
+        sources = np.searchsorted(self.starts, numbers, side="right") - 1
+        for source in np.unique(sources).tolist():
+            (places,) = np.nonzero(sources == source)
+            yield self.sources[source], places, (numbers[places] - self.starts[source]).tolist()
+
+
+class TextSequences(ABC):
+    """Sequences of ``seq_len`` tokens and their successors, by number; only the successors overlap."""
+
+    seq_len: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+
+    @abstractmethod
+    def part(self, first: int, count: int) -> TextSequences:
+        """Return ``count`` of these sequences from ``first`` on."""
+
+    @abstractmethod
+    def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
+        """Return sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
+
+        Raises CorruptDataError if a file has changed since it was written.
+        """
+
+    @abstractmethod
+    def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return document ends among the inputs of sequences ``first`` to ``last - 1``, counted from the first of them.
+
+        The label of such a token is the first token of another document.
+        """
+
+    def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
+        """Return the number of document ends among the inputs of these sequences. Raises CorruptDataError."""
+        return sum(len(self.document_ends_within(index, index + 1)) for index in indices.tolist())
+
+
+@dataclass(frozen=True)
+class SourceSequences(TextSequences):
+    """The sequences of one split of a prepared source, over the boundaries of its shards.
+
+    Pickled, they carry paths and no open files: another process reads them through files of its own. ``first``,
+    ``count``: the sequences among those of the split; ``count`` None: all from ``first`` on.
+    """
+
+    split: Split
+    seq_len: int
+    first: int = 0
+    count: int | None = None
+
+    def __len__(self) -> int:
+        whole = max(0, (len(self.split.tokens) - 1) // self.seq_len - self.first)
+        return whole if self.count is None else self.count
+
+    def part(self, first: int, count: int) -> SourceSequences:
+        return replace(self, first=self.first + first, count=count)
+
+    def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
+        starts = [(self.first + index) * self.seq_len for index in indices]
+        found = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for row, start in zip(found, starts, strict=True):
+            row[:] = self.split.tokens.read(start, start + self.seq_len + 1)
+        return found
+
+    def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        start, stop = ((self.first + index) * self.seq_len for index in (first, last))
+        return self.split.ends_between(start, stop) - start
+
+    def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
+        starts = (self.first + indices) * self.seq_len
+        return int((self.split.ends_before(starts + self.seq_len) - self.split.ends_before(starts)).sum())
+
+
+@dataclass(frozen=True)
+class JoinedSequences(Joined, TextSequences):
+    """The sequences of several sources of text, in the order of Joined."""
+
+    sources: tuple[TextSequences, ...]
+
+    @property
+    def seq_len(self) -> int:  # type: ignore[override]
+        """The tokens of a sequence, the same in all sources."""
+        return self.sources[0].seq_len
+
+    def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
+        rows = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for source, places, own in self.by_source(indices):
+            rows[places] = source.rows(own)
+        return rows
+
+    def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        number = self.source_of(first)
+        start = self.starts[number]
+        assert last <= self.starts[number + 1], "sequences of one source"
+        return self.sources[number].document_ends_within(first - start, last - start)
+
+    def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
+        return sum(source.document_ends_in(np.array(own)) for source, _, own in self.by_source(indices.tolist()))
+
 
 SPLITS = ("train", "validation")
 

@@ -15,11 +15,10 @@ from scaletrain_cli.data.images.compatibility import rows_problem
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.report import images_in_rows
-from scaletrain_cli.engine.data.dataset import DatasetInfo, open_source_dataset
+from scaletrain_cli.engine.data.dataset import DatasetInfo, TextSequences, open_source_dataset
 from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, left_out, open_rows, rows_folder
 from scaletrain_cli.engine.data.row_writing import build_rows
 from scaletrain_cli.engine.data.rows import RowSequences
-from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
-from scaletrain_cli.engine.data.joined import Joined
+from scaletrain_cli.engine.data.dataset import Joined
 from scaletrain_cli.engine.data.row_images import RowImages, StoredImage
 
 NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy

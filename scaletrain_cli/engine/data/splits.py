@@ -12,11 +12,11 @@ from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.batches import BatchReader, Pixels, padded_to
+from scaletrain_cli.engine.data.dataset import JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.row_dataset import find_datasets
 from scaletrain_cli.engine.data.rows import JoinedRows, RowSamples, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder
-from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks

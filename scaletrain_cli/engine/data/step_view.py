@@ -18,9 +18,9 @@ from scaletrain_cli.data.stages import stages_of_run
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.data.batches import PADDING_MULTIPLE, BatchReader, MicroBatch
 from scaletrain_cli.engine.data.chat_tokenizer import first_copies
+from scaletrain_cli.engine.data.dataset import JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, JoinedRows, RowSamples, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder, sample_order
-from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.splits import RunData, held_back_of, open_reader, open_splits
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, coordinates_of

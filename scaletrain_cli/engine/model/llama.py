@@ -8,10 +8,10 @@ whose settings they have, in Hugging Face's files.
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.activation import activation_named, gated
 from scaletrain_cli.engine.model.attention import AttentionSettings, KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.latent_attention import LatentAttention
+from scaletrain_cli.engine.model.linear import activation_named, gated
 from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.engine.model.norm import RMSNorm
 from scaletrain_cli.engine.model.rope import Tables, depends_on_longest, rotate, tables_of_layers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from scaletrain_cli.engine.eager import never_compiled
-from scaletrain_cli.engine.model.activation import gated
+from scaletrain_cli.engine.model.linear import gated
 from scaletrain_cli.engine.model.router import Router, balance_loss, token_weights, z_loss
 from scaletrain_cli.spec import ModelSpec
 

@@ -13,8 +13,8 @@ from scaletrain_cli.diagnosis.findings import Cause
 from scaletrain_cli.diagnosis.loss import first_loss_band, high_first_loss, low_first_loss
 from scaletrain_cli.diagnosis.rehearsal import Item
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.data.dataset import TextSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSamples
-from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.engine.parallel.mesh import SequencePart
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
 from scaletrain_cli.engine.step import ModelStepper

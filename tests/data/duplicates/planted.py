@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scaletrain_cli.data.drafts import remove_drafts
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Texts, remove_phases, run_job
-from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.data.pipeline.schedule import Workers
 from scaletrain_cli.safe_files import make_folder
 
 NGRAM = 5

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, Texts, candidates, read_removed, verification
-from scaletrain_cli.data.duplicates.files import Sections
+from scaletrain_cli.data.duplicates.corpus import Sections
 from scaletrain_cli.data.duplicates.verification import parts
 from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec
@@ -139,7 +139,7 @@ import os, signal, sys
 from pathlib import Path
 from typing import Any
 from scaletrain_cli.data import duplicates
-from scaletrain_cli.data.duplicates.files import SectionWriter
+from scaletrain_cli.data.duplicates.corpus import SectionWriter
 from tests.data.duplicates.planted import PlantedTexts, deduplicate
 
 folder = Path(sys.argv[1])

@@ -6,7 +6,7 @@ import pytest
 from scaletrain_cli.data.drafts import draft_of, remove_drafts
 from scaletrain_cli.data.duplicates import sorting
 from scaletrain_cli.data.duplicates.candidates import Sorter
-from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
+from scaletrain_cli.data.duplicates.corpus import Sections, SectionWriter
 from scaletrain_cli.errors import UsageError
 
 

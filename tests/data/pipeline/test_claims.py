@@ -22,8 +22,7 @@ from scaletrain_cli.data.pipeline import claims as claims_module
 from scaletrain_cli.data.pipeline import schedule
 from scaletrain_cli.data.pipeline.claims import Claims, Timing, read_failure, record_failure
 from scaletrain_cli.data.pipeline.prepare import prepare
-from scaletrain_cli.data.pipeline.schedule import Stage, run_stage
-from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.data.pipeline.schedule import Stage, Workers, run_stage
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from tests.data.pipeline.test_prepare import files_below, ignore, preparation, tokenizer

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
+from scaletrain_cli.data.pipeline.schedule import Workers
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, split_of, write_shard
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
-from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.paths import find_run

@@ -16,8 +16,7 @@ from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CheckedFile, CorruptDa
 from scaletrain_cli.data.sources.places import PlaceError, UnavailableError
 from scaletrain_cli.data.token_files import NumberFiles, Split
 from scaletrain_cli.engine.data import splits
-from scaletrain_cli.engine.data.dataset import open_source_dataset
-from scaletrain_cli.engine.data.sources import JoinedSequences, SourceSequences
+from scaletrain_cli.engine.data.dataset import JoinedSequences, SourceSequences, open_source_dataset
 from scaletrain_cli.engine.data.splits import held_back_of, sequences_held_back, sequences_validated
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.submit import create_run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.engine.data.sources import TextSequences
+from scaletrain_cli.engine.data.dataset import TextSequences
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaletrain_cli.engine.model.activation import gelu_tanh
+from scaletrain_cli.engine.model.linear import gelu_tanh
 
 
 def quick_gelu(x: Tensor) -> Tensor:
