@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaletrain_cli.engine.losses.contrastive import row_losses
-from scaletrain_cli.engine.losses.sigmoid import sigmoid_loss
+from scaletrain_cli.engine.losses.contrastive import row_losses, sigmoid_loss
 from scaletrain_cli.engine.parallel.mesh import Axis
 
 SIZE, SCALE, BIAS = 512, 14.3, -10.0

@@ -33,7 +33,7 @@ MAY_WRITE = {
         "scaletrain_cli/launch/node/processes.py",
         "Path('/proc/self/oom_score_adj').write_text",
     ): "a setting of this process in the kernel, and no file",
-    ("scaletrain_cli/launch/backends/kubernetes/termination_message.py", "os.open"): "a file that the kubelet mounts",
+    ("scaletrain_cli/launch/backends/kubernetes/pod_output.py", "os.open"): "a file that the kubelet mounts",
     ("scaletrain_cli/mirror/stores.py", "os.link"): "fails if the name is taken; to a draft made anew",
     ("scaletrain_cli/launch/code.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
     ("scaletrain_cli/launch/code.py", "Path(scratch, 'info').mkdir"): "within the same folder",

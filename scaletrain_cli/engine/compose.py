@@ -54,7 +54,6 @@ from scaletrain_cli.engine.optim.deepspeed_optimizer import (
 from scaletrain_cli.engine.optim.matrix_exchange import connect_muon
 from scaletrain_cli.engine.optim.muon import Muon
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, keep_within_limits, parameter_groups
-from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.batch_norm import synchronize
 from scaletrain_cli.engine.parallel.expert import (
     count_replicated_experts_once,
@@ -71,7 +70,7 @@ from scaletrain_cli.engine.parallel.pipeline import (
     trains_before,
 )
 from scaletrain_cli.engine.parallel.sequence import place_dropout, shard_attention_over_sequence
-from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
+from scaletrain_cli.engine.parallel.tensor import attach_adapters, shard_over_tensor_ranks
 from scaletrain_cli.plan.adapters import quantized_weights, trains_in_fp32
 from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.plan.result import Layout

@@ -18,8 +18,7 @@ from scaletrain_cli.engine.losses.classification import (
     mean_absolute_error,
     mean_squared_error,
 )
-from scaletrain_cli.engine.losses.contrastive import info_nce, nt_xent
-from scaletrain_cli.engine.losses.sigmoid import sigmoid_loss
+from scaletrain_cli.engine.losses.contrastive import info_nce, nt_xent, sigmoid_loss
 from scaletrain_cli.engine.losses.uninformed import uninformed_loss
 from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.spec.losses import LossSpec

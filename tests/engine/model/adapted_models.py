@@ -16,8 +16,8 @@ from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import Matrix, materialize, matrices_in
 from scaletrain_cli.engine.model.peft_files import PeftFolder
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
-from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.parallel.tensor import attach_adapters
 from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import AdapterSpec, is_adapter_parameter

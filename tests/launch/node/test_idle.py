@@ -13,7 +13,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode, SpecError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempts, read_stop_request, request_stop
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import exit_code_for
-from scaletrain_cli.launch.backends.kubernetes.termination_message import (
+from scaletrain_cli.launch.backends.kubernetes.pod_output import (
     PodEnd,
     read_termination_message,
     termination_text,

@@ -31,7 +31,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     reports,
     unix_time,
 )
-from scaletrain_cli.launch.backends.kubernetes.termination_message import read_termination_message
+from scaletrain_cli.launch.backends.kubernetes.pod_output import read_termination_message
 from scaletrain_cli.launch.job import Job, JobState
 from scaletrain_cli.reasons import Reason
 

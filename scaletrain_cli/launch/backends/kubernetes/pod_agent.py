@@ -29,7 +29,7 @@ from scaletrain_cli.errors import DoNotRequeueError, ExitCode, PreemptedError, S
 from scaletrain_cli.full_disk import FULL_DISK_ERRORS
 from scaletrain_cli.launch.backends.kubernetes.code_store import fetch_code
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.termination_message import PATH, PodEnd, write_termination_message
+from scaletrain_cli.launch.backends.kubernetes.pod_output import PATH, PodEnd, write_termination_message
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder

@@ -11,7 +11,7 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.launch.backends.kubernetes import pod_agent
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import steps_reported
-from scaletrain_cli.launch.backends.kubernetes.termination_message import (
+from scaletrain_cli.launch.backends.kubernetes.pod_output import (
     PodEnd,
     read_termination_message,
     termination_text,
