@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.drafts import draft_of, remove_drafts
-from scaletrain_cli.data.duplicates import sorting
+from scaletrain_cli.data.duplicates import candidates as sorting
 from scaletrain_cli.data.duplicates.candidates import Sorter
 from scaletrain_cli.data.duplicates.corpus import Sections, SectionWriter
 from scaletrain_cli.errors import UsageError
