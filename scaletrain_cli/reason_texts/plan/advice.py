@@ -1,4 +1,4 @@
-"""Warnings of a plan, and the sources of its numbers."""
+"""Warnings of a plan, the sources of its numbers, and the explanation of its layout."""
 
 from scaletrain_cli.reasons import Texts
 
@@ -161,4 +161,88 @@ _ASSUMPTIONS: Texts = {
     "assumes-comparison": "planner.framework = {framework}: for comparison; it cannot be submitted",
 }
 
-TEXTS: Texts = _WARNINGS | _ASSUMPTIONS
+# The explanation of a layout (--explain): questions, notes on rows of numbers, answers, and conclusions.
+_EXPLANATION: Texts = {
+    "ask-training": "What trains",
+    "trains-share": "{trained:count} of {parameters:count} parameters ({share:percent})",
+    "group-trains": "{parameters:count} parameters, steps {first_step} to {last_step}",
+    "stage-trains": "{parameters:count} parameters train",
+    "backward-to-embedding": "The backward pass goes through all blocks to the embeddings",
+    "backward-to-block": "The backward pass ends in block {block} of 0 to {last}, the lowest with a trained "
+    "parameter; those below keep nothing for it",
+    "backward-to-first-block": "The backward pass goes through all blocks",
+    "backward-in-head": "The backward pass ends before the blocks, which keep nothing for it",
+    "ask-reference": "What does the reference of dpo cost",
+    "reference-once": "Its log-probabilities of {pairs:count} pairs are computed once, before step 1: {share:percent} "
+    "of the run",
+    "ask-states": "How much memory do weights, gradients and optimizer states need",
+    "ask-one-rank": "Does the run fit on one {device}, with a micro-batch of 1",
+    "ask-sharding": "Does it fit with data parallelism over all {ranks:whole} ranks, with states sharded by ZeRO",
+    "ask-tensor": "Does it fit if the GPUs of a node share every layer (tensor parallelism, with ZeRO-{zero_stage})",
+    "ask-pipeline": "Does it fit in pipeline stages, with tensor parallelism {tensor} in each stage",
+    "ask-axes": "What does each axis of the layout gain",
+    "ask-recomputation": "Must activations be recomputed",
+    "ask-compile": "Are the blocks compiled",
+    "ask-micro-batch": "How are the {batch:whole} {samples} of a step divided",
+    "ask-bubble": "How long do pipeline stages wait for each other",
+    "ask-communication": "What does communication cost",
+    "ask-winner": "Why this layout and not the next best",
+    "chosen": "chosen",
+    "bytes-per-parameter": "{bytes_per_parameter:.3g} bytes per parameter",
+    "recomputation-saves-nothing": "recomputation saves nothing",
+    "ranks-do-not-divide": "the batch or the ranks do not divide",
+    "the-spec-asks": "but the spec sets it",
+    "bubble-formula": "({stages} - 1) / ({micro_batches} x {chunks})",
+    "yes": "Yes",
+    "no": "No",
+    "states-total": "{bytes_per_parameter:.3g} bytes for each of {parameters:whole} parameters",
+    "states-of-device": "These states alone take {share:percent} of the memory of one {device}",
+    "one-rank-too-small": "No: even with recomputation it needs {times:.2f} times the memory of one",
+    "spread-states": "The states must be sharded over several ranks",
+    "yes-recomputing": "Yes, with recompute {mode}",
+    "data-parallel-is-enough": "Data parallelism over {ranks:whole} ranks is enough; the model need not be split to "
+    "fit",
+    "batch-does-not-divide": "No: a batch of {batch:whole} {samples} does not divide over {ranks:whole} data-parallel "
+    "ranks",
+    "share-sequences": "Some ranks must work on the same sequence",
+    "sharding-too-small": "No: what one {device} still holds is mostly {what}",
+    "cut-layers": "The layers themselves must be split",
+    "sharding-fits": "Yes: ZeRO-{zero_stage} with recompute {mode} takes {share:percent} of the memory",
+    "no-cut-needed": "Layers need not be split",
+    "cut-for-speed": "Layers need not be split to fit, but splitting may be faster",
+    "node-too-small": "No: even over all {gpus} GPUs of a node it does not fit",
+    "cut-into-stages": "The layers must be divided into pipeline stages across nodes",
+    "tensor-degree": "The plan uses tensor parallelism {degree}; the fast link inside the node carries its traffic",
+    "yes-from-stages": "Yes, with {stages} stages or more",
+    "stages-cost-a-bubble": "Stages send only activations, which the network between nodes can carry; the cost is the "
+    "pipeline bubble",
+    "sequences-are-cut": "Sequences are split too: sequence {sequence}, context {context}",
+    "not-in-this-engine": "This engine version cannot run it yet",
+    "axis-needed-to-fit": "Without {axis} it does not fit",
+    "slower-without-axis": "Without {axis} a step is {share:percent} longer",
+    "faster-without-axis": "Without {axis} a step is {share:percent} shorter",
+    "axes-divide": "Each is needed for the ranks and the batch to divide",
+    "no-recomputation": "No: all activations fit",
+    "recomputation-to-fit": "Yes: without it they do not fit, so {mode} recomputation costs time",
+    "recomputation-chosen": "Yes: {mode}; less would leave too little memory free, or gain nothing",
+    "compiled": "Yes: an eager step is modeled to take {gain:percent} longer. training.compile: false disables it",
+    "not-compiled-as-asked": "No, as the spec asks; compiled blocks are modeled to make a step {gain:percent} faster",
+    "not-compiled": "No: auto is off for experts, fp8, short runs and older GPUs. training.compile: true enables it",
+    "batch-parts": "{batch:whole} = micro-batch {micro_batch} x accumulation {accumulation} x data {data}",
+    "micro-batch-takes-all": "A micro-batch is already the full share of a rank",
+    "larger-micro-batch-does-not-fit": "A larger micro-batch does not fit",
+    "larger-micro-batch-not-faster": "A larger micro-batch is no faster",
+    "larger-micro-batch-too-risky": "A larger micro-batch leaves too little memory free for the error of the memory "
+    "model",
+    "bubble-share": "{share:percent} of the step, while the pipeline fills and drains",
+    "shrink-the-bubble": "More micro-batches, or virtual stages, would shrink it",
+    "no-communication": "Nothing: there is one rank",
+    "communication-share": "{share:percent} of the step is exposed communication",
+    "most-traffic": "Most bytes are sent for {axis} parallelism",
+    "only-layout": "It is the only layout that the spec allows",
+    "fastest-layout": "Of {considered:whole} layouts it is the fastest that fits with a margin, or a simpler one that "
+    "is as fast",
+    "pinned-by-spec": "The spec sets {settings}",
+}
+
+TEXTS: Texts = _WARNINGS | _ASSUMPTIONS | _EXPLANATION
