@@ -88,20 +88,17 @@ class _ZstdStream(io.RawIOBase):
                 return 0
             elif not self._rest:
                 self._rest = given
-            self._decompress()
+            self._frame = self._frame or self._decompressor.decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(self._rest))
+            except self._error as error:
+                raise self._damaged(str(error)) from error
+            self._rest = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
-
-    def _decompress(self) -> None:
-        self._frame = self._frame or self._decompressor.decompressobj()
-        try:
-            self._ready = memoryview(self._frame.decompress(self._rest))
-        except self._error as error:
-            raise self._damaged(str(error)) from error
-        self._rest = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
 
     @staticmethod
     def _damaged(error: str) -> DamagedFileError:
