@@ -1,7 +1,5 @@
 """Exceptions and exit codes. Every package may import this module."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import IntEnum
@@ -52,7 +50,7 @@ class Place(str):
     file: str
     line: int | None
 
-    def __new__(cls, file: str, line: int | None = None, text: str | None = None) -> Place:
+    def __new__(cls, file: str, line: int | None = None, text: str | None = None) -> "Place":
         place = super().__new__(cls, text or (file if line is None else f"{file}:{line}"))
         place.file, place.line = file, line
         return place
@@ -73,7 +71,7 @@ class Problem:
     reason: Reason | None = None
 
     @classmethod
-    def because(cls, where: str, key: str, reason: Reason, given: object = None) -> Problem:
+    def because(cls, where: str, key: str, reason: Reason, given: object = None) -> "Problem":
         """Return the problem whose message and hint are the text and the remedies of a reason."""
         shown = None if given is None else str(given)
         return cls(where, key, sentence(reason), shown, _remedy(reason), reason)

@@ -1,7 +1,5 @@
 """The text of each event of events.jsonl, for `scaletrain events`, `scaletrain train` and the log of rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +24,7 @@ def event_sentence(event: Event) -> str:
         return _fields(event)
 
 
-def _template(part: _Part, event: Event) -> str:
+def _template(part: "_Part", event: Event) -> str:
     """Return the template of a part; empty if the field that it depends on leaves it out."""
     if isinstance(part, str):
         return part

@@ -3,8 +3,6 @@
 Each process compares the chunks that it reads, once, so that every rank hashes only the part that it trains on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path
@@ -70,7 +68,7 @@ class HashedFile:
         _close_durably(hashes)
         return bytes(self._digests)
 
-    def __enter__(self) -> HashedFile:
+    def __enter__(self) -> "HashedFile":
         return self
 
     def __exit__(self, *_: object) -> None:

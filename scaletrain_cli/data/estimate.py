@@ -3,8 +3,6 @@
 Once the data are prepared, the counts of tokens and sequences are exact.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -156,7 +154,7 @@ def _remote_document(path: str) -> dict[str, Any] | None:
 
 
 def _estimated_size(
-    section: SourceSpec, files: Sequence[SourceFile], tokenizer: _Tokenizer, validation_share: float
+    section: SourceSpec, files: Sequence[SourceFile], tokenizer: "_Tokenizer", validation_share: float
 ) -> SourceSize | None:
     """Return the size of files, as if all of a format were like the beginnings of some. None if those show nothing."""
     tokens = text = 0.0
@@ -177,7 +175,7 @@ def _estimated_size(
     return SourceSize(section.name, round(tokens * (1 - validation_share)), False, len(files), size, round(text))
 
 
-def _sample(files: Sequence[SourceFile], columns: Columns, tokenizer: _Tokenizer) -> _Sample | None:
+def _sample(files: Sequence[SourceFile], columns: Columns, tokenizer: "_Tokenizer") -> _Sample | None:
     """Return the totals of the beginnings of files of one format; None if nothing is known of them."""
     tokens = text = stored = 0.0
     for file in files:

@@ -1,7 +1,5 @@
 """The input of every check: spec, plan, measurements and events of one run, read from its directory."""
 
-from __future__ import annotations
-
 import math
 import random
 from array import array
@@ -78,7 +76,7 @@ class Case:
     goodput: Goodput | None = None
     measured: Measured | None = None
     spec_lines: Mapping[str, str] = field(default_factory=dict)
-    dataset: Dataset | None = None
+    dataset: "Dataset | None" = None
     telemetry: Telemetry = field(default_factory=Telemetry)
     mirror: MirrorState | None = None
 

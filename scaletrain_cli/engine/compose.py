@@ -3,8 +3,6 @@
 The steps depend on each other; this is the only order that works.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,7 +154,7 @@ class Composed:
     stage: PipelineStage | None  # None without a pipeline
     averages_statistics: bool = False  # those of BatchNorm, which differ from rank to rank
 
-    def replace_by(self, other: Composed) -> None:
+    def replace_by(self, other: "Composed") -> None:
         """Take over the parts of another object."""
         vars(self).update(vars(other))
 

@@ -1,7 +1,5 @@
 """Configure and start DeepSpeed, and work around its defects."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -326,7 +324,7 @@ class ModelParallelUnit:
         self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.shards)}
 
     @classmethod
-    def of(cls, mesh: Mesh) -> ModelParallelUnit | None:
+    def of(cls, mesh: Mesh) -> "ModelParallelUnit | None":
         """Return None if every rank is a replica, or if a pipeline has DeepSpeed's own grid. Collective."""
         alone = mesh.tensor.size == mesh.groups.size == mesh.copies.size == 1
         return None if alone or mesh.pipeline.size > 1 else cls(mesh)

@@ -5,8 +5,6 @@ checkpoint write takes half a second longer. ``KINDS`` has every kind with its k
 and ``attempt``, and without them affects all ranks, steps or attempts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
@@ -181,7 +179,7 @@ class Faults:
         self._step = self._writes = 0
 
     @classmethod
-    def from_environment(cls, rank: int, attempt: int, folder: Path | None = None) -> Faults:
+    def from_environment(cls, rank: int, attempt: int, folder: Path | None = None) -> "Faults":
         """Read $SCALETRAIN_FAULT. Raises UsageError."""
         return cls(os.environ.get(VARIABLE, ""), rank, attempt, folder)
 

@@ -1,7 +1,5 @@
 """Connect the ranks, and reach a consensus between them; the only collectives outside DeepSpeed and ``parallel``."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -116,7 +114,7 @@ class Ranks:
     local_rank: int
 
     @classmethod
-    def from_environment(cls) -> Ranks:
+    def from_environment(cls) -> "Ranks":
         """Read RANK, WORLD_SIZE and LOCAL_RANK. Raises KeyError outside a node agent."""
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 

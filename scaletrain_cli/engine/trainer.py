@@ -1,7 +1,5 @@
 """The training loop: at each step boundary agree with all ranks what to do, do it, and train the next step."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -65,7 +63,7 @@ class GarbageCollection:
     def __init__(self) -> None:
         self._resident = 0  # bytes after free blocks were last returned
 
-    def __enter__(self) -> GarbageCollection:
+    def __enter__(self) -> "GarbageCollection":
         gc.disable()
         gc.collect()
         gc.freeze()  # excludes everything that exists now from later collections

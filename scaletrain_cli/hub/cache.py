@@ -5,8 +5,6 @@ The layout is that of huggingface_hub, so that other programs find the files: ``
 repository's files and which of them were compared with their hashes. Needs no request and no library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -44,7 +42,7 @@ class HubSettings:
     token: str | None = field(default=None, repr=False)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> HubSettings:
+    def from_environment(cls, environment: Mapping[str, str]) -> "HubSettings":
         """Return the settings by the rules of huggingface_hub, which reads its variables when it is imported."""
         return cls(
             cache=cache_folder(environment),

@@ -1,7 +1,5 @@
 """The data that `scaletrain explain` reports: findings with their evidence and remedies."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ class Evidence:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def because(cls, source: str, reason: Reason) -> Evidence:
+    def because(cls, source: str, reason: Reason) -> "Evidence":
         """Return the observation with its code and parameters."""
         return cls(source, str(reason), **reason.to_document())
 
@@ -52,7 +50,7 @@ class Finding:
         more_actions: tuple[str, ...] = (),
         *,
         needs_action: bool = False,
-    ) -> Finding:
+    ) -> "Finding":
         """Return the finding with the text, the remedies, the code and the parameters of ``reason``."""
         actions = (*reason.remedies, *more_actions)
         return cls(cause, str(reason), evidence, actions, needs_action, **reason.to_document())

@@ -3,8 +3,6 @@
 k8s/Containerfile is the one of this project itself: render() with ScaletrainSource.CONTEXT, which a test compares.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -46,7 +44,7 @@ class ScaletrainSource(Enum):
 class Image:
     """An image to build on ``base``. ``uid``: the user that it runs as, not root; ``version``: that of this package."""
 
-    source: Source
+    source: "Source"
     scaletrain: ScaletrainSource
     base: str = PYTHON_IMAGE
     uid: int = 1000
@@ -120,7 +118,7 @@ WORKDIR /opt/project
         yield _scaletrain(image)
 
 
-def _own_packages(source: Source) -> str:
+def _own_packages(source: "Source") -> str:
     """Return the lines that install the user's packages. Only these files are copied: each run brings its code."""
     first = source.files[0]
     install = {

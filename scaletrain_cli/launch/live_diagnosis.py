@@ -6,8 +6,6 @@ appends the events ``finding`` and ``finding-cleared``; a thread sends notificat
 first process that the kernel kills for lack of memory, dies with the agent, and no rank waits for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
@@ -98,7 +96,7 @@ def _notifying(run: RunDir, record: RunRecord) -> Iterator[None]:
     thread.join(_LAST_NOTIFY_SECONDS)
 
 
-def _run_until_asked(diagnosis: LiveDiagnosis, descriptor: int) -> None:
+def _run_until_asked(diagnosis: "LiveDiagnosis", descriptor: int) -> None:
     """Diagnose at intervals, and a last time once the run has finished or ``descriptor`` can be read, which is its end.
 
     Returns after the end of ``descriptor``.

@@ -4,8 +4,6 @@ The back end starts launch/node/command.py on the node, by srun, kubectl or dire
 every scheduler and passes through the pipes of that one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -305,7 +303,7 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._is_open = False
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         self._before = {signum: signal.signal(signum, self._handle) for signum in _PASSED_ON}
         return self
 

@@ -4,8 +4,6 @@ All checks are made here, before anything is queued. Reads the record and writes
 learning-rate schedule, the steps that a run has trained keep their learning rates.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -96,7 +94,7 @@ class Resize:
         return found
 
     @property
-    def schedule(self) -> NewSchedule | None:
+    def schedule(self) -> "NewSchedule | None":
         """Return what another length or learning-rate schedule means; None if both stay."""
         if self.changes.keys().isdisjoint(SCHEDULE_KEYS):
             return None

@@ -1,7 +1,5 @@
 """A run as `status`, `watch` and the report show it: its state, times, costs, curves, findings and hardware."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +205,7 @@ class Shown:
     log: Log | None = None
     problem: str = ""
 
-    def differs_from(self, other: Shown) -> bool:
+    def differs_from(self, other: "Shown") -> bool:
         """Return True if another one was read since; views and nodes are not compared by value."""
         is_same = self.view is other.view and self.nodes is other.nodes
         return not is_same or self.problem != other.problem or self.log != other.log
@@ -241,7 +239,7 @@ class Reading:
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._read_on, name="watch", daemon=True)
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> "Reading":
         self._thread.start()
         return self
 

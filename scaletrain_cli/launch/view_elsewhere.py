@@ -4,8 +4,6 @@ The back end brings a process there (Backend.view_command); launch/node/view.py 
 scheduler: this machine does, and sends the answers while the view lasts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -79,7 +77,7 @@ def show_view(
     say: Callable[[str], None],
     *,
     outputs: Mapping[int, Callable[[bytes], None]] | None = None,
-) -> ViewEnd:
+) -> "ViewEnd":
     """Run a verb where the files of the run are, with the streams of this process, and return its end.
 
     It gets a terminal there if all three streams are one here, and ``outputs`` is not given: the writers of its

@@ -1,7 +1,5 @@
 """The interface of a mirror's place, a store with named files, the store that is a folder, and copies in parts."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -50,7 +48,7 @@ class MirrorStore(Protocol):
     def create(self, name: str, content: bytes) -> bool:
         """Write a small file unless it is there; return whether this call did. Only one of several callers does."""
 
-    def upload(self, name: str, path: Path, digest: FileDigest, throttle: Throttle) -> None:
+    def upload(self, name: str, path: Path, digest: FileDigest, throttle: "Throttle") -> None:
         """Write a file, which appears whole or not at all, and verify what is stored.
 
         Raises LocalFileError if the local file is not that of the digest.
@@ -113,7 +111,7 @@ class FolderStore:
         sync_folder(path.parent)
         return True
 
-    def upload(self, name: str, path: Path, digest: FileDigest, throttle: Throttle) -> None:
+    def upload(self, name: str, path: Path, digest: FileDigest, throttle: "Throttle") -> None:
         """Copy a file, and read it again from the disk. Raises LocalFileError, MirrorError and OSError."""
         target = self._folder / name
         make_folder(target.parent)

@@ -1,7 +1,5 @@
 """Axes of parallelism: their degrees, the rules that restrict these, and what a framework supports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isqrt
@@ -38,7 +36,7 @@ class Axes(NamedTuple):
     expert: int
 
     @classmethod
-    def of(cls, layout: Layout) -> Axes:
+    def of(cls, layout: Layout) -> "Axes":
         """Return those of a layout."""
         return cls(layout.data_parallel, *(getattr(layout, axis) for axis in AXES))
 

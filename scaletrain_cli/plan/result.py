@@ -3,8 +3,6 @@
 The JSON is the stable contract `scaletrain.plan/v1`: keys are added, never renamed or removed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -188,7 +186,7 @@ class StepSeconds(NamedTuple):
     optimizer: float
 
     @classmethod
-    def of(cls, time: Time) -> StepSeconds:
+    def of(cls, time: Time) -> "StepSeconds":
         """Return the seconds of a complete time."""
         return cls(time.step, time.compute, time.exposed_communication, time.optimizer)
 

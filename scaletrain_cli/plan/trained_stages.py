@@ -5,8 +5,6 @@ without each parameter. A model of which everything trains, with one learning ra
 runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, groupby
@@ -36,7 +34,7 @@ class PartTensors(NamedTuple):
         pairs = zip(self.tensors, self.groups, strict=True)
         return sum(tensor.elements for tensor, group in pairs if (group is not None) == trained)
 
-    def only_first(self) -> PartTensors:
+    def only_first(self) -> "PartTensors":
         """Return the first tensor alone: the token embedding."""
         return PartTensors(self.tensors[:1], self.groups[:1])
 

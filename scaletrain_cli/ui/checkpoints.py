@@ -1,7 +1,5 @@
 """The screens of `checkpoint` and `evaluation`: tables by step, one evaluation, and the progress of verification."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
@@ -78,7 +76,7 @@ class BytesLine:
         self._task = self._progress.add_task("", total=total_bytes or None, amount="")
         self._read = 0
 
-    def __enter__(self) -> BytesLine:
+    def __enter__(self) -> "BytesLine":
         self._progress.start()
         return self
 

@@ -1,7 +1,5 @@
 """The live status line of a run on stderr; it is off if stderr is not a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -31,7 +29,7 @@ class StatusLine:
         )
         self._task = self._progress.add_task("", total=None, state="starting", measures="")
 
-    def __enter__(self) -> StatusLine:
+    def __enter__(self) -> "StatusLine":
         self._progress.start()
         return self
 

@@ -4,8 +4,6 @@ On Slurm and Kubernetes no other process watches the agent, so each rank does, i
 runs before torch loads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -50,7 +48,7 @@ class AgentWatch:
     @classmethod
     def of_rank(
         cls, run: RunDir, attempt: int, *, limit_seconds: float = _LIMIT_SECONDS, look_seconds: float = _LOOK_SECONDS
-    ) -> AgentWatch:
+    ) -> "AgentWatch":
         """Return the watchdog of this rank; without an agent it does nothing.
 
         The first rank of a node acts and records the event; the others wait longer, and act if it cannot.

@@ -6,8 +6,6 @@ step. On SIGUSR2 the rank writes the stacks of all its threads to an in-memory f
 passes their descriptors in the environment. Nothing here may fail or delay training. It runs before torch loads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -101,7 +99,7 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {phase: deque(maxlen=_TIMES_KEPT) for phase in _EVEN_PHASES}
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Heartbeat:
+    def from_environment(cls, environment: Mapping[str, str]) -> "Heartbeat":
         """Return the heartbeat for the agent's pipe, which child processes of the rank do not inherit."""
         several = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
         return cls(private_descriptor(environment, HEARTBEAT_VARIABLE, stat.S_ISFIFO), several_nodes=several)

@@ -8,8 +8,6 @@ trainer = SFTTrainer(..., callbacks=[scaletrain])
 scaletrain.run(trainer)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,7 +40,7 @@ class ScaletrainCallback:
         self._returns = False  # train() was called and will return the exit code
 
     @classmethod
-    def start(cls, run_dir: str | Path | None = None) -> ScaletrainCallback:
+    def start(cls, run_dir: str | Path | None = None) -> "ScaletrainCallback":
         """Set the signal handlers and return the callback of this rank. Call it before torch is imported."""
         return cls(Rank.start(run_dir))
 

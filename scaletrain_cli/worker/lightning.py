@@ -10,8 +10,6 @@
 Lightning restores the position in an epoch only for data loaders with ``state_dict`` and ``load_state_dict``.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable
@@ -40,7 +38,7 @@ class ScaletrainLightning:
         self._saved: int | None = None  # the step of the last checkpoint
 
     @classmethod
-    def start(cls, run_dir: str | Path | None = None) -> ScaletrainLightning:
+    def start(cls, run_dir: str | Path | None = None) -> "ScaletrainLightning":
         """Set the signal handlers and return the adapter of this rank. Call it before torch is imported."""
         return cls(Rank.start(run_dir))
 

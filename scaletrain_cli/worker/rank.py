@@ -3,8 +3,6 @@
 ``Checkpoints`` is for training programs that write their own files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -156,7 +154,7 @@ class Rank:
         self._watch = AgentWatch.of_rank(environment.run, environment.attempt)
 
     @classmethod
-    def start(cls, run_dir: str | Path | None = None) -> Rank:
+    def start(cls, run_dir: str | Path | None = None) -> "Rank":
         """Install the signal handlers and return the rank. Raises UsageError for a damaged run directory.
 
         ``run_dir`` is the argument of the program, or by default the variable SCALETRAIN_RUN_DIR.

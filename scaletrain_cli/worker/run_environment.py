@@ -1,7 +1,5 @@
 """The environment of a rank (run, attempt, rank numbers), and the resolved spec and plan of its run."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -33,7 +31,7 @@ class RunEnvironment:
     node_rank: int
 
     @classmethod
-    def read(cls, run_dir: str | Path, environment: Mapping[str, str] = os.environ) -> RunEnvironment:
+    def read(cls, run_dir: str | Path, environment: Mapping[str, str] = os.environ) -> "RunEnvironment":
         """Return the values in ``environment``. Raises UsageError if a variable is missing."""
         names = ("SCALETRAIN_ATTEMPT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
         missing = [name for name in names if name not in environment]

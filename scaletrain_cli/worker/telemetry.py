@@ -5,8 +5,6 @@ A line of JSON, which agents and programs that do not know it pass over:
 agent writes it to the file of the node. Nothing here may fail or delay training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -108,7 +106,7 @@ class RankTelemetry:
         self._sums: dict[str, list[float]] = {}  # sum, number, lowest, highest
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], *, interval_seconds: float = 1.0) -> RankTelemetry:
+    def from_environment(cls, environment: Mapping[str, str], *, interval_seconds: float = 1.0) -> "RankTelemetry":
         """Return the telemetry for the pipe of the heartbeat."""
         descriptor = private_descriptor(environment, HEARTBEAT_VARIABLE, stat.S_ISFIFO)
         return cls(descriptor, interval_seconds=interval_seconds)

@@ -1,7 +1,5 @@
 """Clusters of duplicates by union-find, the removed documents of each task, and the report."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap
@@ -70,7 +68,7 @@ class _Table:
         self._folder, self.documents = folder, documents
         self._files = contextlib.ExitStack()
 
-    def __enter__(self) -> _Table:
+    def __enter__(self) -> "_Table":
         self.parents: Ids = self._array(np.int64)
         for start in range(0, self.documents, _DOCUMENTS_AT_ONCE):
             stop = min(start + _DOCUMENTS_AT_ONCE, self.documents)

@@ -4,8 +4,6 @@ A reader holds no list of samples: of a sample it reads 43 bytes of the index, i
 compared with the index, so that an image that has changed since is found when it is read.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -138,7 +136,7 @@ class IndexedImages:
         return self._label(index, self._record(index))
 
     @property
-    def _files(self) -> _Opened:
+    def _files(self) -> "_Opened":
         if self._opened is not None:
             return self._opened
         with self._lock:
@@ -180,7 +178,7 @@ class _Opened:
     text: LocalFile
     numbers: LocalFile | None
     ends: LocalFile | None
-    images: _Images
+    images: "_Images"
 
 
 def open_images(folder: Path, cache: BlockCache | None = None) -> dict[str, IndexedImages]:

@@ -1,7 +1,5 @@
 """Labels and captions of samples: from what is stored to numbers and text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -136,7 +134,7 @@ class Member:
     json_key: str | None = None
 
     @classmethod
-    def of(cls, field: str, usual: tuple[str, ...]) -> Member:
+    def of(cls, field: str, usual: tuple[str, ...]) -> "Member":
         """Return the member of a field such as auto, cls, jpg;png or json:caption; auto: ``usual``."""
         if field == "auto":
             return cls(usual)

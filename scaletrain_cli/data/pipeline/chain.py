@@ -6,8 +6,6 @@ A Megatron-LM set says where documents end. In an array each document ends with 
 the part that it begins in, although it may reach into the next ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -162,7 +160,7 @@ class Chain:
         for each in running:
             each.write()
 
-    def _run(self, task: Task, running: Sequence[_Running]) -> Iterator[tuple[int, str]]:
+    def _run(self, task: Task, running: "Sequence[_Running]") -> Iterator[tuple[int, str]]:
         reading, *others = running
         for number, (part, record) in enumerate(task.records()):
             place = Place(task, part, record.place)

@@ -12,8 +12,6 @@ processes do the same unit. Below ``folder``:
 Processes of one job name a file for the reason of a failure: they all stop when it is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -66,7 +64,7 @@ class Claims:
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="claims", daemon=True)
 
-    def __enter__(self) -> Claims:
+    def __enter__(self) -> "Claims":
         try:
             for folder in (self._workers, self._claims):
                 make_folder(folder, parents=True)

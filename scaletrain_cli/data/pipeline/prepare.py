@@ -5,8 +5,6 @@ Everything is below one folder, by keys: ``.steps/<key>`` has decisions, ``.toke
 that is stopped at any moment is continued by the next one. The bytes do not depend on the number of workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -335,7 +333,7 @@ class _Texts:
         chain, found = self.tasks[task]
         return chain.documents(found)
 
-    def for_job(self, job: int) -> tuple[int, _Texts]:
+    def for_job(self, job: int) -> "tuple[int, _Texts]":
         """Return what a worker process needs for a job: a phase that reads texts has one job for each task."""
         return job, _Texts({job: self.tasks[job]} if job in self.tasks else {})
 

@@ -3,8 +3,6 @@
 Worker processes take one task after another, and a task that is not finished leaves nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -105,7 +103,7 @@ class Workers(Generic[Job]):
                 done += 1
                 yield done
 
-    def __enter__(self) -> Workers[Job]:
+    def __enter__(self) -> "Workers[Job]":
         return self
 
     def __exit__(

@@ -1,7 +1,5 @@
 """Export a run with adapters: as a PEFT folder, or merged into the weights of the base model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -69,7 +67,7 @@ class MergedWeights:
     modules: dict[str, Adapted]
 
     @classmethod
-    def of(cls, saved: Weights, model: ModelSpec) -> MergedWeights:
+    def of(cls, saved: Weights, model: ModelSpec) -> "MergedWeights":
         """Return the merged weights of a model with an adapter."""
         return cls(saved, model, module_of_weight(modules_with_adapter(model)))
 

@@ -1,7 +1,5 @@
 """The format of a rank's checkpoint file, and reading state from files that any layout saved."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -44,7 +42,7 @@ class Slice:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def contains(self, other: Slice) -> bool:
+    def contains(self, other: "Slice") -> bool:
         """Return True if this slice certainly contains all of another slice of the same matrix."""
         return self.shard_spec == other.shard_spec and self.start <= other.start and other.stop <= self.stop
 
@@ -58,7 +56,7 @@ class Slice:
         return {"shape": list(self.whole_shape), "cut": spec, "start": self.start, "stop": self.stop}
 
     @classmethod
-    def from_json(cls, name: str, data: dict[str, Any]) -> Slice:
+    def from_json(cls, name: str, data: dict[str, Any]) -> "Slice":
         """Return the slice that ``to_json`` was called on. Raises ValueError for numbers that no slice has."""
         shape, spec, (dim, ranks, rank, parts) = tuple(data["shape"]), None, data["cut"] or (0, 1, 0, 1)
         ratio = [parts] if isinstance(parts, int) else [*parts]

@@ -5,8 +5,6 @@ A checkpoint has several kinds of state: ``weight``, the elementwise states of t
 quantized in blocks are ``opaque``: only the layout that saved them can read them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -51,7 +49,7 @@ class Counts(NamedTuple):
     usual: dict[str, float]
     others: dict[str, dict[str, float]]
 
-    def with_shard(self, shard: FlatShard, counts: dict[str, float]) -> Counts:
+    def with_shard(self, shard: FlatShard, counts: dict[str, float]) -> "Counts":
         """Return the counters with those of one more shard."""
         if not self.usual:
             return Counts(counts, self.others)

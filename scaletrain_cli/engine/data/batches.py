@@ -1,7 +1,5 @@
 """The batches of a rank: which sequences they hold, and reading them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +79,7 @@ class MicroBatch(NamedTuple):
         """The positions, sample numbers and documents of the tokens, which blocks get beside the hidden states."""
         return TokenContext(self.positions, self.samples, self.documents, self.segments, real=self.real)
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> "MicroBatch":
         """Return the micro-batch on another device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 
@@ -208,7 +206,7 @@ class BatchReader:
         places = self._places(number, self.mesh.data.rank)
         return self._batch(indices, places, self._counted_in(number), of_training=number)
 
-    def without_groups(self) -> BatchReader:
+    def without_groups(self) -> "BatchReader":
         """Return a reader of the same batches without process groups, which another process can get as a pickle."""
         return replace(self, mesh=self.mesh.without_groups())
 

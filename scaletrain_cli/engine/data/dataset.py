@@ -3,8 +3,6 @@
 Sequences are of one source of any number of shards, or of several sources side by side.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -70,7 +68,7 @@ class TextSequences(ABC):
         """Return the number of sequences."""
 
     @abstractmethod
-    def part(self, first: int, count: int) -> TextSequences:
+    def part(self, first: int, count: int) -> "TextSequences":
         """Return ``count`` of these sequences from ``first`` on."""
 
     @abstractmethod
@@ -109,7 +107,7 @@ class SourceSequences(TextSequences):
         whole = max(0, (len(self.split.tokens) - 1) // self.seq_len - self.first)
         return whole if self.count is None else self.count
 
-    def part(self, first: int, count: int) -> SourceSequences:
+    def part(self, first: int, count: int) -> "SourceSequences":
         return replace(self, first=self.first + first, count=count)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:

@@ -1,7 +1,5 @@
 """Encode, truncate and pack rows, and write them to disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter, defaultdict, deque
@@ -213,7 +211,7 @@ class _Spool:
         self._files[1].write(document.weights.tobytes())
         self.lengths.append(len(document.ids))
 
-    def __enter__(self) -> _Spool:
+    def __enter__(self) -> "_Spool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,7 +244,7 @@ class _Images:
         self.bad: list[str] = []
         self.rows_left_out = 0
 
-    def __enter__(self) -> _Images:
+    def __enter__(self) -> "_Images":
         return self
 
     def __exit__(self, *_: object) -> None:

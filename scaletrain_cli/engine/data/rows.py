@@ -1,7 +1,5 @@
 """Rows of tokens for fine-tuning: one or several documents each, with the weight of every token in the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -65,7 +63,7 @@ class RowSequences:
     def __len__(self) -> int:
         return len(self.row_ends) // (2 if self.pairs else 1) - self.first if self.count is None else self.count
 
-    def part(self, first: int, count: int) -> RowSequences:
+    def part(self, first: int, count: int) -> "RowSequences":
         """Return ``count`` of these rows or pairs from ``first`` on."""
         return replace(self, first=self.first + first, count=count)
 
@@ -145,7 +143,7 @@ class JoinedRows(Joined):
     images, first = None, 0  # of no source
 
     @classmethod
-    def of(cls, sources: Sequence[RowSequences]) -> JoinedRows:
+    def of(cls, sources: Sequence[RowSequences]) -> "JoinedRows":
         """Return sources that read rows alike: with weights and documents if one of them has some."""
         weighted, packed = (any(getattr(each, name) for each in sources) for name in ("weighted", "packed"))
         return cls(tuple(replace(each, weighted=weighted, packed=packed) for each in sources))

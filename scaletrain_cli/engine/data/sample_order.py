@@ -4,8 +4,6 @@ Of one source it is epochs of pseudo-random permutations, computed for any posit
 pure function of the seed and the batch number, the same in every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -119,7 +117,7 @@ class SampleOrder:
     stages: tuple[Stage, ...]
 
     @classmethod
-    def of_one(cls, seed: int, size: int) -> SampleOrder:
+    def of_one(cls, seed: int, size: int) -> "SampleOrder":
         """Return the order of a run with one source, of ``size`` sequences."""
         return cls(seed, (size,), (Stage(0, (1.0,)),))
 

@@ -1,7 +1,5 @@
 """The command ``step``: the samples of one training step as the ranks read them, with their text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -80,7 +78,7 @@ def _head(spec: RunSpec, layout: Layout, step: int, number: int, rank: int | Non
 
 
 def _shown_images(
-    spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData, number: int, places: Sequence[Place], png: str
+    spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData, number: int, places: "Sequence[Place]", png: str
 ) -> dict[str, Any]:
     from scaletrain_cli.engine.data.images.show import ShownImages, write_sheet  # which needs Pillow
 

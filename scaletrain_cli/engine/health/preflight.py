@@ -1,7 +1,5 @@
 """Measure the devices and links before step 1, and reject bad nodes; writes attempts/NNNN/preflight.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -35,7 +33,7 @@ _PARTNERS = 3  # each node with this many others: a node that is slow with all o
 
 def measure(
     ranks: Ranks, per_node: int, device: torch.device, consensus: RankConsensus, node: str, free: tuple[int, int]
-) -> RankMeasures:
+) -> "RankMeasures":
     """Measure this rank; ``free`` and total bytes of the device, (0, 0) without a GPU."""
     consensus.barrier()
     clock = time.time()

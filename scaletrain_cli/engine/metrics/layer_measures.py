@@ -5,8 +5,6 @@ layout; one all-reduce on the host adds the sums, at these steps only. The gradi
 averaged over replicas and micro-batches, unscaled; clipping by norm is undone, that by value comes after.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -375,7 +373,7 @@ class LayerMeasures:
             return step >= self._due
         return self._every > 0 and step % self._every == 0
 
-    def _cost(self, measured: _Pending) -> tuple[float, float]:
+    def _cost(self, measured: "_Pending") -> tuple[float, float]:
         """Return the seconds that the measurement took on this rank, and those of a step without one.
 
         On a GPU the host only enqueues it: there what the step took more than the others counts, if it is known.

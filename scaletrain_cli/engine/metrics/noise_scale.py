@@ -4,8 +4,6 @@ From the squared norms of the gradient of one micro-batch of a rank, before it i
 batch. Without new collectives: the first one is averaged over the replicas beside the loss.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -47,7 +45,7 @@ class NoiseScale:
         self.seconds = 0.0  # of the host, in the latest measurement
 
     @classmethod
-    def of(cls, layout: Layout, objective: Any, device: torch.device) -> NoiseScale | None:
+    def of(cls, layout: Layout, objective: Any, device: torch.device) -> "NoiseScale | None":
         """Return None where it cannot be had: from one gradient, or where ranks or micro-batches have part of one.
 
         That is: one micro-batch per step in all; tensor, sequence, context, expert or pipeline parallelism; groups of

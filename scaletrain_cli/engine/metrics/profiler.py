@@ -4,8 +4,6 @@ Rank 0 looks for the file at most once a second, and its finding travels with th
 ranks read no files. Nothing here ends training: a failure is written to the figures of the rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -232,7 +230,7 @@ class StepProfiler:
             write_profile(folder, self._profile)
             write_summary(folder)
 
-    def _finish(self, recorder: _Recorder) -> None:
+    def _finish(self, recorder: "_Recorder") -> None:
         """Stop the profiler, and start the process that summarizes its trace."""
         assert self._profile is not None
         folder, rank = profile_folder(self._run, self._attempt, self._profile.first_step), self._ranks.rank

@@ -1,7 +1,5 @@
 """The measurements of this rank in training, sent to the node agent; rank 0 also writes the layers' norms to a file."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -107,7 +105,7 @@ class RankMeasures:
         self._layers = LayerMeasures(spec, composed, mesh, consensus, device, compiled=compiled, first_step=first_step)
         self._file = LayersFile(layers_file(run, attempt)) if rank == 0 else None
 
-    def __enter__(self) -> RankMeasures:
+    def __enter__(self) -> "RankMeasures":
         if self._waits is not None:
             self._waits.__enter__()
         return self

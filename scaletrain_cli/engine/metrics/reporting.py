@@ -1,7 +1,5 @@
 """The reports of rank 0 while it trains: events, and the metrics of each step; in files, in its log and to trackers."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping
@@ -57,7 +55,7 @@ class MetricsLog:
         self._mfu_per_unit_per_second = plan.mfu / plan.tokens_per_second if known else None
         self._language_share = language_share(record.spec) if isinstance(record.spec.model, LlavaSpec) else 0.0
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(

@@ -3,8 +3,6 @@
 On a CPU by host clocks, on a GPU by events on its stream that are read in a later step, once they have passed.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -41,7 +39,7 @@ class CollectiveWaits:
         self._clock = clock
         self._before: Callable[..., Any] | None = None
 
-    def __enter__(self) -> CollectiveWaits:
+    def __enter__(self) -> "CollectiveWaits":
         wait, thread, clock, own_thread = Work.wait, threading.get_ident(), self._clock, threading.get_ident
 
         def timed_wait(work: Work, *arguments: Any, **named: Any) -> Any:

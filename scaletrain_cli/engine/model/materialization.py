@@ -3,8 +3,6 @@
 With ZeRO-3 each module is sharded as soon as it is materialized, so that no rank ever holds the whole model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -202,7 +200,7 @@ def materialize(
             partition(module)
 
 
-def stored_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Matrix]]:
+def stored_buffers(model: nn.Module) -> "Iterator[tuple[Tensor, Matrix]]":
     """Yield the buffers that belong to the weights, which every rank has whole and no gradient trains."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -228,7 +226,7 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return {parameter: [matrix.name for matrix in matrices] for parameter, matrices in matrices_of(model).items()}
 
 
-def matrices_of(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
+def matrices_of(model: nn.Module) -> "dict[nn.Parameter, list[Matrix]]":
     """Return the matrices in each parameter of a model, in the order of the model."""
     found: dict[nn.Parameter, list[Matrix]] = {}
     for prefix, module in model.named_modules():

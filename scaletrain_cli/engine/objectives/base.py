@@ -1,7 +1,5 @@
 """The interface of a training objective."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -53,11 +51,11 @@ class Objective(ABC):
         self.row_losses: list[RowLosses] | None = None  # of the micro-batches so far; None: they are not kept
 
     @classmethod
-    def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
+    def of(cls, spec: RunSpec, mesh: Mesh) -> "Objective":
         """Return the objective of a run."""
         return cls(spec.training, mesh)
 
-    def continue_from(self, other: Objective) -> None:
+    def continue_from(self, other: "Objective") -> None:
         """Take over what was learned of the data by the objective of the stage before, of the same run."""
         return
 

@@ -5,8 +5,6 @@ The reference is the model with its first weights, so that no second model is in
 chosen answers first. It is replaced as a whole while it is computed, and an attempt that finds a part of it continues.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -93,7 +91,7 @@ class ReferenceFile:
         replace_file(path, json.dumps(header | {"seal": _seal_of(header)}).encode() + b"\n" + data)
 
     @classmethod
-    def read(cls, path: Path) -> ReferenceFile | None:
+    def read(cls, path: Path) -> "ReferenceFile | None":
         """Return the file; None if there is none, if header or values lack their hash, or with too many values."""
         try:
             line, _, data = path.read_bytes().partition(b"\n")

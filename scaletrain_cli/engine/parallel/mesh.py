@@ -4,8 +4,6 @@ Tensor ranks are neighbors, so that they share a node; then come sequence, conte
 the order of DeepSpeed's PipeModelDataParallelTopology with sequence and context ranks among its data-parallel ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -168,11 +166,11 @@ class Mesh:
     pipeline_ends: Axis = Axis()  # the first and the last stage, which share a tied embedding
 
     @classmethod
-    def alone(cls) -> Mesh:
+    def alone(cls) -> "Mesh":
         """Return the mesh of a single rank."""
         return cls()
 
-    def without_groups(self) -> Mesh:
+    def without_groups(self) -> "Mesh":
         """Return the same axes without process groups, which another process can get as a pickle."""
         axes = {each.name: getattr(self, each.name) for each in fields(self)}
         return Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()})

@@ -1,7 +1,5 @@
 """The record of a node in an attempt, attempts/NNNN/nodes/<node>.json, and the marker files that agents exchange."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ class RankRecord:
         """Return whether a rank is this process, or one that it started."""
         return rank is not None and self.rank <= rank < self.rank + self.ranks
 
-    def end(self, exit_code: int, now: float, killed_by_agent: bool) -> RankRecord:
+    def end(self, exit_code: int, now: float, killed_by_agent: bool) -> "RankRecord":
         """Return the record of the same rank with its end."""
         name = signal.Signals(-exit_code).name if exit_code < 0 else None
         return dataclasses.replace(self, ended=now, exit_code=exit_code, signal=name, killed_by_agent=killed_by_agent)

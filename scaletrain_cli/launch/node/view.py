@@ -8,8 +8,6 @@ knows of the run, which frames of kind RUN replace; the verb finds it in the fil
 ``--hold`` keeps a pod that was started for views, until none has been open for two minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl
@@ -50,7 +48,7 @@ class Identity:
     revision: int
 
     @classmethod
-    def of(cls, record: RunRecord) -> Identity:
+    def of(cls, record: RunRecord) -> "Identity":
         """Return the identity of a run by its record."""
         return cls(record.created, record.wandb_run_id, record.revision)
 

@@ -3,8 +3,6 @@
 ``scaletrain plan --explain --json`` has them under ``explanation``; keys are added, never renamed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -53,7 +51,7 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
     return None if any(broken_rules(unpinned, Axes.of(changed))) else evaluate(spec, changed, device)
 
 
-def row(name: str, candidate: Candidate, note: Reason | None = None) -> Row:
+def row(name: str, candidate: Candidate, note: Reason | None = None) -> "Row":
     """Return a row with the memory and step time of a layout."""
     memory = candidate.memory
     return Row(name, memory.peak, candidate.time.step, memory.peak / memory.capacity, memory.fits, note)

@@ -3,8 +3,6 @@
 The engine configures DeepSpeed with the sizes of this module, so the planner counts what runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,7 +86,7 @@ class BufferBytes(NamedTuple):
     step: int
     head: int = 0
 
-    def plus(self, bytes_: int) -> BufferBytes:
+    def plus(self, bytes_: int) -> "BufferBytes":
         """Return these buffers beside others of ``bytes_`` bytes, which the update does not need."""
         return BufferBytes(self.loss + bytes_, self.backward + bytes_, self.step, self.head + bytes_)
 

@@ -4,8 +4,6 @@ Every size trains the same samples with the same global batch. A size is never u
 fewer nodes train as fast.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ class NodeSize:
     why_not: Reason | None = None
 
     @staticmethod
-    def range_advice(sizes: Sequence[NodeSize]) -> Reason | None:
+    def range_advice(sizes: "Sequence[NodeSize]") -> Reason | None:
         """Return when the range of nodes with these sizes pays."""
         return break_even(usable_plans(sizes))
 

@@ -11,8 +11,6 @@ A search over a large cluster cannot size every layout. The bounds follow from p
 * a micro-batch takes no less time than the traffic that ZeRO-2 and 3 add to it, however much of it is overlapped.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -79,7 +77,7 @@ class Bounds:
         self._activations_of_blocks: dict[tuple[int | str, ...], float] = {}
         self._full_stages: dict[tuple[int, int, int], FullStage | None] = {}
 
-    def on_cluster(self, spec: RunSpec) -> Bounds:
+    def on_cluster(self, spec: RunSpec) -> "Bounds":
         """Return the bounds of the same run on another number of nodes. Both share the layouts that they have sized.
 
         These have one micro-batch and only the data-parallel ranks that their experts need, so nothing about them

@@ -3,8 +3,6 @@
 ``search`` is the entry: branch and bound with the lower bounds of bounds.py. ``choose`` states the preference.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence
@@ -164,7 +162,7 @@ class Point(NamedTuple):
         size, offload = group.micro_batches[self.micro_batch], group.offload[self.offload]
         return build_layout(spec, group.axes, group.zero_stage, modes[self.checkpointing], size, offload)
 
-    def needs_no_more(self, other: Point) -> bool:
+    def needs_no_more(self, other: "Point") -> bool:
         """Return whether it needs no more memory than another layout of the same group."""
         return (
             self.micro_batch <= other.micro_batch
@@ -172,7 +170,7 @@ class Point(NamedTuple):
             and self.offload >= other.offload
         )
 
-    def recomputing(self, bounds: Bounds, modes: Sequence[str], floor: float) -> tuple[float, Point] | None:
+    def recomputing(self, bounds: Bounds, modes: Sequence[str], floor: float) -> "tuple[float, Point] | None":
         """Return the same layout with more recomputation, and a lower bound on its step; None if there is none.
 
         It is no faster, so ``floor``, the bound of this one, holds for it too.

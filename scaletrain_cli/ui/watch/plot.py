@@ -1,7 +1,5 @@
 """Curves in characters: points in Braille cells (2 x 4 a cell), or one point a cell where Braille cannot be encoded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,7 +163,7 @@ def _round_values(low: float, high: float, wanted: int, is_log: bool) -> list[fl
     return [number * unit for number in range(first, last + 1)]
 
 
-def _axis(width: int, marks: Sequence[tuple[int, Mark]], canvas: _Canvas) -> Text:
+def _axis(width: int, marks: Sequence[tuple[int, Mark]], canvas: "_Canvas") -> Text:
     axis = Text(" " * _LABEL_COLUMNS, "dim")
     cells: list[tuple[str, str]] = [("─" if canvas.unicode else "-", "dim")] * width
     free = 0

@@ -1,7 +1,5 @@
 """The terminal of `watch`: an alternate screen without a cursor, keys one by one, and only changed lines drawn."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -56,7 +54,7 @@ class Terminal:
         self._drawn: list[str] = []
         self._bytes = b""
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> "Terminal":
         self._before = termios.tcgetattr(self._input)
         self._handlers = {
             signal.SIGTSTP: signal.signal(signal.SIGTSTP, self._stop),

@@ -1,7 +1,5 @@
 """Batches of images as the reader makes them and as the model takes them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -41,7 +39,7 @@ class ImageMicroBatch(NamedTuple):
         """The arguments of the model: images, or images and captions."""
         return (self.images,) if self.tokens is None else (self.images, self.tokens)
 
-    def to(self, device: torch.device) -> ImageMicroBatch:
+    def to(self, device: torch.device) -> "ImageMicroBatch":
         """Return the micro-batch on another device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 

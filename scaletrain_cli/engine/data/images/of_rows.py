@@ -1,7 +1,5 @@
 """Images of rows: read and checked when rows are prepared, and decoded to the pixels of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -47,7 +45,7 @@ class RowPixels:
     decoder: str
 
     @classmethod
-    def of(cls, spec: RunSpec) -> RowPixels:
+    def of(cls, spec: RunSpec) -> "RowPixels":
         """Return the pixels of a spec of a LLaVA. Raises UsageError if the decoder cannot be imported."""
         model, images = spec.model, spec.data.images
         assert isinstance(model, LlavaSpec)

@@ -1,7 +1,5 @@
 """Open the indexes of a run's images, and build the readers of its batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +49,7 @@ class ImageSamples:
         return self.count
 
     @property
-    def sources(self) -> tuple[ImageSamples, ...]:
+    def sources(self) -> "tuple[ImageSamples, ...]":
         """The samples of each source: these."""
         return (self,)
 
@@ -79,7 +77,7 @@ class ImageSamples:
         """Return a sample, counted from 0. Raises CorruptDataError if it is not what was indexed."""
         return self.images.read(self.place(index))
 
-    def part(self, first: int, count: int) -> ImageSamples:
+    def part(self, first: int, count: int) -> "ImageSamples":
         """Return ``count`` samples from ``first`` on, in the same order."""
         return replace(self, first=self.first + first, count=count)
 

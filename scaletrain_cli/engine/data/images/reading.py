@@ -1,7 +1,5 @@
 """Decode images, and read the batches of a rank: any batch by its number alone."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -130,7 +128,7 @@ class ImageBatchReader:
         values = torch.tensor([[mix.weight, *mix.box] for mix in mixes], dtype=torch.float32)
         return batch._replace(mix=values.view(len(within), size, 5))
 
-    def without_groups(self) -> ImageBatchReader:
+    def without_groups(self) -> "ImageBatchReader":
         """Return a reader of the same batches without process groups, which another process can get as a pickle."""
         return replace(self, mesh=self.mesh.without_groups())
 

@@ -4,8 +4,6 @@ The generator of an operation is a counter generator (Philox) whose key is a has
 the operation, so that no result depends on which process computes it, or on what it computed before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct
@@ -343,7 +341,7 @@ class ImageTransform:
     @classmethod
     def of(
         cls, images: ImagesSpec, size: int, mean: Sequence[float], crop_ratio: float | None = None
-    ) -> ImageTransform:
+    ) -> "ImageTransform":
         """Return the transform of a spec. ``mean``: of each channel, from 0 to 1. ``crop_ratio``: None: the spec's."""
         fill = tuple(round(255 * each) for each in mean)
         ratio = images.crop_ratio if crop_ratio is None else crop_ratio

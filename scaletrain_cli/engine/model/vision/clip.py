@@ -3,8 +3,6 @@
 Modules have the names of Hugging Face's files of ``CLIPModel``, with their spelling.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -232,7 +230,7 @@ class Clip(VisionModel):
         return normalized(self.text_projection(self.text_model(tokens)))
 
     def forward(
-        self, pixels: Tensor | None, tokens: Tensor | None, output: Callable[[Clip, Any], Any] | None = None
+        self, pixels: Tensor | None, tokens: Tensor | None, output: "Callable[[Clip, Any], Any] | None" = None
     ) -> Any:
         """Return the ``ClipFeatures`` of pairs of image and caption.
 

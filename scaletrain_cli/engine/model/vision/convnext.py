@@ -3,8 +3,6 @@
 Modules have the names of Hugging Face's files of ``ConvNextForImageClassification``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +143,7 @@ class ConvNextForImageClassification(VisionModel):
         self,
         pixels: Tensor,
         samples: Tensor | None = None,
-        output: Callable[[ConvNextForImageClassification, Tensor], Any] | None = None,
+        output: "Callable[[ConvNextForImageClassification, Tensor], Any] | None" = None,
     ) -> Any:
         """Return logits [batch, num_labels].
 

@@ -4,8 +4,6 @@ Modules have the names of Hugging Face's files of ``ResNetForImageClassification
 (arXiv:1803.08494) takes the place of BatchNorm, and no Hugging Face model has these weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +148,7 @@ class ResNetForImageClassification(VisionModel):
         self,
         pixels: Tensor,
         samples: Tensor | None = None,
-        output: Callable[[ResNetForImageClassification, Tensor], Any] | None = None,
+        output: "Callable[[ResNetForImageClassification, Tensor], Any] | None" = None,
     ) -> Any:
         """Return logits [batch, num_labels].
 

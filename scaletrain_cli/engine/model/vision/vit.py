@@ -3,8 +3,6 @@
 Modules have the names of Hugging Face's files of ``ViTForImageClassification``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -163,7 +161,7 @@ class ViTForImageClassification(VisionModel):
         self,
         pixels: Tensor,
         samples: Tensor | None = None,
-        output: Callable[[ViTForImageClassification, Tensor], Any] | None = None,
+        output: "Callable[[ViTForImageClassification, Tensor], Any] | None" = None,
     ) -> Any:
         """Return logits [batch, num_labels].
 

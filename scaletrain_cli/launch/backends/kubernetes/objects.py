@@ -121,10 +121,10 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
-            labels = workload["metadata"].get("labels", {})
-            tries = QUEUE_LABEL in labels and workload["kind"] == TRAIN_JOB.name  # the preflight tried other kinds
-            if tries and is_unmanaged(workload, cluster.apply(workload, dry_run=True)):
-                raise SchedulerError(reason("queue-without-kind", kind=workload["kind"], queue=labels[QUEUE_LABEL]))
+            queue = workload["metadata"].get("labels", {}).get(QUEUE_LABEL)
+            tried = queue is None or workload["kind"] != TRAIN_JOB.name  # those of other kinds: in the preflight
+            if not tried and is_unmanaged(workload, cluster.apply(workload, dry_run=True)):
+                raise SchedulerError(reason("queue-without-kind", kind=workload["kind"], queue=queue))
             return _apply_until_answered(cluster, workload, is_new=True)
         except RefusedError as error:
             if not is_runtime_missing(error.said) or time.monotonic() > deadline:

@@ -8,8 +8,6 @@ the pod object exists. A pod that was killed writes no message; the kubelet then
 (``terminationMessagePolicy: FallbackToLogsOnError``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -187,7 +185,7 @@ class PodOutput:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="pod-output", daemon=True)
 
-    def __enter__(self) -> PodOutput:
+    def __enter__(self) -> "PodOutput":
         self._thread.start()
         return self
 
