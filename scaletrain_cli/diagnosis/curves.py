@@ -22,9 +22,12 @@ def median(values: Sequence[float]) -> float:
     return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of a normal distribution with the same median absolute deviation."""
-    center = median(values)
+def deviation(values: Sequence[float], center: float | None = None) -> float:
+    """Return the standard deviation of a normal distribution with the same median absolute deviation from the center.
+
+    ``center``: the median by default.
+    """
+    center = median(values) if center is None else center
     return _DEVIATION_PER_MAD * median([abs(value - center) for value in values])
 
 

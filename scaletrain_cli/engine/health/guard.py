@@ -4,11 +4,12 @@ Pure: all ranks see the same numbers and have the same state. ``rollback`` acts 
 """
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from scaletrain_cli.diagnosis.curves import deviation, median
 
 # Loss and gradient-norm spikes.
 
@@ -30,7 +31,6 @@ _USUAL_FACTOR = 3.0  # the default of guard.spike.factor
 # ten times the median. SPAM's spikes have a squared gradient of 50 times its mean (arXiv:2501.06842).
 _NORM_DEVIATIONS = 7.0
 _NORM_RATIO = 10.0
-_DEVIATION_PER_MAD = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
 # After this many outliers in a row, without a rollback, their level is the new normal.
 _NEW_LEVEL_STEPS = 32
 _HEALTHY_STEPS = 10
@@ -71,12 +71,12 @@ class SpikeGuard:
     @property
     def median_loss(self) -> float | None:
         """Median of recent losses; None for fewer than 8."""
-        return statistics.median(self._losses) if len(self._losses) >= _FEWEST_LOSSES else None
+        return median(self._losses) if len(self._losses) >= _FEWEST_LOSSES else None
 
     @property
     def median_norm(self) -> float | None:
         """Median of recent norms; None for fewer than 32."""
-        return statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else None
+        return median(self._norms) if len(self._norms) >= _FEWEST_NORMS else None
 
     @property
     def healthy_steps(self) -> int:
@@ -119,14 +119,14 @@ class SpikeGuard:
         lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor widens the spread, too
         if loss <= min(median + lenient * ((_LOSS_RATIO - 1) * median), self._factor * median):
             return False  # whatever the deviation is, which takes longer to find
-        spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * _deviation(self._losses, median))
+        spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * deviation(self._losses, median))
         return loss > min(median + spread, self._factor * median)
 
     def _is_norm_outlier(self, norm: float) -> bool:
         median = self.median_norm
         if median is None:
             return False
-        return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * _deviation(self._norms, median)
+        return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * deviation(self._norms, median)
 
     def expect_new_level(self) -> None:
         """Forget the level of losses and norms so far, because the next step trains on other data."""
@@ -150,11 +150,6 @@ class SpikeGuard:
         self._norms = deque(state["norms"], maxlen=_WINDOW_STEPS)
         self._outliers = [Outlier(*outlier) for outlier in state["outliers"]]
         self._healthy = state["healthy"]
-
-
-def _deviation(values: Iterable[float], median: float) -> float:
-    """Return the standard deviation of a normal distribution with this median absolute deviation."""
-    return _DEVIATION_PER_MAD * statistics.median(abs(value - median) for value in values)
 
 
 # Slow failures: a collapsing loss scale, dead gradients, a loss that does not fall. Each is reported once; checkpoints
@@ -247,8 +242,8 @@ class FlatLoss:
             self._first.append(loss)
         if step != self._checked_at or len(recent) < _RECENT_LOSSES:
             return None
-        first, now = statistics.median(self._first), statistics.median(recent)
-        noise = _deviation(recent, now)
+        first, now = median(self._first), median(recent)
+        noise = deviation(recent, now)
         fall = first - now
         if fall > noise or fall > _FLAT_SHARE * first:
             return None
