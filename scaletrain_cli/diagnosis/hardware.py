@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, grown, share, worst
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Finding, Severity
-from scaletrain_cli.diagnosis.telemetry_rows import grown, share, worst
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import Telemetry, read_telemetry

@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import FEWEST, Case, recent
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Finding, Severity
-from scaletrain_cli.diagnosis.telemetry_rows import FEWEST, recent
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
 from scaletrain_cli.diagnosis.speed import slow_rank
-from scaletrain_cli.diagnosis.telemetry_rows import grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps_seconds
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan
