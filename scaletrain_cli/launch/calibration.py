@@ -3,6 +3,8 @@
 ``~/.config/scaletrain/calibration/`` has a JSON file for each measured run; deleting one removes its effect.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json

@@ -4,6 +4,8 @@ A rank that fails breaks the connections of all other ranks, so causes must be s
 launch/restart.py decides what follows.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ A run directory is created atomically, by one rename; a lock serializes the subm
 job that was submitted last is kept as text, and compared with the next one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import difflib

@@ -17,6 +17,8 @@ For the engine there are ``submittable`` (why it cannot run a plan), ``zero_buff
 ``rank_model_states`` (the bytes of states on a rank).
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

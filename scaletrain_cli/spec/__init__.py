@@ -1,5 +1,7 @@
 """The run spec: its schema, loading with line numbers, overrides and JSON Schema. Imports only the base layer."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec

@@ -329,8 +329,6 @@ class SlurmBackend(Backend):
 
     def node_command(self, run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
         """Return srun for a step that shares the resources of the running one, its devices too (Slurm 22.05)."""
-        from scaletrain_cli.launch.backends.slurm.session import session_command
-
         words = session_command(record.spec, run.path, node)
         return NodeCommand(words, absolute_paths(passed_on(record.spec.secret_env)))
 
