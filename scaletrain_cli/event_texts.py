@@ -160,7 +160,7 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
         ("message", ": {message}"),
         ("requeue", "; another one follows"),
         ("in_place", " on the same nodes"),
-        ("!requeue", "; none follows"),
+        ("ends_run", "; none follows"),
         ("why", " ({why})"),
     ),
     "rolled-back": _rolled_back,

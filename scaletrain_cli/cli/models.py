@@ -5,6 +5,7 @@ Of the hub only the list of the repository's files, its config.json and for `ini
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,8 +61,9 @@ def find_model(
             files = [file for name in names if (file := listing.find(name)) is not None]
             has_tokenizer = bool(files) and files[0].path == names[0]
             tokenizer = settings.snapshot(listing.reference, listing.commit) / names[0]
-            for file in files if reads_tokenizer and has_tokenizer else ():
-                read_small_file(listing, file, settings)
+            with contextlib.suppress(HubError):  # as without network: the class is checked where the tokenizer is used
+                for file in files if reads_tokenizer and has_tokenizer else ():
+                    read_small_file(listing, file, settings)
         else:
             folder = expand_home(text)
             config, name = folder / "config.json", str(folder.absolute())

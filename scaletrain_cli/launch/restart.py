@@ -23,6 +23,7 @@ from scaletrain_cli.launch.attempts import (
     with_outcome,
 )
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, cache_failure, ended_with_its_job
+from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
@@ -258,6 +259,11 @@ def conclude_attempt(
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
     if stop_reason is not None and outcome.lost and not down:
         outcome = ended_with_its_job(outcome)
+    before = read_attempt(run, number - 1)
+    follows_in_place = before is not None and before.decision is not None and before.decision.in_place
+    if outcome.lost and follows_in_place and not read_node_records(run, number):
+        # As where Slurm cannot kill what the attempt before has left: no fault of the run.
+        outcome = dataclasses.replace(outcome, reason="preempted", exit_code=int(ExitCode.PREEMPTED), lost=False)
     if outcome.reason in _ENDS_OF_IDLE and (idle := read_stop_request(run, number, "idle")) is not None:
         outcome = _ended_idle(outcome, idle)
     elif outcome.reason in ("preempted", "out-of-grace") and time_is_up():
@@ -284,7 +290,8 @@ def conclude_attempt(
             cancelled,
             progress_known=_progress_known(run, record),
         )
-        if decision.requeue and not outcome.against and may_restart_in_place(history) and keeps_nodes():
+        stays = decision.requeue and not outcome.against and may_restart_in_place(history)
+        if stays and read_stop_request(run, number, "growth") is None and keeps_nodes():
             decision = dataclasses.replace(decision, in_place=True)
         if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:
             decision = Decision.because(False, decision.exit_code, why)
@@ -412,6 +419,7 @@ def _record(run: RunDir, attempt: AttemptRecord) -> None:
         message=attempt.message,
         requeue=decision is not None and decision.requeue,
         in_place=decision is not None and decision.in_place,
+        ends_run=decision is not None and not attempt.may_be_followed,
         why=str(why),
         **attempt.why.to_document(),
         decision=why.to_document(),

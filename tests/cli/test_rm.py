@@ -235,7 +235,7 @@ def test_each_event_has_a_sentence() -> None:
     shown = scaletrain("events", "r1", code=0)
     lines = shown.out.splitlines()
     assert lines[0].endswith("submitted       job 7 on local")
-    assert lines[-1].endswith("attempt 1 ended with exit code 1, crash: it was so; none follows")
+    assert lines[-1].endswith("attempt 1 ended with exit code 1, crash: it was so")
     followed = scaletrain("events", "r1", "--follow")
     assert followed.out == shown.out
     assert scaletrain("events", "r1", "--json").data["events"][0]["event"] == "submitted"

@@ -72,7 +72,11 @@ trap : USR1
 patience=() # of srun, once an attempt has ended in this job
 while :; do
     # Begin an attempt: prints its number and the address of the rendezvous.
-    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit
+    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {
+        code=$?
+        if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then break; fi # as after an outage: requeue the job
+        exit "$code"
+    }
     [ -n "$began" ] || exit 0 # the run has already finished
     read -r attempt address port <<<"$began"
 
@@ -96,19 +100,23 @@ while :; do
     code=$?
     [ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null
 
-    # Record the end of the attempt: prints `restart` to begin the next one on these nodes, `requeue` and what
-    # changes in the job, or `stop`.
+    # Record the end of the attempt: prints `restart` and after how many seconds the next one may begin on these
+    # nodes, `requeue` and what changes in the job, or `stop`.
     signaled=$ended_by_slurm ended_by_slurm=
     decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
-        --srun-exit-code "$code" $signaled)
+        --srun-exit-code "$code" --may-restart $signaled)
     code=$?
     read -r -a decision <<<"$decision"
-    if [ "${decision[0]-}" != restart ] || [ -n "$ended_by_slurm" ]; then break; fi
+    [ "${decision[0]-}" = restart ] || break
+    sleep "${decision[1]}" &
+    wait $!
+    decision=(restart)
+    [ -z "$ended_by_slurm" ] || break
     # If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit.
     patience=(--immediate=60)
 done
 case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac
-ended_by_slurm= # a signal that came before was no end of the job
+[ "${decision[0]}" = restart ] || ended_by_slurm= # a signal that came before was no end of the job
 
 # Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.
 requeue() {

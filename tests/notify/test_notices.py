@@ -130,7 +130,7 @@ def test_a_hang_is_sent_once_per_attempt_and_a_failure_has_the_end_of_its_attemp
     assert told.take({**hang, "attempt": 2}) == "hang"
     told.take(ended("hang", requeue=False))
     assert told.take({"event": "stopped", "exit_code": 93, "why": "budget used up", "code": "x"}) == "failed"
-    assert told.log[-1].text.endswith("attempt 1 ended with exit code 1, hang: why; none follows")
+    assert told.log[-1].text.endswith("attempt 1 ended with exit code 1, hang: why")
 
 
 def test_three_preemptions_within_an_hour_are_too_many() -> None:

@@ -40,8 +40,8 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
 }
 # The normalizer and the pre_tokenizer of classes of transformers 5 that read neither from tokenizer.json: see __init__
-# in its tokenization_*.py. ByteLevel's add_prefix_space and Metaspace's prepend_scheme come from the settings, and the
-# normalizer of unigram tokenizers from tokenizer.json.
+# in its tokenization_*.py. ByteLevel's add_prefix_space and Metaspace's prepend_scheme come from the settings; of
+# unigram tokenizers only a normalizer of type Precompiled comes from tokenizer.json.
 _NFC, _BYTES = {"type": "NFC"}, {"type": "ByteLevel", "use_regex": True}
 _METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 _UNDERLINED = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -67,6 +67,7 @@ _FORMS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
         ],
     ),
 }
+_UNKNOWN = {"T5Tokenizer": 2, "XLMRobertaTokenizer": 3}  # the ids of their unknown token
 _NOT_KNOWN: tuple[Any, list[dict[str, Any]]] = ("", [])  # the form of another class of unigram tokenizers
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ByteLevel": {"use_regex": True},
@@ -300,9 +301,12 @@ def _apply_settings(document: dict[str, Any], config: dict[str, Any], path: Path
         states = [state for part in (splitter, normalizer) for state in _prefix_spaces(part)]
         if states:
             _require(config, "add_prefix_space", any(states), path)
-    is_unigram = document["model"].get("type") == "Unigram" and name not in (*GENERIC_CLASSES, "None")
+    model = document["model"]
+    is_unigram = model.get("type") == "Unigram" and name not in (*GENERIC_CLASSES, "None")
     if (is_unigram or name in _FORMS) and config["model_type"] not in _READ_AS_IT_IS:
         _require_form(name, splitter, normalizer, config, path)
+        if name in _UNKNOWN and (model.get("unk_id") != _UNKNOWN[name] or model.get("byte_fallback")):
+            raise _class_differs(name, path)
     return json.dumps([splitter, normalizer]) != before
 
 
@@ -324,10 +328,15 @@ def _require_form(
         own_parts = [{**_METASPACE, "prepend_scheme": scheme}]
         if prefix and legacy is not False:  # transformers 4 puts a space before each text between special tokens
             own_parts = []
-    same = own_normalizer in (..., normalizer or None) and len(parts) == len(own_parts)
+    if own_normalizer is ...:
+        own_normalizer = normalizer if normalizer.get("type") == "Precompiled" else None
+    same = own_normalizer == (normalizer or None) and len(parts) == len(own_parts)
     if not same or any({**part, **own} != part for own, part in zip(own_parts, parts, strict=True)):
-        params = {"class": name, "folder": str(path.parent)}
-        raise TokenizerError(path, Reason("tokenizers.class-differs", params))
+        raise _class_differs(name, path)
+
+
+def _class_differs(name: str, path: Path) -> TokenizerError:
+    return TokenizerError(path, Reason("tokenizers.class-differs", {"class": name, "folder": str(path.parent)}))
 
 
 def _prefix_spaces(part: dict[str, Any]) -> Iterator[bool]:

@@ -42,7 +42,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import TOKEN_FILES
-from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files, source_files_of
+from scaletrain_cli.spec.hub_files import CONFIG, HubUse, hub_uses, local_path, selected_files, source_files_of
 from scaletrain_cli.spec.mirror import is_in_store
 from scaletrain_cli.spec.weight_files import DamagedHeaderError, Header, header_bytes, parsed_headers, read_headers
 
@@ -132,7 +132,7 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
         require_online(listing, tuple(missing), settings)
         require_readable(listing, missing[-1], settings)
     if use.purpose == "tokenizer":
-        for file in (files[0], *(file for file in files if file.path.endswith(TOKEN_FILES))):
+        for file in (files[0], *(file for file in files if file.path.endswith((*TOKEN_FILES, CONFIG)))):
             read_small_file(listing, file, settings)
         if reason := tokenizer_problem(Path(local_path(use, settings, listing.commit)), view.spec):
             yield reason

@@ -253,8 +253,14 @@ def test_a_class_that_builds_a_unigram_tokenizer_anew_is_refused_unless_it_build
     document |= {"added_tokens": [], "post_processor": None}
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     by_words = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]}
-    for splitter, is_same in ((by_words, name != "XGLMTokenizer"), (metaspace, False)):
-        path = write_tokenizer(tmp_path, json.dumps(document | {"pre_tokenizer": splitter}), {"tokenizer_class": name})
+    lower, other = {"normalizer": {"type": "Lowercase"}}, {"model": {**document["model"], "unk_id": 0}}
+    for changes, is_same in (
+        ({"pre_tokenizer": by_words}, name != "XGLMTokenizer"),
+        ({"pre_tokenizer": metaspace}, False),
+        ({"pre_tokenizer": by_words, **lower}, False),
+        ({"pre_tokenizer": by_words, **other}, False),
+    ):
+        path = write_tokenizer(tmp_path, json.dumps(document | changes), {"tokenizer_class": name})
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         ours = load_tokenizer(str(path), "PreTrainedTokenizerFast")
         encoded = [(theirs(text, add_special_tokens=False)["input_ids"], ours.encode(text).ids) for text in TEXTS]

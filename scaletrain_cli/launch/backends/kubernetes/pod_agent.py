@@ -272,7 +272,7 @@ def _decide_on_restart(
     options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int
 ) -> tuple[RunDir, int] | PodEnd:
     """Conclude the attempt in pod 0, once the other nodes have ended or after a timeout, and begin one that follows."""
-    from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
+    from scaletrain_cli.launch.attempts import begin_attempt, read_attempt, signaled_nodes
     from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
     from scaletrain_cli.launch.restart import conclude_attempt, conclude_run, first_attempt_of_job
@@ -282,6 +282,11 @@ def _decide_on_restart(
     def all_ended() -> bool:
         nodes = read_node_records(run, number)
         return len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes)
+
+    def pods_stay() -> bool:
+        """None was signaled, which a pod is once, and none has given up the wait for this decision."""
+        ends = [node.ended or 0.0 for node in read_node_records(run, number)]
+        return all_ended() and not signaled_nodes(run, number) and time.time() - min(ends) < DECISION_SECONDS - 15
 
     while time.monotonic() < deadline and not all_ended():
         time.sleep(_POLL_SECONDS)
@@ -295,7 +300,7 @@ def _decide_on_restart(
         number,
         first_attempt=first,
         launcher_exit_code=code,
-        keeps_nodes=lambda: all_ended() and not _is_terminating(),
+        keeps_nodes=lambda: pods_stay() and not _is_terminating(),
     )
     ended = read_attempt(run, number)
     if not decision.requeue:

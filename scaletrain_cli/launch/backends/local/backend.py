@@ -34,7 +34,6 @@ from scaletrain_cli.launch.backends.base import (
 )
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
 from scaletrain_cli.launch.job import Job
-from scaletrain_cli.launch.node.inspection import count_gpus
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.node.record import read_node_records
@@ -59,6 +58,8 @@ def local_view(
 
     ``job_of`` returns the job of a run, None for a run of another back end. Other processes are not considered.
     """
+    from scaletrain_cli.launch.node.inspection import count_gpus  # most commands look at no device
+
     rows = tuple(row for run in list_runs() if (row := _row(run, job_of)) is not None)
     count, _ = count_gpus(os.environ)
     total, kind = (count, _type(drivers)) if count else (usable_cores(), "CPU core")

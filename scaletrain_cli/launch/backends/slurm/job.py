@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -57,6 +58,10 @@ from scaletrain_cli.text import listed
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 _NOT_REQUEUED = Reason("slurm.job-not-requeued")
+# States of nodes on which no further job would start: a health check or an administrator wants them free.
+_LEAVES = re.compile("DRAIN|FAIL|REBOOT|MAINT")
+_PAUSE_SECONDS = 60  # after an attempt without progress, which an outage of some minutes may have ended
+_START_SECONDS = 180.0  # from the end of an attempt until the agents of the next one receive signals
 _PROMPT_SECONDS = 10.0  # for an answer of Slurm without which the job is requeued
 _ASKED_NODES = 4  # one is enough, unless its name does not resolve
 _EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
@@ -72,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--srun-exit-code", type=int)
+    parser.add_argument("--may-restart", action="store_true", help="the script, of this version, knows `restart`")
     parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
     options = parser.parse_args(arguments)
     run = RunDir(options.run_folder.absolute())
@@ -83,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.word == "watch-reservation":
             return watch_reservation(record.spec.cluster, os.environ)
         if options.word == "end":
-            return end(run, record, options.attempt, options.srun_exit_code, os.environ, stop_reason)
+            code = options.srun_exit_code
+            return end(run, record, options.attempt, code, os.environ, stop_reason, may_restart=options.may_restart)
         if stop_reason is not None:  # Slurm is ending the job, and may still requeue it
             return withdraw_restart(run, options.attempt, stop_reason, left_to_scheduler=True).exit_code
         return conclude_run(run, withdraw_restart(run, options.attempt, _NOT_REQUEUED))
@@ -166,6 +173,8 @@ def end(
     srun_exit_code: int,
     environment: Mapping[str, str],
     stop_reason: Reason | None = None,
+    *,
+    may_restart: bool = False,
 ) -> int:
     """Conclude the attempt and print what the script must do.
 
@@ -185,10 +194,11 @@ def end(
         stop_reason=stop_reason,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment),
         down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
-        keeps_nodes=lambda: attempt is not None and _keeps_nodes(run, record, attempt, environment),
+        keeps_nodes=lambda: may_restart and attempt is not None and _keeps_nodes(run, record, attempt, environment),
     )
     if decision.in_place:
-        print("restart")
+        ended = read_attempt(run, number)
+        print("restart", 0 if ended is not None and ended.made_progress else _PAUSE_SECONDS)
     else:
         print(*(("requeue", *_changes(run, record, environment)) if decision.requeue else ("stop",)))
     may_go_on = decision.requeue or decision.left_to_scheduler
@@ -198,15 +208,18 @@ def end(
 def _keeps_nodes(run: RunDir, record: RunRecord, attempt: AttemptRecord, environment: Mapping[str, str]) -> bool:
     """Return whether another attempt may begin on the nodes of the job, which a requeue would give back.
 
-    Not if one is down or to be excluded, if the job has given some back, or if the signal before its end may come
-    between two attempts.
+    Not if one is down, about to leave or to be excluded, if the job has given some back, if the signal before its end
+    may come between two attempts, or if each step of the job would create the same container.
     """
+    nodes, container = _shown(attempt, _PROMPT_SECONDS), record.spec.cluster.slurm.container
     return (
         attempt.nodes == node_names(environment.get("SLURM_JOB_NODELIST", ""))
-        and lost_nodes(attempt, _PROMPT_SECONDS) == frozenset()
+        and bool(nodes)
+        and not any(_is_lost(node, attempt.started) or _LEAVES.search(node.get("State", "")) for node in nodes)
+        and not (container is not None and str(container.options.get("container-name")).endswith(":create"))
         and exclusion_for(run, record.spec).nodes == last_exclusion(run)
         and _still_runs(environment)
-        and not time_is_up(attempt.job_id, record.spec.cluster, environment)
+        and not time_is_up(attempt.job_id, record.spec.cluster, environment, _START_SECONDS)
     )
 
 
@@ -228,15 +241,19 @@ def was_ended_by_slurm(attempt: AttemptRecord) -> bool:
     return lost_nodes(attempt) == frozenset()
 
 
-def lost_nodes(attempt: AttemptRecord, seconds: float = TIMEOUT_SECONDS) -> frozenset[str] | None:
+def lost_nodes(attempt: AttemptRecord) -> frozenset[str] | None:
     """Return the nodes of an attempt that Slurm reports as down, or booted since; None if it does not answer."""
-    if not attempt.nodes:
-        return None
+    nodes = _shown(attempt, TIMEOUT_SECONDS)
+    return None if not nodes else frozenset(node["NodeName"] for node in nodes if _is_lost(node, attempt.started))
+
+
+def _shown(attempt: AttemptRecord, seconds: float) -> list[dict[str, str]]:
+    """Return what Slurm says of the nodes of an attempt; empty if it does not answer within ``seconds``."""
     try:
-        answer = call_slurm(["scontrol", "--oneliner", "show", "node", ",".join(attempt.nodes)], seconds=seconds)
+        command = ["scontrol", "--oneliner", "show", "node", ",".join(attempt.nodes)]
+        return list(records(call_slurm(command, seconds=seconds).stdout)) if attempt.nodes else []
     except SchedulerError:
-        return None
-    return frozenset(node["NodeName"] for node in records(answer.stdout) if _is_lost(node, attempt.started))
+        return []
 
 
 def _is_lost(node: Mapping[str, str], since: float) -> bool:
@@ -264,14 +281,15 @@ def watch_reservation(cluster: ClusterSpec, environment: Mapping[str, str]) -> i
     return ExitCode.DONE
 
 
-def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str]) -> bool:
-    """Return whether the job ends because of its time limit or the end of its reservation.
+def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], seconds: float = 0.0) -> bool:
+    """Return whether the job ends, or would within ``seconds``, at its time limit or the end of its reservation.
 
     SLURM_JOB_END_TIME exists since Slurm 23.02.
     """
     stated = environment.get("SLURM_JOB_END_TIME", "")
     limit = float(stated) if stated.isdigit() else _end_by_limit(job_id)
-    return any(end is not None and _is_near(end, cluster) for end in (limit, _end_of_reservation(environment)))
+    ends = (limit, _end_of_reservation(environment))
+    return any(end is not None and _is_near(end - seconds, cluster) for end in ends)
 
 
 def _is_near(end: float, cluster: ClusterSpec) -> bool:

@@ -206,7 +206,7 @@ def job_script(
         *(f"    {line}" if line else "" for line in _attempt_lines(spec, run_folder, sizes)),
         "done",
         'case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac',
-        "ended_by_slurm= # a signal that came before was no end of the job",
+        '[ "${decision[0]}" = restart ] || ended_by_slurm= # a signal that came before was no end of the job',
         "",
         "# Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.",
         "requeue() {",
@@ -234,7 +234,11 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield "# Begin an attempt: prints its number and the address of the rendezvous" + (
         ", and its nodes if Slurm may give more." if elastic else "."
     )
-    yield 'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit'
+    yield 'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {'
+    yield "    code=$?"
+    yield '    if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then break; fi # as after an outage: requeue the job'
+    yield '    exit "$code"'
+    yield "}"
     yield '[ -n "$began" ] || exit 0 # the run has already finished'
     yield f'read -r attempt address port{" nodes names" if elastic else ""} <<<"$began"'
     yield ""
@@ -258,14 +262,18 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield "code=$?"
     yield '[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null'
     yield ""
-    yield "# Record the end of the attempt: prints `restart` to begin the next one on these nodes, `requeue` and what"
-    yield "# changes in the job, or `stop`."
+    yield "# Record the end of the attempt: prints `restart` and after how many seconds the next one may begin on these"
+    yield "# nodes, `requeue` and what changes in the job, or `stop`."
     yield "signaled=$ended_by_slurm ended_by_slurm="
     yield 'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\'
-    yield '    --srun-exit-code "$code" $signaled)'
+    yield '    --srun-exit-code "$code" --may-restart $signaled)'
     yield "code=$?"
     yield 'read -r -a decision <<<"$decision"'
-    yield 'if [ "${decision[0]-}" != restart ] || [ -n "$ended_by_slurm" ]; then break; fi'
+    yield '[ "${decision[0]-}" = restart ] || break'
+    yield 'sleep "${decision[1]}" &'
+    yield "wait $!"
+    yield "decision=(restart)"
+    yield '[ -z "$ended_by_slurm" ] || break'
     yield "# If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit."
     yield f"patience=(--immediate={_LONGEST_WAIT_FOR_NODES_SECONDS})"
 

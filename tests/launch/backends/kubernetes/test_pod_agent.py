@@ -1,5 +1,6 @@
 """The agents of a gang as real processes: rendezvous, training, SIGTERM, and one decision for all pods."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.attempts import Decision
+from scaletrain_cli.launch.attempts import Decision, signaled_nodes
 from scaletrain_cli.launch.backends.kubernetes import pod_agent
 from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_SECONDS
 from scaletrain_cli.launch.backends.kubernetes.pod_agent import DECISION_SECONDS, exit_code_for
+from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.node.watch import UNKILLABLE_SECONDS
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.record import add_revision, documents_of, place_documents, read_record
 from tests.launch.backends.kubernetes.pods import WORKLOAD, Gang, put_documents
 from tests.launch.conftest import MadeRun, MakeRun, make_plan
+from tests.waiting import wait_until
 
 TWO_NODES = ("cluster.scheduler=kubernetes", "cluster.nodes=2")
 StartGang = Callable[..., Gang]
@@ -66,12 +69,33 @@ def test_an_idle_gang_saves_and_ends_with_93_so_that_no_other_follows(make_run: 
 def test_after_a_crash_the_pods_begin_the_next_attempt_until_the_budget_ends(
     make_run: MakeRun, start_gang: StartGang
 ) -> None:
-    gang = start_gang(make_run(*TWO_NODES, "restarts.crash=1", die={"*:2": 7}, checkpoint_every=1, steps=200))
+    gang = start_gang(
+        make_run(
+            *TWO_NODES, "restarts.crash=1", die={"*:2": 7}, die_at=9, checkpoint_every=1, steps=99, stay={"1:0": 5}
+        )
+    )
     assert gang.wait() == [93, 93]
     assert [attempt.reason for attempt in gang.attempts] == ["crash", "crash"]
     assert gang.attempts[0].nodes == gang.attempts[1].nodes
     assert "attempt 2 begins" in gang.output[1]
     assert read_events(gang.run)[-1]["event"] == "stopped"
+
+
+def test_no_attempt_follows_in_a_pod_that_was_asked_to_leave(make_run: MakeRun, start_gang: StartGang) -> None:
+    """The kubelet asks once. The ranks elsewhere then end with an error of communication, or as here."""
+    gang = start_gang(make_run(*TWO_NODES, stay={"*:*": 1}, steps=99))
+    gang.wait_until_up()
+    gang.pods[1].send_signal(signal.SIGTERM)
+    wait_until(lambda: signaled_nodes(gang.run, 1), "the agent of pod 1 has the signal")
+    wait_until(
+        lambda: all(node.ranks for node in read_node_records(gang.run, 1)), "the agents have recorded their ranks"
+    )
+    (node, _) = read_node_records(gang.run, 1)
+    os.kill(node.ranks[0].pid, signal.SIGKILL)
+    assert 0 not in gang.wait()
+    (attempt,) = gang.attempts
+    assert attempt.decision is not None
+    assert (attempt.decision.requeue, attempt.decision.in_place) == (True, False)
 
 
 def test_pods_that_fail_twice_at_the_same_step_exit_with_1_for_other_nodes(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
+from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm import explain, job
 from scaletrain_cli.launch.backends.slurm.job import begin, main, time_is_up, watch_reservation
 from scaletrain_cli.launch.backends.slurm.tables import moment, records
@@ -118,36 +118,73 @@ HEALTHY = {
     "scontrol -o show job 42": "JobId=42 JobState=RUNNING PreemptTime=None",
     "squeue": "N/A|UNLIMITED",
 }
+DOWN, DRAINED = (
+    HEALTHY["scontrol --oneliner show node n1,n2"].replace("ALLOCATED", s) for s in ("DOWN*", "MIXED+DRAIN")
+)
+PREEMPTED = HEALTHY["scontrol -o show job 42"].replace("None", "2026-01-01T00:00:00")
+CREATED = "cluster.slurm.container={image: /a.sqsh, options: {container-name: a:create}}"
 
 
 @pytest.mark.parametrize(
-    ("differs", "environment", "word"),
+    ("differs", "environment", "setting", "word"),
     [
-        ({}, {}, "restart"),
-        ({"scontrol --oneliner show node n1,n2": "NodeName=n1 State=IDLE\nNodeName=n2 State=DOWN*\n"}, {}, "requeue"),
-        ({"scontrol --oneliner show node n1,n2": "fails"}, {}, "requeue"),  # no answer: srun would get none, too
-        ({"scontrol -o show job 42": "JobId=42 JobState=RUNNING PreemptTime=2026-01-01T00:00:00"}, {}, "requeue"),
-        ({}, {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}, "requeue"),  # its signal may have come before
-        ({}, {"SLURM_JOB_NODELIST": "n[1-4]"}, "requeue"),  # of which it has given two back
+        ({}, {}, (), "restart 60"),
+        ({"scontrol --oneliner show node n1,n2": DOWN}, {}, (), "requeue"),
+        ({"scontrol --oneliner show node n1,n2": DRAINED}, {}, (), "requeue"),
+        ({"scontrol --oneliner show node n1,n2": "fails"}, {}, (), "requeue"),  # no answer: srun would get none, too
+        ({"scontrol -o show job 42": PREEMPTED}, {}, (), "requeue"),
+        ({}, {"SLURM_JOB_END_TIME": str(int(time.time()) + 200)}, (), "requeue"),  # its signal may come meanwhile
+        ({}, {"SLURM_JOB_NODELIST": "n[1-4]"}, (), "requeue"),  # of which it has given two back
+        ({}, {}, (CREATED,), "requeue"),  # a container of this name is there now
     ],
-    ids=["healthy", "a node is down", "no answer", "preempted", "at the time limit", "fewer nodes"],
+    ids=["healthy", "down", "drained", "no answer", "preempted", "time limit", "fewer nodes", "container"],
 )
 def test_a_run_whose_rank_died_restarts_in_its_job_as_long_as_slurm_leaves_it_its_nodes(
-    made: MadeRun,
+    make_run: MakeRun,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     differs: dict[str, str],
     environment: dict[str, str],
+    setting: tuple[str, ...],
     word: str,
 ) -> None:
+    made = make_run(*setting)
     for module in (job, explain):
         monkeypatch.setattr(module, "call_slurm", Slurm(HEALTHY | differs))
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=("n1", "n2"))
     write_node_record(made.run, number, node(1, rank(0, -9)))
-    for name, value in ({"SLURM_JOB_NODELIST": "n[1-2]"} | environment).items():
+    for name, value in (JOB | {"SLURM_JOB_NODELIST": "n[1-2]"} | environment).items():
         monkeypatch.setenv(name, value)
-    assert say(made, "end", "--attempt=1", "--srun-exit-code=1") == 1
+    assert say(made, "end", "--attempt=1", "--srun-exit-code=1", "--may-restart") == 1
     assert capfd.readouterr().out == f"{word}\n"
+
+
+def test_a_script_from_before_an_upgrade_is_never_told_to_restart(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm keeps the script that was submitted; it ends the job at a word that it does not know."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setattr(job, "call_slurm", Slurm({}))
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=("n1",))
+    write_node_record(made.run, number, node(1, rank(0, -9)))
+    say(made, "end", "--attempt=1", "--srun-exit-code=1")
+    assert capfd.readouterr().out == "requeue\n"
+
+
+def test_nodes_that_slurm_does_not_give_to_an_attempt_in_place_are_no_failure_of_the_run(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where it cannot kill what the attempt before has left: srun ends after a minute."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    for module in (job, explain):
+        monkeypatch.setattr(module, "call_slurm", Slurm(HEALTHY | {"scontrol --oneliner show node n1": "NodeName=n1"}))
+    for _ in range(2):
+        number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=("n1",))
+        if number == 1:
+            write_node_record(made.run, number, node(1, rank(0, -9)))
+        say(made, "end", f"--attempt={number}", "--srun-exit-code=1", "--may-restart")
+    assert capfd.readouterr().out == "restart 60\nrequeue\n"
+    assert [attempt.reason for attempt in read_attempts(made.run)] == ["killed", "preempted"]
 
 
 def test_an_attempt_with_a_killed_script_ends_and_is_charged(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,8 @@ def test_bash_passes_every_value_on_unchanged(env: dict[str, str], run_folder: s
         agent = [str(python), *AGENT, str(run), "--attempt", "7", "--end-together"]
         assert (step[0], step[1][-len(agent) :]) == ("srun", agent)
         assert all(option.startswith("--") for option in step[1][: -len(agent)])
-        assert end[:2] == ("python", [*job, "end", str(run), "--attempt", "7", "--srun-exit-code", "75"])
+        options = ["--attempt", "7", "--srun-exit-code", "75", "--may-restart"]
+        assert end[:2] == ("python", [*job, "end", str(run), *options])
         assert requeue[:2] == ("scontrol", ["requeue", "42"])
         wanted = {"FAKE": "{}"} | absolute_paths(env) | {"MASTER_ADDR": "node-a", "MASTER_PORT": "23456"}
         assert {name: step[2].get(name) for name in wanted} == wanted
