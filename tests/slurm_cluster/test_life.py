@@ -85,7 +85,7 @@ def test_a_run_whose_ranks_die_restarts_on_the_nodes_that_its_job_keeps(site: Si
         "steps": 60,
         "checkpoint_every": 5,
         "die": {"1:1": -9, "2:0": 1},
-        "die_at": 23,
+        "die_at": 27,
         "stay": {"1:0": 20, "3:*": 40},
     }
     run_id = site.submit(fake, "cluster.slurm.partition=main")
