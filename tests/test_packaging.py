@@ -88,6 +88,7 @@ def test_an_install_command_names_this_checkout_and_the_tested_versions() -> Non
     assert install_command("train") == f"pip install -c constraints.txt '.[train]' in the checkout {PROJECT}"
 
 
+@pytest.mark.process
 def test_doctor_warns_about_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.99.1", "deepspeed": PINS["deepspeed"], "numpy": PINS["numpy"], "tokenizers": "0.99"}
 

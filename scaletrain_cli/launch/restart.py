@@ -35,7 +35,7 @@ from scaletrain_cli.spec.run import RestartsSpec
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
 CACHES_TRIED = 2
-# After so many failures without progress the next attempt gets other nodes, if the scheduler has some.
+# The number of failures without progress after which the next attempt needs other nodes.
 _FAILURES_ON_THE_SAME_NODES = 2
 # The longest time for notifications: between two attempts, and at the end of the run, when nodes are idle.
 _NOTIFY_SECONDS, _LAST_NOTIFY_SECONDS = 5.0, 15.0
@@ -68,7 +68,7 @@ _NEUTRAL: tuple[ExitReason, ...] = (
 # fmt: on
 # Restarts that are charged to no budget.
 _FREE: tuple[ExitReason, ...] = ("time-limit", "resize")
-# Charged to nodes, of which each may be healthy; one that is not is excluded, which takes other nodes.
+# Charged to the node budget, though every node may be healthy; a node that is to blame is excluded, by a requeue.
 _OF_SEVERAL: tuple[ExitReason, ...] = ("hang", "communication")
 # How the ranks of an idle run may end on the signal: with their state saved, or without a handler for it.
 _ENDS_OF_IDLE: tuple[ExitReason, ...] = ("preempted", "out-of-grace", "killed", "crash", "communication")

@@ -310,7 +310,14 @@ def _decide_on_restart(
     code = exit_code_for(decision, ended_for, free=free)
     print(attempt_end_line(number, code, requeue=decision.requeue, reason=decision.reason), flush=True)
     if decision.in_place and ended is not None:
-        return run, begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=ended.nodes)
+        return run, begin_attempt(
+            run,
+            record.spec,
+            scheduler=ended.scheduler,
+            job_id=ended.job_id,
+            nodes=ended.nodes,
+            lost_nodes_free=ended.lost_nodes_free,
+        )
     return PodEnd(code, decision.reason, number, requeue=decision.requeue) if ended is None else _end_of(ended, code)
 
 

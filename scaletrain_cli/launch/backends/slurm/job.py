@@ -1,10 +1,10 @@
 """Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
 Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, and for a run with a
-range of nodes also ``NODES NAMES``, or nothing if the run must not continue. ``end`` prints ``restart`` if the next
-attempt may begin on the same nodes, ``requeue`` and what ``scontrol update`` must change, or ``stop``, and exits with
-the run's code; ``not-requeued`` withdraws a restart that failed; ``watch-reservation`` signals the ranks before the
-job's reservation ends.
+range of nodes also ``NODES NAMES``, or nothing if the run must not continue. ``end`` prints ``restart`` and after how
+many seconds the next attempt may begin on the same nodes, ``requeue`` and what ``scontrol update`` must change, or
+``stop``, and exits with the run's code; ``not-requeued`` withdraws a restart that failed; ``watch-reservation`` signals
+the ranks before the job's reservation ends.
 """
 
 import argparse

@@ -77,6 +77,7 @@ def test_after_a_crash_the_pods_begin_the_next_attempt_until_the_budget_ends(
     assert gang.wait() == [93, 93]
     assert [attempt.reason for attempt in gang.attempts] == ["crash", "crash"]
     assert gang.attempts[0].nodes == gang.attempts[1].nodes
+    assert [attempt.lost_nodes_free for attempt in gang.attempts] == [True, True]
     assert "attempt 2 begins" in gang.output[1]
     assert read_events(gang.run)[-1]["event"] == "stopped"
 
