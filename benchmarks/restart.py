@@ -1,10 +1,14 @@
-"""The time from the death of a rank to the next optimizer step, by part, over many kills of one run.
+"""The time from the death of a rank, or the loss of a node, to the next optimizer step, by part, often in one run.
 
 ``python benchmarks/restart.py`` trains a small network on this machine, ``--scheduler slurm`` on the nodes of the Slurm
 that ``sbatch`` reaches (``slurm/dev_cluster.py`` starts one on this machine). Kills a rank by SIGKILL, the ranks in
 turn, each time once the attempt has committed a checkpoint, and prints a table of the seconds since the kill at which
-the attempt had ended, the next one had begun, its last rank had started, and its first step was done; with the requeues
-that Slurm counts. Target: 5 s for a step (median), without a requeue.
+all nodes had been told, the attempt had ended, the next one had begun, its last rank had started, and its first step
+was done; with the requeues that Slurm counts. Target: 5 s for a step (median), without a requeue.
+
+``--lose-nodes DIR``, with the folder of a cluster of ``slurm/dev_cluster.py --netns`` of four nodes and one more for
+each loss, cuts the network of a node of four instead, which a spare node replaces. Targets: noticed within 10 s, and
+15 s from there.
 """
 
 from __future__ import annotations
@@ -41,13 +45,15 @@ evaluation: {{every: 0}}
 layout: {{zero_stage: 1}}
 cluster: {cluster}
 checkpoint: {{every: 5}}
-restarts: {{crash: 1000}}
+restarts: {{crash: 1000, node: 1000}}
 """
 _CLUSTERS = {
     "local": "{scheduler: local, gpus_per_node: 2, gpu: cpu}",
     "slurm": "{scheduler: slurm, nodes: 2, gpus_per_node: 1, gpu: cpu, slurm: {time: 2h}}",
+    "spare": "{scheduler: slurm, nodes: 4, spare_nodes: SPARE, gpus_per_node: 1, gpu: cpu, slurm: {time: 2h}}",
 }
-_PARTS = ("attempt ended", "next one began", "ranks started", "first step")
+_DEV_CLUSTER = Path(__file__).parents[1] / "slurm" / "dev_cluster.py"
+_PARTS = ("noticed", "attempt ended", "next one began", "ranks started", "first step")
 
 
 def newest(run: RunDir) -> AttemptRecord:
@@ -63,20 +69,30 @@ def first_step(run: RunDir, attempt: int) -> float | None:
     return next((float(line["time"]) for line in lines), None)
 
 
-def kill_and_wait(run: RunDir, kill: int) -> list[float]:
-    """Kill a rank of the newest attempt once it has saved, and return the seconds of each part since then."""
+def hurt_and_wait(run: RunDir, kill: int, cluster: Path | None) -> list[float]:
+    """Kill a rank, or cut off a node, of the newest attempt once it has saved; return the seconds of each part since.
+
+    ``cluster``: the folder of the dev cluster of which to cut off a node.
+    """
     before = newest(run)
     spec = read_record(run).spec
     while (newest_checkpoint_step(run, spec) or 0) <= (before.checkpoint_at_start or 0):
         time.sleep(0.1)
     pids = [rank.pid for node in read_node_records(run, before.number) for rank in node.ranks]
     began = time.time()
-    os.kill(pids[kill % len(pids)], signal.SIGKILL)
+    control, place = [sys.executable, str(_DEV_CLUSTER)], ["--dir", str(cluster)]
+    if cluster is None:
+        os.kill(pids[kill % len(pids)], signal.SIGKILL)
+    else:
+        subprocess.run([*control, "node-down", before.nodes[-1], "--cut", *place], check=True)
     while (step := first_step(run, before.number + 1)) is None:
         time.sleep(0.1)
+    if cluster is not None:  # else Slurm would wait for it at the end of the job
+        subprocess.run([*control, "node-up", before.nodes[-1], *place], check=True)
     ended = next(attempt.ended for attempt in read_attempts(run) if attempt.number == before.number)
     ranks = [rank.started for node in read_node_records(run, before.number + 1) for rank in node.ranks]
-    return [moment - began for moment in (ended or began, newest(run).started, max(ranks), step)]
+    noticed = (run.attempt(before.number) / "failed").stat().st_mtime
+    return [moment - began for moment in (noticed, ended or began, newest(run).started, max(ranks), step)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,24 +101,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scheduler", choices=tuple(_CLUSTERS), default="local")
     parser.add_argument("--size", choices=tuple(_SIZES), default="tiny")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--lose-nodes", type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         spec, program = Path(folder) / "restart.yaml", [sys.executable, "-m", "scaletrain_cli"]
-        spec.write_text(_SPEC.format(size=_SIZES[options.size], cluster=_CLUSTERS[options.scheduler]))
+        kind = "spare" if options.lose_nodes else options.scheduler
+        cluster = _CLUSTERS[kind].replace("SPARE", str(options.kills))
+        spec.write_text(_SPEC.format(size=_SIZES[options.size], cluster=cluster))
         environment = {**os.environ, "SCALETRAIN_RUNS": folder}
         submit = [*program, "submit", str(spec), "--yes", "--run-id", "restart"]
         subprocess.run(submit, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         run = RunDir(Path(folder) / "restart")
         try:
-            rows = [kill_and_wait(run, kill) for kill in range(options.kills)]
+            rows = [hurt_and_wait(run, kill, options.lose_nodes) for kill in range(options.kills)]
             requeues = "none, as there is no queue"
-            if options.scheduler == "slurm":
+            if kind != "local":
                 job = subprocess.run(["scontrol", "show", "job", newest(run).job_id], capture_output=True, text=True)
                 requeues = "".join(re.findall(r"Restarts=(\d+)", job.stdout))
         finally:
             subprocess.run([*program, "cancel", "restart", "--yes"], env=environment, stdout=subprocess.DEVNULL)
             subprocess.run([*program, "status", "restart", "--wait", "10m"], env=environment, stdout=subprocess.DEVNULL)
-    print(f"{options.scheduler}, {options.size} model, {options.kills} kills, requeues: {requeues}")
+    print(f"{kind}, {options.size} model, {options.kills} times, requeues: {requeues}")
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
     print("| seconds from the kill until | median | fastest | slowest |\n|---|---|---|---|")
     for part, seconds in zip(_PARTS, zip(*rows, strict=True), strict=True):

@@ -159,10 +159,11 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
         "attempt {attempt} ended with exit code {exit_code}, {reason}",
         ("message", ": {message}"),
         ("requeue", "; another one follows"),
-        ("in_place", " on the same nodes"),
+        ("in_place", " in the same job"),
         ("ends_run", "; none follows"),
         ("why", " ({why})"),
     ),
+    "nodes-replaced": ("attempt {attempt} begins without {nodes:every}", ("by", ", on {by:every} instead")),
     "rolled-back": _rolled_back,
     "spike": "at step {step}; {then}",
     "loss-scale-collapsed": (

@@ -31,6 +31,7 @@ _SPECIFIC: tuple[ExitReason, ...] = (
     "host-oom",
     "nan",
     "spike",
+    "node",
     "wrong-nodes",
     "hardware",
     "disk-full",
@@ -38,7 +39,7 @@ _SPECIFIC: tuple[ExitReason, ...] = (
     "data",
 )
 _STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # as reported; any other reason is a crash
-_AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("wrong-nodes", "hardware", "hang")
+_AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("node", "wrong-nodes", "hardware", "hang")
 # Why the cache of a node cannot take files of the hub; the cache of another node may be able to.
 OF_THE_CACHE = ("hub.no-space", "hub.disk-full", "hub.not-writable")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
@@ -147,7 +148,7 @@ def _stated_end(node: NodeRecord, rank: RankRecord | None, failure: Failure) -> 
         why = Reason("launch.rank-failed", {"rank": failure.rank, "node": node.node, "failure": why})
     elif failure.node and failure.code:  # a message without a code names the node
         why = Reason("launch.node-reported", {"node": failure.node, "failure": why})
-    named = reason in _AGAINST_ITS_NODE and failure.sure and (rank is not None or reason == "wrong-nodes")
+    named = reason in _AGAINST_ITS_NODE and failure.sure and (rank is not None or reason in ("node", "wrong-nodes"))
     outcome = Outcome(code, reason, why, (node.name,) if named else ())
     if reason in _SPECIFIC:
         return _End(_CAUSE, outcome)

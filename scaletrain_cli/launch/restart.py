@@ -138,15 +138,14 @@ def is_preemption(reason: ExitReason) -> bool:
     return reason == "time-limit" or _BUDGET.get(reason) == "preemption"
 
 
-def may_restart_in_place(history: Sequence[AttemptRecord]) -> bool:
-    """Return whether the next attempt may begin on the nodes of the last one, which has just ended, if they are kept.
+def may_restart_in_place(history: Sequence[AttemptRecord], against: Sequence[str] = ()) -> bool:
+    """Return whether the next attempt may begin in the job of the last one, which has just ended, on nodes that it has.
 
-    Not where the scheduler took the nodes away, where a node is the cause, for another number of nodes, or once the run
-    has failed repeatedly at the same step.
+    ``against``: the nodes that are the cause, which others of the job may replace. Not where the scheduler took the
+    nodes away, where the job is the cause, or once the run has failed repeatedly at the same step.
     """
-    on_healthy_nodes = (
-        _BUDGET.get(history[-1].reason or "node") in ("crash", "oom") or history[-1].reason in _OF_SEVERAL
-    )
+    reason = history[-1].reason or "node"
+    on_healthy_nodes = bool(against) or _BUDGET.get(reason) in ("crash", "oom") or reason in _OF_SEVERAL
     return on_healthy_nodes and attempts_without_progress(history) < _FAILURES_ON_THE_SAME_NODES
 
 
@@ -245,7 +244,7 @@ def conclude_attempt(
     stop_reason: Reason | None = None,
     time_is_up: Callable[[], bool] = lambda: False,
     down: frozenset[str] | None = None,
-    keeps_nodes: Callable[[], bool] = lambda: False,
+    keeps_nodes: Callable[[Sequence[str]], bool] = lambda against: False,
 ) -> Decision:
     """End attempt ``number`` and return the restart decision.
 
@@ -253,7 +252,7 @@ def conclude_attempt(
     agent or of srun, for an attempt without records; ``stop_reason``: a reason outside the run why
     no attempt can follow. ``time_is_up`` distinguishes the time limit from a preemption. ``down``: the nodes that the
     scheduler reports as lost; without it, a node that reported no end may be one whose job was ended.
-    ``keeps_nodes``: whether the job has all its nodes for another attempt; called only where that matters.
+    ``keeps_nodes``: whether the job has nodes for another attempt, without those given; called only where that matters.
     """
     spec, cancelled = record.spec, run.is_cancelled
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
@@ -290,8 +289,8 @@ def conclude_attempt(
             cancelled,
             progress_known=_progress_known(run, record),
         )
-        stays = decision.requeue and not outcome.against and may_restart_in_place(history)
-        if stays and read_stop_request(run, number, "growth") is None and keeps_nodes():
+        stays = decision.requeue and may_restart_in_place(history, outcome.against)
+        if stays and read_stop_request(run, number, "growth") is None and keeps_nodes(outcome.against):
             decision = dataclasses.replace(decision, in_place=True)
         if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:
             decision = Decision.because(False, decision.exit_code, why)

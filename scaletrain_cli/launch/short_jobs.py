@@ -44,6 +44,7 @@ from scaletrain_cli.text import did_you_mean
 
 _SETTINGS = (
     "env.SCALETRAIN_ONLY=rehearsal",
+    "cluster.spare_nodes=0",
     "evaluation={every: 0}",
     "training.early_stopping={patience: 0}",
     "checkpoint.keep_best=null",
@@ -227,6 +228,7 @@ _PREFLIGHT_SETTINGS = (
     "restarts={preemption: 0, node: 0, crash: 0, oom: 0}",
     "tracking=[]",
     "evaluation.tasks=[]",
+    "cluster.spare_nodes=0",
     "checkpoint.keep_best=null",
     "checkpoint.mirror={to: null}",
 )

@@ -67,6 +67,7 @@ TEXTS: Texts = {
         "Cancel them with `scaletrain cancel {sweep}`, and submit the sweep again.",
     ),
     "job-being-ended": "Slurm is ending the job, and decides whether to requeue it",
+    "node-silent": "the node does not answer: it has lost its power or its network",
     "job-not-requeued": "Slurm did not requeue the job (the job's log contains the error); `scaletrain resume` "
     "continues the run",
     # ---- why a job is pending --------------------------------------------------------------------------------------

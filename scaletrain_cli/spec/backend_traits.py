@@ -45,6 +45,8 @@ class BackendTraits:
     # a clause.
     takes_node_range: bool = False
     no_node_range_because: str = ""
+    # The job may hold nodes beyond those of an attempt (``cluster.spare_nodes``), and replace one that fails.
+    takes_spare_nodes: bool = False
 
 
 BUILT_IN: dict[str, BackendTraits] = {
@@ -66,6 +68,7 @@ BUILT_IN: dict[str, BackendTraits] = {
             SlurmSpec,
             submits_from_nodes=True,
             takes_node_range=True,
+            takes_spare_nodes=True,
         ),
         BackendTraits(
             "kubernetes",

@@ -194,6 +194,9 @@ class ClusterSpec(OpenSection):
     nodes: Annotated[NodeCount, _OrRange()] = 1
     # The range, where ``nodes`` was given as one; ``nodes`` is then the size of the current plan, at first the largest.
     node_range: SkipJsonSchema[NodeRange | None] = Field(default=None, exclude=True)
+    spare_nodes: Annotated[int, Field(strict=True, ge=0, le=MOST_NODES)] = Field(
+        default=0, description="nodes of the job beyond those, one of which replaces a node that fails"
+    )
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     cpus_per_gpu: AutoWhole = "auto"
     gpu: Accelerator = "cpu"
@@ -254,6 +257,11 @@ class ClusterSpec(OpenSection):
         """Return the section with another number of nodes; the range stays."""
         return self.model_copy(update={"nodes": nodes})
 
+    @property
+    def allocated_nodes(self) -> int:
+        """The nodes that the job holds, with the spare ones."""
+        return self.nodes + self.spare_nodes
+
     @classmethod
     def plugin_model(cls, name: str) -> type[BackendSection] | None:
         return backend_traits(name).section if name in backend_names() else None
@@ -303,6 +311,9 @@ class ClusterSpec(OpenSection):
             yield "nodes", f"must be {'1' if most == 1 else f'at most {most}'} with scheduler: {self.scheduler}{where}."
         elif self.node_range is not None:
             yield from self._range_inconsistencies(self.node_range)
+        if self.spare_nodes and not self.traits.takes_spare_nodes:
+            where = f"with scheduler: {self.scheduler}, whose jobs have no spare nodes"
+            yield "spare_nodes", f"must be 0 {where}."
         if self.idle_timeout is not None and self.idle_timeout < LEAST_IDLE_SECONDS:
             yield "idle_timeout", f"must be at least {LEAST_IDLE_SECONDS:.0f} s, or null. Typical: 30m."
         sections = {name: getattr(self, name) for name in BUILT_IN if hasattr(self, name)} | {**self.plugins}

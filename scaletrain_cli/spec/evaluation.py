@@ -180,8 +180,8 @@ def evaluation_cluster(cluster: ClusterSpec, job: EvaluationJobSpec) -> ClusterS
 
     Raises pydantic's ValidationError.
     """
-    raw = cluster.model_dump(mode="json", by_alias=True) | {"nodes": 1, "gpus_per_node": 1, "spot": False}
-    return ClusterSpec.model_validate(_merged(raw, job.cluster))
+    one = {"nodes": 1, "spare_nodes": 0, "gpus_per_node": 1, "spot": False}
+    return ClusterSpec.model_validate(_merged(cluster.model_dump(mode="json", by_alias=True) | one, job.cluster))
 
 
 def cluster_problems(cluster: ClusterSpec, job: EvaluationJobSpec) -> Iterator[tuple[str, str]]:

@@ -358,6 +358,11 @@ class RunSpec(Section):
         return self.cluster.nodes * self.cluster.gpus_per_node
 
     @property
+    def allocated_devices(self) -> int:
+        """Return the number of accelerators that the job holds, with those of spare nodes."""
+        return self.cluster.allocated_nodes * self.cluster.gpus_per_node
+
+    @property
     def total_steps(self) -> int:
         """Return the number of optimizer steps: ``training.steps``, or ``tokens`` or ``samples`` rounded up.
 

@@ -141,7 +141,8 @@ def size_text(cluster: ClusterSpec) -> str:
         return f"{given.min} to {given.max} nodes × {each}, now planned on {whole_text(cluster.nodes)}"
     if cluster.nodes == 1:
         return f"1 node with {each}"
-    return f"{cluster.nodes} nodes × {each} = {whole_text(cluster.nodes * cluster.gpus_per_node)}"
+    spare = f", and {counted(cluster.spare_nodes, 'spare node')}" if cluster.spare_nodes else ""
+    return f"{cluster.nodes} nodes × {each} = {whole_text(cluster.nodes * cluster.gpus_per_node)}{spare}"
 
 
 def cost_text(prospect: SubmissionSummary) -> str:

@@ -75,8 +75,8 @@ while :; do
     code=$?
     [ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null
 
-    # Record the end of the attempt: prints `restart` and after how many seconds the next one may begin on these
-    # nodes, `requeue` and what changes in the job, or `stop`.
+    # Record the end of the attempt: prints `restart` and after how many seconds the next one may begin in this
+    # job, `requeue` and what changes in the job, or `stop`.
     signaled=$ended_by_slurm ended_by_slurm=
     decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
         --srun-exit-code "$code" --may-restart $signaled)

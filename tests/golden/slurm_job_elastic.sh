@@ -1,6 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=a-1
 #SBATCH --nodes=2-8
+#SBATCH --no-kill
 #SBATCH --cpus-per-task=1
 #SBATCH --signal=USR1@60
 #SBATCH --requeue
@@ -47,14 +48,20 @@ trap : USR1
 
 patience=() # of srun, once an attempt has ended in this job
 while :; do
-    # Begin an attempt: prints its number and the address of the rendezvous, and its nodes if Slurm may give more.
+    # Begin an attempt: prints its number and the address of the rendezvous, and its nodes: the job may have more.
     began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {
         code=$?
         if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then break; fi # as after an outage: requeue the job
         exit "$code"
     }
     [ -n "$began" ] || exit 0 # the run has already finished
-    read -r attempt address port nodes names <<<"$began"
+    read -r attempt address port nodes names held all <<<"$began"
+    # Slurm notices a lost node after minutes; this step, which lasts as long as the job, within seconds.
+    if [ "${#patience[@]}" = 0 ]; then
+        "$(type -P srun)" --overlap --mem=0 --export=ALL --mpi=none --kill-on-bad-exit=0 --no-kill \
+            --nodes="$held" --ntasks="$held" --ntasks-per-node=1 --nodelist="$all" \
+            "$python" -c "$start" scaletrain_cli.launch.backends.slurm.node_watch "$run" --script $$ &
+    fi
 
     # env instead of export: no variable of the spec can change this shell or its own commands.
     env "${dropped[@]}" \
@@ -74,13 +81,16 @@ while :; do
         "$python" -c "$start" scaletrain_cli.launch.backends.slurm.growth "$run" --attempt "$attempt" &
         beside+=($!)
     fi
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
+    # What lost nodes leave of the step would last until Slurm notices them.
+    abandoned=$run/attempts/$(printf %04d "$attempt")/abandoned
+    leave() { [ ! -e "$abandoned" ] || kill -KILL "$step" 2>/dev/null; }
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; leave; done # a trapped signal interrupts wait
     wait "$step"
     code=$?
     [ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null
 
-    # Record the end of the attempt: prints `restart` and after how many seconds the next one may begin on these
-    # nodes, `requeue` and what changes in the job, or `stop`.
+    # Record the end of the attempt: prints `restart` and after how many seconds the next one may begin in this
+    # job, `requeue` and what changes in the job, or `stop`.
     signaled=$ended_by_slurm ended_by_slurm=
     decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
         --srun-exit-code "$code" --may-restart $signaled)
@@ -92,7 +102,7 @@ while :; do
     decision=(restart)
     [ -z "$ended_by_slurm" ] || break
     # If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit.
-    patience=(--immediate=60)
+    patience=(--immediate=60 --overlap --mem=0)
 done
 case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac
 [ "${decision[0]}" = restart ] || ended_by_slurm= # a signal that came before was no end of the job

@@ -78,3 +78,46 @@ def test_recover_resumes_a_job_lost_with_its_node_and_none_that_its_user_deletes
     site.wait(run_id, lambda now: now["job"]["state"] == "ended", "its user has deleted it")
     assert site.scaletrain("recover", "--json")["runs"] == []
     assert len(site.events(run_id, "submitted")) == 2
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["without network", "powered off"])
+def test_a_spare_node_replaces_a_lost_one_in_the_same_job_before_slurm_knows(site: Site, *, cut: bool) -> None:
+    run_id = site.submit(FOREVER, "cluster.spare_nodes=1")
+    before = site.trains(run_id)
+    lost = site.attempts(run_id)[0]["nodes"][-1]
+    (site.cluster.cut_node if cut else site.cluster.node_down)(lost)
+    after = site.trains(run_id, attempt=2)
+    assert after["job_id"] == before["job_id"]
+    now = site.attempts(run_id)[1]["nodes"]
+    assert (len(now), lost in now) == (2, False)
+    assert site.ends(run_id)[0] == (1, "node")
+    (event,) = site.events(run_id, "nodes-replaced")
+    assert event["nodes"] == [lost]
+    shown = site.cluster.run("scontrol", "show", "job", after["job_id"]).stdout
+    assert "Restarts=0" in shown
+    site.cluster.node_up(lost)
+    site.cancel(run_id)
+
+
+def test_a_job_with_spare_nodes_that_loses_its_first_node_is_requeued_by_another(site: Site) -> None:
+    """Slurm keeps such a job as running, without its batch script."""
+    run_id = site.submit(FOREVER, "cluster.spare_nodes=1")
+    before = site.trains(run_id)
+    first = before["nodes"][0]
+    site.cluster.node_down(first)
+    after = site.trains(run_id, attempt=2)
+    site.cluster.node_up(first)
+    assert (after["job_id"], first in after["nodes"]) == (before["job_id"], False)
+    site.cancel(run_id)
+
+
+def test_a_run_with_a_range_of_nodes_goes_on_in_its_job_without_a_lost_one(site: Site) -> None:
+    run_id = site.submit(FOREVER, "cluster.nodes={min: 1, max: 2, grow: false}")
+    before = site.trains(run_id)
+    lost = before["nodes"][-1]
+    site.cluster.node_down(lost)
+    after = site.trains(run_id, attempt=2)
+    site.cluster.node_up(lost)
+    assert (after["job_id"], site.attempts(run_id)[1]["nodes"]) == (before["job_id"], before["nodes"][:1])
+    assert site.ends(run_id)[0] == (1, "node")
+    site.cancel(run_id)

@@ -102,7 +102,7 @@ class SubmissionSummary:
     def usd_per_hour(self) -> float | None:
         """Return the price of all devices; None where no price is known."""
         price = self.plan.cost.price_per_gpu_hour
-        return None if price is None else price * self.plan.layout.world_size
+        return None if price is None else price * self.spec.allocated_devices
 
     @property
     def expected_usd(self) -> float | None:

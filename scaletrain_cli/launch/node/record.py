@@ -73,8 +73,9 @@ def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     return sorted(filter(None, found), key=lambda record: record.node_rank)
 
 
-# The attempt has failed; the ranks of a node hang, and all agents look for the hung one; all nodes have ended.
-Mark = Literal["failed", "hung", "ended"]
+# The attempt has failed; the ranks of a node hang, and all agents look for the hung one; all nodes have ended; nothing
+# but lost nodes is left of the attempt.
+Mark = Literal["failed", "hung", "ended", "abandoned"]
 
 
 def announce(run: RunDir, attempt: int, mark: Mark) -> None:

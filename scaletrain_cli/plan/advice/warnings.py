@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.reliability.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
+from scaletrain_cli.plan.reliability.durability import (
+    SPOT_HOURS_BETWEEN_PREEMPTIONS,
+    gpu_hours_between_failures,
+    spare_nodes_pay_from,
+)
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import accumulation_changes_loss
@@ -158,6 +162,10 @@ def _about_time(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[
 
 def _about_interruptions(spec: RunSpec, device: Accelerator) -> Iterator[Reason]:
     cluster = spec.cluster
+    if cluster.spare_nodes:
+        share = cluster.spare_nodes / cluster.allocated_nodes
+        params = {"spare": cluster.spare_nodes, "share": share, "seconds": spare_nodes_pay_from(spec, device)}
+        yield Reason("plan.assumes-spare-nodes", params)
     stated = cluster.mean_time_between_interruptions is not None
     if stated and not cluster.spot:
         yield Reason("plan.assumes-stated-interruptions")

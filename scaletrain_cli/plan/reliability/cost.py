@@ -18,11 +18,11 @@ def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability)
     """
     device = find_accelerator(spec.cluster)
     own = spec.cluster.spot
-    gpu_hours = layout.world_size * time.to_train / 3600
+    gpu_hours = spec.allocated_devices * time.to_train / 3600
     markets = {}
     for spot in (False, True):
         durable = durability if spot == own else plan_durability(_on_market(spec, spot), layout, time, device)
-        markets[spot] = _market(_quote(spec, device, spot), layout.world_size, durable)
+        markets[spot] = _market(_quote(spec, device, spot), spec.allocated_devices, durable)
     return Cost(
         price_per_gpu_hour=markets[own].price_per_gpu_hour,
         price_source=markets[own].price_source,

@@ -30,6 +30,8 @@ _COPY_BYTES_PER_SECOND_PER_GPU = 5e9
 # From an interruption until ranks begin to load (requeue, start, process groups); an assumption, not measured.
 _START_SECONDS = 180.0
 _CPU_START_SECONDS = 15.0
+# The same where a spare node of the job replaces one that failed; an assumption, not measured on GPUs.
+_REPLACEMENT_SECONDS = 60.0
 # GPU hours between failures of a job. Llama 3 on H100 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions
 # in 54 days on 16,384 GPUs. A100 and older: OPT-175B's about two machines a day of 124 (facebookresearch/metaseq,
 # projects/OPT/chronicles/final_update.md); Meta's RSC says 8,090 of jobs and 29,500 to 82,000 of nodes
@@ -128,8 +130,10 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         interval_steps = spec.checkpoint.every
     interval = interval_steps * time.step
     restart = _restart_seconds(spec, size, device)
+    # A spare node replaces one that fails; a preemption takes the whole job.
+    after_loss = (failures * _replacement_seconds(spec, size, device) + (sudden - failures) * restart) / sudden
     behind = save - blocked
-    goodput = expected_goodput(interval, save, blocked, restart, sudden) / (1 + noticed * (restart + save))
+    goodput = expected_goodput(interval, save, blocked, after_loss, sudden) / (1 + noticed * (restart + save))
     wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
         checkpoint_bytes=size,
@@ -155,7 +159,7 @@ def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: fl
     ``step_seconds``: a lower bound on their steps, which decides whether a preemption can wait for a last checkpoint.
     """
     save = size / spec.cluster.nodes / _storage_rate(spec)
-    blocked, restart = _blocked_seconds(spec, size, save, device), _restart_seconds(spec, size, device)
+    blocked, restart = _blocked_seconds(spec, size, save, device), _replacement_seconds(spec, size, device)
     preemptions, failures = interruptions_per_second(spec, device)
     behind = restart + save - blocked
     found = _most_share(blocked, behind, preemptions + failures)
@@ -193,6 +197,22 @@ def _restart_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
     """Return the seconds from an interruption until all ranks have loaded a checkpoint of ``size`` bytes."""
     started = _CPU_START_SECONDS if device.is_cpu else _START_SECONDS
     return started + size / (_storage_rate(spec) * spec.cluster.nodes)
+
+
+def _replacement_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
+    """Return the same after a failure, which a spare node of the job replaces if it has one."""
+    restart = _restart_seconds(spec, size, device)
+    return restart if not spec.cluster.spare_nodes or device.is_cpu else restart - _START_SECONDS + _REPLACEMENT_SECONDS
+
+
+def spare_nodes_pay_from(spec: RunSpec, device: Accelerator) -> float:
+    """Return the seconds of queue wait after a failure from which on the spare nodes save more time than they cost.
+
+    As nodes of the run they would shorten it by their share of its nodes, s. A requeue costs the wait at each of the
+    failures, f per second: f x wait = s.
+    """
+    _, failures = interruptions_per_second(spec, device)
+    return spec.cluster.spare_nodes / spec.cluster.nodes / failures
 
 
 def best_interval_steps(step: float, save: float, blocked: float, sudden: float) -> int:

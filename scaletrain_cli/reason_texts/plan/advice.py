@@ -153,6 +153,8 @@ _ASSUMPTIONS: Texts = {
     "assumes-vision-data": "data: {samples:.3g} {unit}; reading and decoding are assumed to keep up",
     "assumes-storage": "checkpoints: 1.2 GB/s per node to shared storage, as BLOOM's chronicle reports, unless the "
     "spec sets cluster.storage_bandwidth; restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006",
+    "assumes-spare-nodes": "{spare:of spare node}: {share:percent} of the cost; worth it if a job would wait for more "
+    "than {seconds:seconds} in the queue after a failure",
     "assumes-stated-interruptions": "interruptions: as in the spec, of the whole job and for any cause",
     "assumes-failures": "failures: one per {gpu_hours:,.0f} GPU hours, as {reporter}",
     "assumes-stated-preemptions": "preemptions: as in the spec, of the whole job; hardware failures add to them",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan import RunPlan, find_accelerator, make_plan
+from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import (
     checkpoint_bytes,
     expected_goodput,
@@ -12,6 +13,7 @@ from scaletrain_cli.plan.reliability.durability import (
     most_goodput,
     plan_durability,
     save_seconds,
+    spare_nodes_pay_from,
 )
 from tests.plan.specs import ONE_LAYOUT, spec_of
 
@@ -125,6 +127,23 @@ def test_llama_3_at_its_size_keeps_over_90_percent_of_the_time() -> None:
     layout = replace(plan_of().layout, world_size=16384, tensor_parallel=8, pipeline_parallel=16, zero_stage=1)
     durability = plan_durability(spec, layout, replace(plan_of().time, step=10.0), find_accelerator(spec.cluster))
     assert 0.90 < durability.expected_goodput < 0.99
+
+
+def test_spare_nodes_cost_their_share_and_shorten_the_restarts_after_failures() -> None:
+    """Llama 3's 16,384 GPUs, a failure each 3.1 hours: a spare node of 2,048 is worth it from a wait of 5.4 s on."""
+    layout = replace(plan_of().layout, world_size=16384, tensor_parallel=8, pipeline_parallel=16, zero_stage=1)
+    goodput, dollars = [], []
+    for spare in (0, 1):
+        settings = {"cluster__nodes": 2048, "training__global_batch_size": 2048, "training__steps": 10**6}
+        spec = spec_of("llama-405b", **settings, cluster__scheduler="slurm", cluster__spare_nodes=spare)
+        device, time = find_accelerator(spec.cluster), replace(plan_of().time, step=10.0)
+        durability = plan_durability(spec, layout, time, device)
+        goodput.append(durability.expected_goodput)
+        dollars.append(plan_cost(spec, layout, time, durability).on_demand_usd or 0.0)
+    failures = 419 / (54 * 86400)
+    assert 1 / goodput[0] - 1 / goodput[1] == pytest.approx(failures * (180 - 60), rel=0.1)
+    assert dollars[1] / dollars[0] == pytest.approx(2049 / 2048)
+    assert spare_nodes_pay_from(spec, device) == pytest.approx(1 / 2048 / failures)
 
 
 def test_opt_175b_lost_about_two_machines_a_day() -> None:

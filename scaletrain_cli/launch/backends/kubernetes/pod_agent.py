@@ -300,7 +300,7 @@ def _decide_on_restart(
         number,
         first_attempt=first,
         launcher_exit_code=code,
-        keeps_nodes=lambda: pods_stay() and not _is_terminating(),
+        keeps_nodes=lambda against: not against and pods_stay() and not _is_terminating(),
     )
     ended = read_attempt(run, number)
     if not decision.requeue:

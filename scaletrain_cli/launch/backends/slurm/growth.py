@@ -223,7 +223,7 @@ class GrowthWatch:
         """Return the spec of a job on any nodes of the partition that Slurm has chosen for this one."""
         chosen = {"partition": self.environment["SLURM_JOB_PARTITION"], "nodelist": None}
         slurm = self.record.spec.cluster.slurm.model_copy(update=chosen)
-        cluster = self.record.spec.cluster.model_copy(update={"slurm": slurm})
+        cluster = self.record.spec.cluster.model_copy(update={"slurm": slurm, "spare_nodes": 0})
         return self.record.spec.model_copy(update={"cluster": cluster})
 
     def _requested(self, nodes: int) -> RunSpec:

@@ -1,10 +1,10 @@
 """Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
-Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, and for a run with a
-range of nodes also ``NODES NAMES``, or nothing if the run must not continue. ``end`` prints ``restart`` and after how
-many seconds the next attempt may begin on the same nodes, ``requeue`` and what ``scontrol update`` must change, or
-``stop``, and exits with the run's code; ``not-requeued`` withdraws a restart that failed; ``watch-reservation`` signals
-the ranks before the job's reservation ends.
+Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing if the run
+must not continue; for a run with a range of nodes or with spare ones also ``NODES NAMES HELD ALL``, those of the
+attempt and of the job. ``end`` prints ``restart`` and after how many seconds the next attempt may begin in this job,
+``requeue`` and what ``scontrol update`` must change, or ``stop``, and exits with the run's code; ``not-requeued``
+withdraws a restart that failed; ``watch-reservation`` signals the ranks before the job's reservation ends.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import TIMEOUT_SECONDS, call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
 from scaletrain_cli.launch.backends.slurm.queue import job_cause
-from scaletrain_cli.launch.backends.slurm.script import lead_seconds
+from scaletrain_cli.launch.backends.slurm.script import exchanges_nodes, lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
 from scaletrain_cli.launch.backends.slurm.tables import (
     limit_seconds,
@@ -50,6 +50,8 @@ from scaletrain_cli.launch.restart import (
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import ClusterSpec
@@ -120,16 +122,15 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
 
     A run with a range of nodes begins on the largest usable size; prints its number of nodes and their names, too.
     """
-    job_id = own_job_id(environment)
+    job_id, cluster = own_job_id(environment), record.spec.cluster
     names = node_names(environment.get("SLURM_JOB_NODELIST", ""))
-    allocated, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
-    size = max((one for one in record.sizes if one <= len(names)), default=None)
-    if record.sizes and size is None:  # submitted before the range was changed
-        logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
-        return ExitCode.USAGE
+    allocated, planned = environment.get("SLURM_JOB_NUM_NODES"), cluster.allocated_nodes
     if not record.sizes and allocated is not None and int(allocated) != planned:
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
+        return ExitCode.USAGE
+    if record.sizes and _chosen_size(record, len(names)) is None:  # submitted before the range was changed
+        logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
         return ExitCode.USAGE
     # An attempt of this job, killed before it could record the end; before the record changes: of the size before.
     conclude_abandoned(run, record, was_ended_by_slurm)
@@ -137,18 +138,64 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     if refusal is not None:
         logger.error("%s", refusal.why)
         return conclude_run(run, refusal)
-    if size is None:
+    if not exchanges_nodes(cluster, record.sizes):
         number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=names)
-        print(number, _own_address(environment, names), free_port(""))
+        print(number, own_address(environment, names), free_port(""))
         return ExitCode.DONE
-    from scaletrain_cli.launch.node_sizes import take_size
+    before = read_attempt(run, max(run.attempts(), default=0))
+    follows = before is not None and before.decision is not None and before.decision.in_place
+    usable = _usable_nodes(run, record, names, job_id) if follows else names
+    size = _chosen_size(record, len(usable))
+    if size is None:  # another node was lost meanwhile
+        logger.warning("job %s has too few usable nodes", job_id)
+        return ExitCode.CRASHED
+    if not follows and size + cluster.spare_nodes < len(names):
+        usable = names = _give_back(job_id, names, size + cluster.spare_nodes)
+    chosen = sorted(usable[:size], key=names.index)
+    revised = record
+    if record.sizes:
+        from scaletrain_cli.launch.node_sizes import take_size
 
-    if size < len(names):
-        names = _give_back(job_id, names, size)
-    revised = take_size(run, record, size, job_id)
-    number = begin_attempt(run, revised.spec, scheduler="slurm", job_id=job_id, nodes=names, revision=revised.revision)
-    print(number, _own_address(environment, names), free_port(""), size, ",".join(names))
+        revised = take_size(run, record, size, job_id)
+    number = begin_attempt(run, revised.spec, scheduler="slurm", job_id=job_id, nodes=chosen, revision=revised.revision)
+    if follows and before is not None and before.nodes != tuple(chosen):
+        left, joined = sorted({*before.nodes} - {*chosen}), sorted({*chosen} - {*before.nodes})
+        record_event(run, "nodes-replaced", attempt=number, nodes=left, by=joined)
+    print(number, own_address(environment, chosen), free_port(""), size, ",".join(chosen), len(names), ",".join(names))
     return ExitCode.DONE
+
+
+def _chosen_size(record: RunRecord, usable: int) -> int | None:
+    """Return the number of nodes of the next attempt; None if too few are usable.
+
+    The largest size that leaves the spare nodes, or else the size so far if it can be kept.
+    """
+    now = record.spec.cluster.nodes
+    most = max(usable - record.spec.cluster.spare_nodes, min(now, usable))
+    return max((size for size in record.sizes or (now,) if size <= most), default=None)
+
+
+def _usable_nodes(run: RunDir, record: RunRecord, names: Sequence[str], job_id: str) -> tuple[str, ...]:
+    """Return the nodes of the job on which its next attempt may begin, those of the last one first.
+
+    Empty if Slurm does not answer, or if the first node, where the batch script runs, is not usable.
+    """
+    try:
+        command = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%N"]
+        held = {*node_names(call_slurm(command, seconds=_PROMPT_SECONDS).stdout.strip())}
+    except SchedulerError:
+        return ()
+    bad = {node.node for node in read_bad_nodes(run.path.parent, time.time())} - {
+        *node_names(record.spec.cluster.slurm.nodelist or "")
+    }
+    last = read_attempt(run, max(run.attempts(), default=0))
+    started, used = (0.0, ()) if last is None else (last.started, last.nodes)
+    usable = [
+        node["NodeName"]
+        for node in shown_nodes([name for name in names if name in held], _PROMPT_SECONDS)
+        if not is_lost(node, started) and not _LEAVES.search(node.get("State", "")) and node["NodeName"] not in bad
+    ]
+    return tuple(sorted(usable, key=lambda name: name not in used)) if names[0] in usable else ()
 
 
 def _give_back(job_id: str, names: Sequence[str], size: int) -> tuple[str, ...]:
@@ -194,7 +241,9 @@ def end(
         stop_reason=stop_reason,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment),
         down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
-        keeps_nodes=lambda: may_restart and attempt is not None and _keeps_nodes(run, record, attempt, environment),
+        keeps_nodes=lambda against: (
+            may_restart and attempt is not None and _keeps_nodes(run, record, attempt, environment, against)
+        ),
     )
     if decision.in_place:
         ended = read_attempt(run, number)
@@ -205,21 +254,34 @@ def end(
     return decision.exit_code if may_go_on else conclude_run(run, decision)
 
 
-def _keeps_nodes(run: RunDir, record: RunRecord, attempt: AttemptRecord, environment: Mapping[str, str]) -> bool:
+def _keeps_nodes(
+    run: RunDir, record: RunRecord, attempt: AttemptRecord, environment: Mapping[str, str], against: Sequence[str]
+) -> bool:
     """Return whether another attempt may begin on the nodes of the job, which a requeue would give back.
 
-    Not if one is down, about to leave or to be excluded, if the job has given some back, if the signal before its end
-    may come between two attempts, or if each step of the job would create the same container.
+    Not if one is down, about to leave or to be excluded (``against``: for this attempt) and no other can replace it, if
+    the job has given some back, if the signal before its end may come between two attempts, or if each step of the job
+    would create the same container.
     """
-    nodes, container = _shown(attempt, _PROMPT_SECONDS), record.spec.cluster.slurm.container
+    cluster, names = record.spec.cluster, node_names(environment.get("SLURM_JOB_NODELIST", ""))
+    container = cluster.slurm.container
+    if exchanges_nodes(cluster, record.sizes):
+        usable = [name for name in _usable_nodes(run, record, names, attempt.job_id) if name not in against]
+        enough = names[0] in usable and _chosen_size(record, len(usable)) is not None
+    else:
+        nodes = shown_nodes(attempt.nodes, _PROMPT_SECONDS)
+        enough = (
+            not against
+            and attempt.nodes == names
+            and bool(nodes)
+            and not any(is_lost(node, attempt.started) or _LEAVES.search(node.get("State", "")) for node in nodes)
+            and exclusion_for(run, record.spec).nodes == last_exclusion(run)
+        )
     return (
-        attempt.nodes == node_names(environment.get("SLURM_JOB_NODELIST", ""))
-        and bool(nodes)
-        and not any(_is_lost(node, attempt.started) or _LEAVES.search(node.get("State", "")) for node in nodes)
+        enough
         and not (container is not None and str(container.options.get("container-name")).endswith(":create"))
-        and exclusion_for(run, record.spec).nodes == last_exclusion(run)
         and _still_runs(environment)
-        and not time_is_up(attempt.job_id, record.spec.cluster, environment, _START_SECONDS)
+        and not time_is_up(attempt.job_id, cluster, environment, _START_SECONDS)
     )
 
 
@@ -243,20 +305,20 @@ def was_ended_by_slurm(attempt: AttemptRecord) -> bool:
 
 def lost_nodes(attempt: AttemptRecord) -> frozenset[str] | None:
     """Return the nodes of an attempt that Slurm reports as down, or booted since; None if it does not answer."""
-    nodes = _shown(attempt, TIMEOUT_SECONDS)
-    return None if not nodes else frozenset(node["NodeName"] for node in nodes if _is_lost(node, attempt.started))
+    nodes = shown_nodes(attempt.nodes)
+    return None if not nodes else frozenset(node["NodeName"] for node in nodes if is_lost(node, attempt.started))
 
 
-def _shown(attempt: AttemptRecord, seconds: float) -> list[dict[str, str]]:
-    """Return what Slurm says of the nodes of an attempt; empty if it does not answer within ``seconds``."""
+def shown_nodes(names: Sequence[str], seconds: float = TIMEOUT_SECONDS) -> list[dict[str, str]]:
+    """Return what Slurm says of the nodes; empty if it does not answer within ``seconds``."""
     try:
-        command = ["scontrol", "--oneliner", "show", "node", ",".join(attempt.nodes)]
-        return list(records(call_slurm(command, seconds=seconds).stdout)) if attempt.nodes else []
+        command = ["scontrol", "--oneliner", "show", "node", ",".join(names)]
+        return list(records(call_slurm(command, seconds=seconds).stdout)) if names else []
     except SchedulerError:
         return []
 
 
-def _is_lost(node: Mapping[str, str], since: float) -> bool:
+def is_lost(node: Mapping[str, str], since: float) -> bool:
     """Return whether a node does not respond (*), is down, or has booted ``since``."""
     states = node.get("State", "").split("+")
     down = any(state.startswith("DOWN") or state.endswith("*") or state == "NOT_RESPONDING" for state in states)
@@ -332,7 +394,7 @@ def _changes(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> 
         yield f"StartTime=now+{max(0, math.ceil(end - time.time())) + 1}"
 
 
-def _own_address(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
+def own_address(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
     """Return an address of this node at which the other nodes reach it.
 
     That of the route to one of them, by its name or its NodeAddr: this node's names may resolve on this node only. Else

@@ -34,7 +34,7 @@ _QUEUE_SECONDS = 1800.0  # the longest wait for free nodes
 _LATE_SECONDS = 10.0  # for a result to appear on a shared file system after its job has ended
 _POLL_SECONDS = 0.5
 # Options that submitit or this module sets, or that a job of minutes does not need.
-_NOT_OF_THE_SPEC = {"job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode", "output"}
+_NOT_OF_THE_SPEC = set("job-name nodes no-kill ntasks-per-node time signal requeue open-mode output".split())
 
 
 def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:

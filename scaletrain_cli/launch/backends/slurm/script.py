@@ -230,9 +230,9 @@ def job_script(
 
 def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Iterator[str]:
     """Yield the lines of an attempt, with a ``break`` from the loop over attempts unless the next one follows here."""
-    elastic = len(sizes) > 1
+    exchanges = exchanges_nodes(spec.cluster, sizes)
     yield "# Begin an attempt: prints its number and the address of the rendezvous" + (
-        ", and its nodes if Slurm may give more." if elastic else "."
+        ", and its nodes: the job may have more." if exchanges else "."
     )
     yield 'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {'
     yield "    code=$?"
@@ -240,13 +240,20 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield '    exit "$code"'
     yield "}"
     yield '[ -n "$began" ] || exit 0 # the run has already finished'
-    yield f'read -r attempt address port{" nodes names" if elastic else ""} <<<"$began"'
+    yield f'read -r attempt address port{" nodes names held all" if exchanges else ""} <<<"$began"'
+    if exchanges:
+        yield "# Slurm notices a lost node after minutes; this step, which lasts as long as the job, within seconds."
+        yield 'if [ "${#patience[@]}" = 0 ]; then'
+        yield '    "$(type -P srun)" --overlap --mem=0 --export=ALL --mpi=none --kill-on-bad-exit=0 --no-kill \\'
+        yield '        --nodes="$held" --ntasks="$held" --ntasks-per-node=1 --nodelist="$all" \\'
+        yield '        "$python" -c "$start" scaletrain_cli.launch.backends.slurm.node_watch "$run" --script $$ &'
+        yield "fi"
     yield ""
     yield "# env instead of export: no variable of the spec can change this shell or its own commands."
     yield 'env "${dropped[@]}" \\'
     yield from (f"    {name}={shlex.quote(value)} \\" for name, value in spec_environment(spec).items())
     yield '    MASTER_ADDR="$address" MASTER_PORT="$port" \\'
-    yield f"    {_srun(spec, run_folder, elastic=elastic)} \\"
+    yield f"    {_srun(spec, run_folder, exchanges=exchanges)} \\"
     yield f"    {' '.join(agent_words(spec.cluster, run_folder))} \\"
     yield '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &'
     yield "step=$!"
@@ -255,15 +262,20 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield 'if [ -n "${SLURM_JOB_RESERVATION:-}" ]; then'
     yield from _beside("job watch-reservation")
     yield "fi"
-    if elastic and spec.cluster.node_range is not None and spec.cluster.node_range.grow:
+    if len(sizes) > 1 and spec.cluster.node_range is not None and spec.cluster.node_range.grow:
         yield from _growth_lines(sizes[-1])
-    yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait'
+    if exchanges:
+        yield "# What lost nodes leave of the step would last until Slurm notices them."
+        yield 'abandoned=$run/attempts/$(printf %04d "$attempt")/abandoned'
+        yield 'leave() { [ ! -e "$abandoned" ] || kill -KILL "$step" 2>/dev/null; }'
+    leave = " leave;" if exchanges else ""
+    yield f'while kill -0 "$step" 2>/dev/null; do wait "$step";{leave} done # a trapped signal interrupts wait'
     yield 'wait "$step"'
     yield "code=$?"
     yield '[ "${#beside[@]}" = 0 ] || kill "${beside[@]}" 2>/dev/null'
     yield ""
-    yield "# Record the end of the attempt: prints `restart` and after how many seconds the next one may begin on these"
-    yield "# nodes, `requeue` and what changes in the job, or `stop`."
+    yield "# Record the end of the attempt: prints `restart` and after how many seconds the next one may begin in this"
+    yield "# job, `requeue` and what changes in the job, or `stop`."
     yield "signaled=$ended_by_slurm ended_by_slurm="
     yield 'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\'
     yield '    --srun-exit-code "$code" --may-restart $signaled)'
@@ -275,7 +287,9 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield "decision=(restart)"
     yield '[ -z "$ended_by_slurm" ] || break'
     yield "# If Slurm cannot kill what is left on a node, srun must not wait for it until the time limit."
-    yield f"patience=(--immediate={_LONGEST_WAIT_FOR_NODES_SECONDS})"
+    # A step of which a lost node is left holds its CPUs and its memory on all nodes.
+    beside = " --overlap --mem=0" if exchanges else ""
+    yield f"patience=(--immediate={_LONGEST_WAIT_FOR_NODES_SECONDS}{beside})"
 
 
 def _growth_lines(largest: int) -> Iterator[str]:
@@ -322,10 +336,12 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None, sizes
     yield f"job-name={run_id}"
     if len(sizes) > 1:
         # Without ntasks-per-node, with which Slurm gives no more than the fewest nodes (seen in 22.05.8).
-        yield f"nodes={sizes[0]}-{sizes[-1]}"
+        yield f"nodes={sizes[0] + cluster.spare_nodes}-{sizes[-1] + cluster.spare_nodes}"
     else:
-        yield f"nodes={cluster.nodes}"
+        yield f"nodes={cluster.allocated_nodes}"
         yield "ntasks-per-node=1"
+    if exchanges_nodes(cluster, sizes):
+        yield "no-kill"  # the job continues without a node that fails
     resources, gpus = [*slurm.gres], f"{f'{slurm.gres_type}:' if slurm.gres_type else ''}{cluster.gpus_per_node}"
     if cluster.gpu != "cpu" and slurm.gpu_request == "gpus-per-node":
         yield f"gpus-per-node={gpus}"
@@ -360,6 +376,11 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None, sizes
             yield name if extra is True else f"{name}={extra}"
 
 
+def exchanges_nodes(cluster: ClusterSpec, sizes: Sequence[int]) -> bool:
+    """Return whether an attempt may begin on other nodes of the job than the one before it."""
+    return len(sizes) > 1 or cluster.spare_nodes > 0
+
+
 def lead_seconds(cluster: ClusterSpec) -> int:
     """Return how many seconds before the time limit Slurm signals the ranks."""
     return max(_LEAST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
@@ -377,7 +398,7 @@ def spec_environment(spec: RunSpec) -> dict[str, str]:
     return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
 
 
-def _srun(spec: RunSpec, run_folder: Path, *, elastic: bool = False) -> str:
+def _srun(spec: RunSpec, run_folder: Path, *, exchanges: bool = False) -> str:
     # --wait instead of --kill-on-bad-exit: an agent that exits with 75 must not kill the others, which are still
     # saving. Since 22.05 srun does not inherit --cpus-per-task from the job.
     cores = cores_per_node(spec)
@@ -390,7 +411,7 @@ def _srun(spec: RunSpec, run_folder: Path, *, elastic: bool = False) -> str:
     ]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
-    if elastic:  # the first node, where this script runs, is the first of the names
+    if exchanges:  # the first node, where this script runs, is the first of the names
         options += ['--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--nodelist="$names"']
     options += srun_words(spec.cluster, run_folder)
     return " ".join(['"$(type -P srun)"', *options])  # resolved before PATH is set from the spec

@@ -299,7 +299,7 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
     if not bad:
         return Exclusion()
     slurm, given = spec.cluster.slurm, spec.cluster.node_range
-    needed = spec.cluster.nodes if given is None else given.min
+    needed = (spec.cluster.nodes if given is None else given.min) + spec.cluster.spare_nodes
     try:
         usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
         pinned = set(node_names(slurm.nodelist or ""))

@@ -102,10 +102,10 @@ def test_an_attempt_takes_the_plan_of_the_nodes_that_the_job_got(
     made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     begin(made, monkeypatch, "n[1-4]")
-    assert capfd.readouterr().out.split()[3:] == ["4", "n1,n2,n3,n4"]
+    assert capfd.readouterr().out.split()[3:] == ["4", "n1,n2,n3,n4"] * 2
     assert revisions(made.run) == []
     begin(made, monkeypatch, "n[7-8]")
-    assert capfd.readouterr().out.split()[3:] == ["2", "n7,n8"]
+    assert capfd.readouterr().out.split()[3:] == ["2", "n7,n8"] * 2
     record, attempt = read_record(made.run), read_attempt(made.run, 2)
     assert (record.revision, record.spec.cluster.nodes, record.plan.layout.world_size) == (1, 2, 2)
     assert record.plan.layout.global_batch_size == made.record.plan.layout.global_batch_size == 4
@@ -140,7 +140,7 @@ def test_nodes_that_no_size_uses_are_given_back(
     monkeypatch.setattr(job, "call_slurm", slurm)
     monkeypatch.setattr(job, "route_address", lambda name: "10.0.0.1")
     begin(made, monkeypatch, "n[1-3]")
-    assert capfd.readouterr().out.split()[3:] == ["2", "n1,n2"]
+    assert capfd.readouterr().out.split()[3:] == ["2", "n1,n2"] * 2
     assert slurm.calls == ["scontrol update JobId=42 NumNodes=2", "squeue --noheader --jobs=42 --format=%N"]
 
 
@@ -150,7 +150,7 @@ def test_nodes_that_slurm_does_not_take_back_stay_idle_with_a_warning(
     monkeypatch.setattr(job, "call_slurm", Slurm({"scontrol": "fails"}))
     begin(made, monkeypatch, "n[1-3]")
     shown = capfd.readouterr()
-    assert shown.out.split()[3:] == ["2", "n1,n2"]
+    assert shown.out.split()[3:] == ["2", "n1,n2"] * 2
     assert "job 42 holds 1 nodes that the run does not use: Slurm refuses" in shown.err
 
 
