@@ -66,7 +66,7 @@ while :; do
     # env instead of export: no variable of the spec can change this shell or its own commands.
     env "${dropped[@]}" \
         MASTER_ADDR="$address" MASTER_PORT="$port" \
-        "$(type -P srun)" "${patience[@]}" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --nodelist="$names" \
+        "$(type -P srun)" "${patience[@]}" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --nodelist="$names" --no-kill \
         "$python" \
         -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" --end-together &
     step=$!

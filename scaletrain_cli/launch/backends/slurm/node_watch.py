@@ -11,6 +11,7 @@ requeues it. A spare node is inspected once, and is not used if it is unfit.
 import argparse
 import contextlib
 import logging
+import math
 import os
 import selectors
 import signal
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempt
@@ -146,9 +148,10 @@ class NodeWatch:
     script: int
     server: socket.socket
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector, init=False)
-    # By name: whether the node did not respond, and that is not recorded.
-    _gone: dict[str, bool] = field(default_factory=dict, init=False)
+    # By name: the node does not respond; its process has ended, as at a shutdown; its loss is recorded.
+    _gone: dict[str, Literal["silent", "ended", "recorded"]] = field(default_factory=dict, init=False)
     _since: float | None = field(default=None, init=False)
+    _asked: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._selector.register(self.server, selectors.EVENT_READ)
@@ -174,18 +177,18 @@ class NodeWatch:
     def _read(self, key: selectors.SelectorKey) -> None:
         """Take the name of a node, or note that its connection has broken."""
         assert isinstance(key.fileobj, socket.socket), "the server is handled by the caller"
-        did_not_respond = False
+        state: Literal["silent", "ended"] = "ended"
+        data = b""
         try:
             data = key.fileobj.recv(_LONGEST_LINE)
-        except OSError as error:
-            data, did_not_respond = b"", True
-            logger.info("a connection has broken: %s", error)
+        except OSError:
+            state = "silent"
         if data:
             key.data.append(data)
             return
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
-        self._gone[b"".join(key.data).decode(errors="replace").strip()] = did_not_respond
+        self._gone[b"".join(key.data).decode(errors="replace").strip()] = state
 
     def _end_attempt_of_lost_nodes(self) -> None:
         attempt = _running_attempt(self.run)
@@ -193,16 +196,20 @@ class NodeWatch:
         if attempt is None or not gone:
             self._since = None
             return
+        ended = [name for name in gone if self._gone[name] == "ended"]
+        if ended and time.monotonic() - self._asked > _ASK_SECONDS:
+            self._asked = time.monotonic()
+            shown = [node["NodeName"] for node in shown_nodes(ended, _ASK_SECONDS) if is_lost(node, attempt.started)]
+            self._gone |= dict.fromkeys(shown, "silent")
         nodes = read_node_records(self.run, attempt.number)
-        for name in sorted(gone):
-            if self._gone[name]:
-                self._gone[name] = False
-                logger.warning("%s does not answer: the attempt ends", name)
-                for node in (node for node in nodes if node.name == name):
-                    # With a storage network of its own, the node may still record an end, which is none.
-                    failure = observed_failure("node", Reason("slurm.node-silent"), node.node)
-                    write_failure(self.run, attempt.number, f"{node.node}-silent", failure)
-                announce(self.run, attempt.number, "failed")
+        for name in sorted(name for name in gone if self._gone[name] == "silent"):
+            self._gone[name] = "recorded"
+            logger.warning("%s does not answer: the attempt ends", name)
+            for node in (node for node in nodes if node.name == name):
+                # With a storage network of its own, the node may still record an end, which is none.
+                failure = observed_failure("node", Reason("slurm.node-silent"), node.node)
+                write_failure(self.run, attempt.number, f"{node.node}-silent", failure)
+            announce(self.run, attempt.number, "failed")
         if not is_announced(self.run, attempt.number, "failed", "hung"):
             return
         self._since = time.monotonic() if self._since is None else self._since

@@ -412,7 +412,7 @@ def _srun(spec: RunSpec, run_folder: Path, *, exchanges: bool = False) -> str:
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
     if exchanges:  # the first node, where this script runs, is the first of the names
-        options += ['--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--nodelist="$names"']
+        options += ['--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--nodelist="$names"', "--no-kill"]
     options += srun_words(spec.cluster, run_folder)
     return " ".join(['"$(type -P srun)"', *options])  # resolved before PATH is set from the spec
 

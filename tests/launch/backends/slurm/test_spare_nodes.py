@@ -203,13 +203,25 @@ def test_a_spare_node_that_does_not_respond_ends_no_attempt(watch: NodeWatch) ->
     assert failures(watch) == ["node-0001-n2-silent.json"]
 
 
-def test_the_end_of_the_process_on_a_node_is_no_loss_of_the_node(watch: NodeWatch) -> None:
+def test_the_end_of_the_process_on_a_node_is_no_loss_of_the_node(
+    watch: NodeWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, {"scontrol --oneliner show node n2": "NodeName=n2 State=MIXED"})
     connect(watch, "n2").close()
     watch.look()
     assert not is_announced(watch.run, 1, "failed")
     announce(watch.run, 1, "failed")  # as its ranks have lost their connections to the others
     until_signaled(watch)
     assert failures(watch) == []
+
+
+def test_a_node_whose_process_has_ended_is_lost_once_slurm_says_so(
+    watch: NodeWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(watch, "n2").close()
+    answer(monkeypatch, {"scontrol --oneliner show node n2": "NodeName=n2 State=DOWN*"})
+    until_signaled(watch)
+    assert failures(watch) == ["node-0001-n2-silent.json"]
 
 
 @pytest.mark.parametrize(
