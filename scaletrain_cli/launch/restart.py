@@ -145,7 +145,7 @@ def may_restart_in_place(history: Sequence[AttemptRecord], against: Sequence[str
     nodes away, where the job is the cause, or once the run has failed repeatedly at the same step.
     """
     reason = history[-1].reason or "node"
-    on_healthy_nodes = bool(against) or _BUDGET.get(reason) in ("crash", "oom") or reason in _OF_SEVERAL
+    on_healthy_nodes = bool(against) or _BUDGET.get(reason) in ("crash", "oom") or reason in (*_OF_SEVERAL, "resize")
     return on_healthy_nodes and attempts_without_progress(history) < _FAILURES_ON_THE_SAME_NODES
 
 
@@ -290,7 +290,7 @@ def conclude_attempt(
             progress_known=_progress_known(run, record),
         )
         stays = decision.requeue and may_restart_in_place(history, outcome.against)
-        if stays and read_stop_request(run, number, "growth") is None and keeps_nodes(outcome.against):
+        if stays and keeps_nodes(outcome.against):
             decision = dataclasses.replace(decision, in_place=True)
         if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:
             decision = Decision.because(False, decision.exit_code, why)

@@ -124,10 +124,8 @@ def test_attempts_without_progress_are_those_since_the_newest_checkpoint() -> No
     ("history", "may"),
     [
         *((reason, True) for reason in ("crash", "killed", "oom", "host-oom", "nan", "hang", "communication")),
-        *(
-            (f"{reason}:9", False)
-            for reason in ("preempted", "out-of-grace", "time-limit", "resize", "idle", "cancelled")
-        ),
+        *((f"{reason}:9", False) for reason in ("preempted", "out-of-grace", "time-limit", "idle", "cancelled")),
+        ("resize:9", True),  # onto nodes of the job that have returned
         *((f"{reason}:9", False) for reason in ("node", "hardware", "wrong-nodes")),
         ("crash crash", False),  # at the same step: another node may differ
         ("crash crash:5", True),
@@ -138,6 +136,11 @@ def test_attempts_without_progress_are_those_since_the_newest_checkpoint() -> No
 )
 def test_an_attempt_may_follow_on_the_same_nodes_if_they_were_kept_and_may_be_healthy(history: str, may: bool) -> None:
     assert may_restart_in_place(attempts(history)) == may
+
+
+def test_an_attempt_may_follow_in_the_job_without_the_node_that_is_to_blame() -> None:
+    for reason in ("node", "hardware", "wrong-nodes", "hang"):
+        assert may_restart_in_place(attempts(f"{reason}:9"), against=("n2",))
 
 
 @pytest.mark.parametrize(("history", "again"), [("preempted " * 12, True), ("node " * 4, True), ("crash " * 4, False)])

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import growth_requests, read_attempt, read_attempts, request_stop, withdraw_growth
+from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.job import chosen_size, usable_held_nodes
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, read_estimate
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, exclude_option, exclusion_for, has_gpus, query_site
@@ -188,6 +190,11 @@ class GrowthWatch:
         Asks Slurm once if too few nodes are idle, as is usual, and queries the limits of the site once per attempt.
         Raises SchedulerError.
         """
+        names, now = node_names(self.environment["SLURM_JOB_NODELIST"]), self.record.spec.cluster.nodes
+        held = usable_held_nodes(self.run, self.record, names, own_job_id(self.environment))
+        if (size := chosen_size(self.record, len(held)) or now) > now:  # a node of the job itself has returned
+            found = growth(self.plans, now, size, left=self._left(), pace=self._pace())
+            return found if found.pays else None
         attempt = read_attempt(self.run, self.attempt)
         own = () if attempt is None else attempt.nodes
         excluded = node_names(exclude_option(self.record.spec, exclusion_for(self.run, self.record.spec)) or "")
@@ -196,7 +203,6 @@ class GrowthWatch:
         idle = read_idle_nodes(answer.stdout, partition, (*own, *excluded), self.record.spec.cluster)
         if pinned := node_names(self.record.spec.cluster.slurm.nodelist or ""):
             idle = IdleNodes(tuple(name for name in idle.names if name in pinned), idle.partitions)
-        now = self.record.spec.cluster.nodes
         most = now + len(idle.names)
         if (largest_usable(self.record.sizes, most) or 0) <= now:
             return None

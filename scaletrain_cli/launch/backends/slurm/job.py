@@ -23,7 +23,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt
+from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_attempt, read_stop_request
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import TIMEOUT_SECONDS, call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
@@ -129,7 +129,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
         return ExitCode.USAGE
-    if record.sizes and _chosen_size(record, len(names)) is None:  # submitted before the range was changed
+    if record.sizes and chosen_size(record, len(names)) is None:  # submitted before the range was changed
         logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
         return ExitCode.USAGE
     # An attempt of this job, killed before it could record the end; before the record changes: of the size before.
@@ -144,8 +144,8 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
         return ExitCode.DONE
     before = read_attempt(run, max(run.attempts(), default=0))
     follows = before is not None and before.decision is not None and before.decision.in_place
-    usable = _usable_nodes(run, record, names, job_id) if follows else names
-    size = _chosen_size(record, len(usable))
+    usable = usable_held_nodes(run, record, names, job_id) if follows else names
+    size = chosen_size(record, len(usable))
     if size is None:  # another node was lost meanwhile
         logger.warning("job %s has too few usable nodes", job_id)
         return ExitCode.CRASHED
@@ -165,7 +165,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     return ExitCode.DONE
 
 
-def _chosen_size(record: RunRecord, usable: int) -> int | None:
+def chosen_size(record: RunRecord, usable: int) -> int | None:
     """Return the number of nodes of the next attempt; None if too few are usable.
 
     The largest size that leaves the spare nodes, or else the size so far if it can be kept.
@@ -175,7 +175,7 @@ def _chosen_size(record: RunRecord, usable: int) -> int | None:
     return max((size for size in record.sizes or (now,) if size <= most), default=None)
 
 
-def _usable_nodes(run: RunDir, record: RunRecord, names: Sequence[str], job_id: str) -> tuple[str, ...]:
+def usable_held_nodes(run: RunDir, record: RunRecord, names: Sequence[str], job_id: str) -> tuple[str, ...]:
     """Return the nodes of the job on which its next attempt may begin, those of the last one first.
 
     Empty if Slurm does not answer, or if the first node, where the batch script runs, is not usable.
@@ -266,8 +266,10 @@ def _keeps_nodes(
     cluster, names = record.spec.cluster, node_names(environment.get("SLURM_JOB_NODELIST", ""))
     container = cluster.slurm.container
     if exchanges_nodes(cluster, record.sizes):
-        usable = [name for name in _usable_nodes(run, record, names, attempt.job_id) if name not in against]
-        enough = names[0] in usable and _chosen_size(record, len(usable)) is not None
+        usable = [name for name in usable_held_nodes(run, record, names, attempt.job_id) if name not in against]
+        size = chosen_size(record, len(usable)) if names[0] in usable else None
+        grows = read_stop_request(run, attempt.number, "growth") is not None
+        enough = size is not None and (size > cluster.nodes or not grows)
     else:
         nodes = shown_nodes(attempt.nodes, _PROMPT_SECONDS)
         enough = (

@@ -229,7 +229,8 @@ def watch(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> GrowthWatch:
     monkeypatch.setattr(growth, "committed_folders", lambda folder: [Path(f"step-{next(looks):08d}")])
     monkeypatch.setattr(growth, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(growth, "query_site", lambda cluster, without: site())
-    environment = {"SLURM_JOB_ID": "42", "SLURM_JOB_PARTITION": "main"}
+    monkeypatch.setattr(growth, "usable_held_nodes", lambda *of_the_job: ("n1", "n2"))
+    environment = {"SLURM_JOB_ID": "42", "SLURM_JOB_PARTITION": "main", "SLURM_JOB_NODELIST": "n[1-4]"}
     return GrowthWatch(made.run, read_record(made.run), 1, environment)
 
 
@@ -269,6 +270,16 @@ def test_a_run_does_not_grow_without_free_nodes_or_before_waiting_jobs(
     monkeypatch.setattr(growth, "call_slurm", slurm)
     assert watch._candidate() is None
     assert [call.split()[0] for call in slurm.calls] == asked
+
+
+def test_a_run_grows_onto_nodes_of_its_own_job_that_have_returned(
+    watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "call_slurm", Slurm({}))  # no other nodes are looked for
+    monkeypatch.setattr(growth, "usable_held_nodes", lambda *of_the_job: ("n1", "n2", "n3", "n4"))
+    found = watch._candidate()
+    assert found is not None
+    assert found.nodes == 4
 
 
 def test_the_nodes_are_asked_for_with_the_cores_of_the_job(watch: GrowthWatch, monkeypatch: pytest.MonkeyPatch) -> None:
