@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
 # What `make setup` installs and `make lock` pins.
-EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,sample,docs,reference,dev
+EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,sample,mcp,docs,reference,dev
 
 .PHONY: help setup lock docs demo check unit test test-k8s test-slurm test-long test-costs test-oldest test-newest drills bug-injection slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
 

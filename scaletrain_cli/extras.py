@@ -19,6 +19,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "prices": ("gpuhunt",),
     "plot": ("matplotlib",),
     "sample": ("transformers",),
+    "mcp": ("mcp",),
 }
 
 

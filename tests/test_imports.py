@@ -54,7 +54,8 @@ LIBRARIES_ALLOWED = {
     # jinja2 for chat templates, which checks before a run parse
     "data": {"PIL", "jinja2", "numpy", "py3langid", "rensa", "sklearn", "tokenizers"},
     "hub": {"huggingface_hub"},
-    "cli": {"click", "gpuhunt", "typer"},
+    # anyio and mcp by `scaletrain mcp` alone
+    "cli": {"anyio", "click", "gpuhunt", "mcp", "pydantic", "typer"},
     "ui": {"matplotlib", "rich"},
     # ruamel writes Kubernetes objects; the errors of the Kubernetes client are urllib3's
     "launch": {"kubernetes", "psutil", "pynvml", "ruamel", "submitit", "urllib3"},
@@ -70,7 +71,7 @@ LIBRARIES_ALLOWED = {
 }
 # Run in processes of their own, which start for that work.
 WITH_HEAVY_IMPORTS = {"data", "engine"}
-HEAVY = {"deepspeed", "kubernetes", "matplotlib", "mlflow", "numpy", "submitit", "tensorboard", "torch", "wandb"}
+HEAVY = set("deepspeed kubernetes matplotlib mcp mlflow numpy submitit tensorboard torch wandb".split())
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("plan", "Estimate layout, memory, step time, network and cost of a run. Starts nothing."),
         Verb("schema", "Print the JSON Schema of the run spec, for editors."),
         Verb("doctor", "Check the environment: packages, hardware, schedulers, disk."),
+        Verb("mcp", "Serve verbs to agents over the Model Context Protocol."),
         Verb("image", "Write a Containerfile for training pods from a lock file."),
         Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
         Verb("rehearse", "Try a run for minutes on its nodes: labels, learning rate, speed, checkpoints."),

@@ -17,8 +17,8 @@ VALUES |= {"RUN": "r1", "DIR": "out", "URL": "s3://bucket/data", "PROMPT": "Hi"}
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
 ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"], "rehearse": ["--yes"]}
-# They connect streams or ports with a node of a running run, and answer nothing: tests/launch/test_sessions.py.
-CONNECTIONS = ("exec", "shell", "port-forward")
+# They connect streams or ports, and answer nothing: tests/launch/test_sessions.py, tests/cli/test_mcp.py.
+CONNECTIONS = ("exec", "shell", "port-forward", "mcp")
 
 
 def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
