@@ -1,12 +1,13 @@
 """For mkdocs: pages of the project outside docs/ are pages of the site too, so that each link between them is checked.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md stand at the top of the site; every other file that a page links to stands
-below the same path as in the project.
+below the same path as in the project. The pages that llms.txt links to are also there as Markdown, for agents.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"]({_relative(_place(target), here)}{found[2] or ''})"
 
     return _LINK.sub(moved, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Copy the pages that llms.txt links to, as they are, beside it."""
+    for page in _linked(PROJECT / "docs" / "llms.txt"):
+        shutil.copy(page, config["site_dir"])
 
 
 def _linked(page: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Every command line in README, docs, CONTRIBUTING, slurm/, k8s/ and comments of recipes runs as documented.
+"""Every command line in README, docs, CONTRIBUTING, AGENTS, slurm/, k8s/ and comments of recipes runs as documented.
 
 A line that needs a real cluster, a GPU, another program or many minutes is in a table with the reason, and is parsed.
 A new line that is in neither table fails.
@@ -32,6 +32,7 @@ PROJECT = Path(__file__).parent.parent
 PAGES = [
     PROJECT / "README.md",
     PROJECT / "CONTRIBUTING.md",
+    PROJECT / "AGENTS.md",
     *sorted((PROJECT / "docs").glob("*.md")),
     PROJECT / "slurm" / "README.md",
     PROJECT / "k8s" / "README.md",
@@ -101,6 +102,18 @@ RUN: dict[str, Runs] = {
     ),
     "scaletrain init --files slurm DIR": Runs("init --files slurm site", "wrote site/sites/cloud.yaml"),
     "scaletrain init --list": Runs("init --list", "own-engine"),
+    "scaletrain validate run.yaml --json": Runs("validate run.yaml --json", '"valid": true'),
+    "scaletrain plan run.yaml --json": Runs("plan run.yaml --json", "scaletrain.plan/v1"),
+    "scaletrain submit run.yaml --run-id ID --yes --json": Runs(
+        "submit run.yaml --run-id small --set \"env={FAKE: '{}'}\" --yes --json", '"created": false'
+    ),
+    "scaletrain status RUN --json": Runs("status small --json", '"state": "finished"'),
+    "scaletrain status RUN --wait 30m --json": Runs("status small --wait 30m --json", '"state": "finished"'),
+    "scaletrain explain RUN --json": Runs("explain small --json", "scaletrain.explain/v1"),
+    "scaletrain diagnose RUN --json": Runs("diagnose small --json", "scaletrain.diagnose/v1"),
+    "scaletrain logs RUN --tail 50 --json": Runs("logs small --tail 50 --json", '"text": "up"'),
+    "scaletrain resume RUN --yes --json": Runs("resume small --yes --json", "small has finished", code=2),
+    "scaletrain cancel RUN --yes --json": Runs("cancel small --yes --json", '"cancelled": false'),
     "scaletrain init --recipe NAME": Runs("init --recipe llama-7b-h100 recipe.yaml", "wrote recipe.yaml"),
     "scaletrain init --files k8s DIR": Runs("init --files k8s there", "wrote there/base/rbac.yaml"),
     "scaletrain --help": Runs("--help", "Usage: scaletrain"),
