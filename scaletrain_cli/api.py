@@ -115,64 +115,6 @@ _POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run, by its directory. It holds no state: every method reads the directory and queries the scheduler."""
-
-    path: Path
-
-    @property
-    def run_id(self) -> str:
-        """The id, which is the name of the directory."""
-        return self.directory.run_id
-
-    @property
-    def directory(self) -> RunDir:
-        """The paths within the run directory."""
-        return RunDir(self.path)
-
-    @property
-    def spec(self) -> RunSpec:
-        """The spec that the run has now. Raises UsageError for a damaged record."""
-        return read_record(self.directory).spec
-
-    @property
-    def plan(self) -> RunPlan:
-        """The plan of the spec. Raises UsageError for a damaged record."""
-        return read_record(self.directory).plan
-
-    def status(self) -> RunStatus:
-        """Return the state, as `scaletrain status` shows it."""
-        return status(self)
-
-    def wait(self, timeout_seconds: float | None = None) -> RunStatus:
-        """Return the state once the run has ended, or after ``timeout_seconds``."""
-        return wait(self, timeout_seconds)
-
-    def explain(self) -> Explanation:
-        """Return why the run waits, or why it ended."""
-        return explain(self)
-
-    def logs(self, attempt: int | None = None, rank: int | None = None, last_lines: int | None = None) -> list[LogLine]:
-        """Return what the ranks of an attempt printed (default: the last one)."""
-        return logs(self, attempt, rank, last_lines)
-
-    def cancel(self, *, force: bool = False, trust_owner: bool = False) -> Cancellation:
-        """Cancel the run, with its state saved."""
-        return cancel(self, force=force, trust_owner=trust_owner)
-
-    def resume(
-        self,
-        overrides: Sequence[str] = (),
-        *,
-        from_scratch: bool = False,
-        new_code: bool = False,
-        trust_owner: bool = False,
-    ) -> Submitted:
-        """Resume the run from its latest valid checkpoint."""
-        return resume(self, overrides, from_scratch=from_scratch, new_code=new_code, trust_owner=trust_owner)
-
-
-@dataclass(frozen=True)
 class Submitted:
     """A submitted run. ``created`` is False if its run directory existed: an earlier submission, even a refused one,
     created it.
@@ -428,3 +370,38 @@ def cancel(
     ``force`` also removes what is left on dead nodes. ``seen`` is the latest status, if the caller has it.
     """
     return cancel_run(find_run(run).directory, force=force, trust_owner=trust_owner, seen=seen)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, by its directory. It holds no state: every method reads the directory and queries the scheduler."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The id, which is the name of the directory."""
+        return self.directory.run_id
+
+    @property
+    def directory(self) -> RunDir:
+        """The paths within the run directory."""
+        return RunDir(self.path)
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec that the run has now. Raises UsageError for a damaged record."""
+        return read_record(self.directory).spec
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan of the spec. Raises UsageError for a damaged record."""
+        return read_record(self.directory).plan
+
+    # The functions above, with this run as their first argument.
+    status = status
+    wait = wait
+    explain = explain
+    logs = logs
+    cancel = cancel
+    resume = resume
