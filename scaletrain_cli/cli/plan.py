@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +24,7 @@ from scaletrain_cli.cli.options import (
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.calibration import keep_measurement, measure_run, read_measurements
 from scaletrain_cli.launch.data_summary import summarize_data
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator, full_name
 from scaletrain_cli.plan.catalogue.prices import Quote, live_price
@@ -147,9 +147,9 @@ def command(
     models = [name for name in specs if is_reference(name)]
     if gpus is not None and len(models) < len(specs):
         raise UsageError("--gpus requires hf://org/name. For a spec file use --set cluster.nodes=N or --max-gpus.")
-    hardware = Hardware(gpus, None)
+    hardware: tuple[int | None, str | None] = (gpus, None)
     if models and gpu and len(gpu) == 1:  # one GPU is that of the spec; several are compared as for a spec file
-        hardware, gpu = Hardware(gpus, full_name(gpu[0])), None
+        hardware, gpu = (gpus, full_name(gpu[0])), None
     limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
     sets = variants(vary or ())
     if len(specs) * len(sets) > 1:
@@ -176,7 +176,7 @@ def command(
 
         recorded = read_trace(trace)
     run, epochs = _load(specs[0], overrides or [], sets[0], cluster, hardware)
-    measurements = _measurements(run, uncalibrated=uncalibrated)
+    measurements = None if uncalibrated else read_measurements(run)
     run = _priced(run) if live_prices else run
     found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
     if calibrate and not uncalibrated and found.plan.calibration is None:
@@ -211,24 +211,19 @@ _DOES_NOT_APPLY = (
 )
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The number and the name of the GPUs to plan a model of the hub for; None for the default."""
-
-    gpus: int | None
-    gpu: str | None
-
-
 def _load(
-    name: str, overrides: list[str], varied: tuple[str, ...], cluster: str | None, on: Hardware
+    name: str, overrides: list[str], varied: tuple[str, ...], cluster: str | None, on: tuple[int | None, str | None]
 ) -> tuple[RunSpec, Reason | None]:
-    """Return the spec, and how its epochs were counted in steps, which is printed to stderr; None without epochs."""
+    """Return the spec, and how its epochs were counted in steps, which is printed to stderr; None without epochs.
+
+    ``on``: the number and the name of the GPUs to plan a model of the hub for; None for the default.
+    """
     from scaletrain_cli.spec.source import VARY_OPTION as VARY
 
     if is_reference(name):
         from scaletrain_cli.cli.models import USUAL_GPU, USUAL_GPUS, spec_of_model
 
-        gpus, gpu = on.gpus or USUAL_GPUS, on.gpu or USUAL_GPU
+        gpus, gpu = on[0] or USUAL_GPUS, on[1] or USUAL_GPU
         return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster), None
     run = load_varied(Path(name), overrides, varied, VARY, cluster)
     if run.training.epochs is None and run.training.objective not in ("sft", "dpo"):
@@ -245,18 +240,10 @@ def _load(
 
 def _calibrate(name: str) -> None:
     """Keep the measured step time of a run, and print it to stderr."""
-    from scaletrain_cli.launch.calibration import keep_measurement, measure_run
-
     found = measure_run(find_run(name))
     path = keep_measurement(found)
     planned = f"{seconds_text(found.seconds)} per step, planned {seconds_text(found.planned_seconds)}"
     say(f"{found.source}: {planned}, factor {found.factor:.3g}; kept in {path}")
-
-
-def _measurements(run: RunSpec, *, uncalibrated: bool) -> Measurements | None:
-    from scaletrain_cli.launch.calibration import read_measurements
-
-    return None if uncalibrated else read_measurements(run)
 
 
 def _ask(
@@ -290,9 +277,8 @@ def _ask(
 def _priced(run: RunSpec) -> RunSpec:
     """Return the run with current prices, and print the prices with their source to stderr."""
     priced, prices = with_live_prices(run)
-    for market, quote in (("on demand", prices.on_demand), ("spot", prices.spot)):
-        if quote is not None:
-            say(f"{market}: {dollars_text(quote.usd)} per GPU and hour, {quote.source}")
+    for key, quote in prices.items():
+        say(f"{_MARKETS[key]}: {dollars_text(quote.usd)} per GPU and hour, {quote.source}")
     return priced
 
 
@@ -301,7 +287,7 @@ def _compare(
     overrides: list[str],
     sets: list[tuple[str, ...]],
     cluster: str | None,
-    on: Hardware,
+    on: tuple[int | None, str | None],
     *,
     uncalibrated: bool,
     as_json: bool,
@@ -310,7 +296,7 @@ def _compare(
 
     runs = [(Path(name), chosen, _load(name, overrides, chosen, cluster, on)[0]) for name in specs for chosen in sets]
     named = name_runs(runs)
-    compared = compare([(name, run, _measurements(run, uncalibrated=uncalibrated)) for name, run in named])
+    compared = compare([(name, run, None if uncalibrated else read_measurements(run)) for name, run in named])
     if as_json:
         print_json({"schema": "scaletrain.plan-comparison/v1", "runs": [column.to_json() for column in compared]})
     else:
@@ -334,31 +320,20 @@ def _draw(found: Answer, path: Path) -> None:
 # Providers whose prices gpuhunt hosts; the others require credentials or one request each.
 _PROVIDERS = ["aws", "azure", "gcp", "lambdalabs", "nebius", "oci", "runpod", "verda"]
 _TIMEOUT_SECONDS = 30.0
+_MARKETS = {"price_per_gpu_hour": "on demand", "spot_price_per_gpu_hour": "spot"}  # by the key of the cluster
 
 
-@dataclass(frozen=True)
-class LivePrices:
-    """Current quotes; None for a market without offers."""
-
-    on_demand: Quote | None
-    spot: Quote | None
-
-
-def with_live_prices(spec: RunSpec) -> tuple[RunSpec, LivePrices]:
-    """Return the run with current prices in place of ``auto``, and these prices.
+def with_live_prices(spec: RunSpec) -> tuple[RunSpec, dict[str, Quote]]:
+    """Return the run with current prices in place of ``auto``, and these prices by the key of the cluster.
 
     Raises UsageError if gpuhunt is not installed, cannot download its price lists, or lists no such GPU.
     """
-    device = find_accelerator(spec.cluster)
-    prices = LivePrices(*(_quote(device, spot, spec.cluster.gpus_per_node) for spot in (False, True)))
-    if prices.on_demand is None and prices.spot is None:
+    cluster, device = spec.cluster, find_accelerator(spec.cluster)
+    quotes = {key: _quote(device, market == "spot", cluster.gpus_per_node) for key, market in _MARKETS.items()}
+    prices = {key: quote for key, quote in quotes.items() if quote is not None}
+    if not prices:
         raise _no_prices(f"no provider known to gpuhunt offers {device.name}.", "Set cluster.price_per_gpu_hour.")
-    cluster = spec.cluster
-    updates = {
-        key: quote.usd
-        for key, quote in (("price_per_gpu_hour", prices.on_demand), ("spot_price_per_gpu_hour", prices.spot))
-        if quote is not None and getattr(cluster, key) == "auto"
-    }
+    updates = {key: quote.usd for key, quote in prices.items() if getattr(cluster, key) == "auto"}
     return spec.model_copy(update={"cluster": cluster.model_copy(update=updates)}), prices
 
 
