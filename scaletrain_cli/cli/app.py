@@ -212,8 +212,6 @@ class CommandLine:
 
 def parsed(words: Sequence[str]) -> CommandLine:
     """Return the command line as its verb parses it; arguments that are missing or wrong are None."""
-    import typer
-
     verb = verb_words(words)
     start = max((words.index(word) for word in verb), default=-1) + 1
     command: Any = typer.main.get_command(app)

@@ -55,14 +55,16 @@ def command(
     status = require_cancel(named, force=force, trust_owner=trust_owner)
     if status.state in _ENDS:
         say(f"{named.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
-        _answer(as_json, named.run_id, status.state, cancelled=False)
+        if as_json:
+            print_json({"run_id": named.run_id, "state": status.state, "cancelled": False, "removed": []})
         return
     step = f"step {status.step} of {status.total_steps}" if status.step_seen else "its step was not seen"
     confirm(f"Cancel {named.run_id} ({status.state}, {step})?", yes)
     removed = cancel(named, force=force, trust_owner=trust_owner, seen=status).removed
     if force:
         say(f"removed {', '.join(removed)}" if removed else "there was nothing left to remove.")
-    _answer(as_json, named.run_id, status.state, cancelled=True, removed=removed)
+    if as_json:  # with the state before the cancellation
+        print_json({"run_id": named.run_id, "state": status.state, "cancelled": True, "removed": list(removed)})
     say(f"{_done(status)}. `scaletrain resume {named.run_id}` continues it.")
 
 
@@ -85,12 +87,6 @@ def _done(status: RunStatus) -> str:
             f"{status.run_id} was {asked}; now {kept}, and `scaletrain status {status.run_id}` shows the one it saves"
         )
     return f"canceled {status.run_id}; {kept}"
-
-
-def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed: Sequence[str] = ()) -> None:
-    """Print the answer of --json; ``state`` is the state before canceling."""
-    if as_json:
-        print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed": list(removed)})
 
 
 _ENDS = {

@@ -40,6 +40,7 @@ PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 def list_them(run: RunName, as_json: AsJson = False) -> None:
     """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
     from scaletrain_cli.rundir.checkpoints import take_inventory
+    from scaletrain_cli.rundir.mirror_state import read_mirror_state
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
 
     found, record, folder, is_seen = _read(run)
@@ -48,7 +49,8 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
             print_json({"folder": str(folder), "checkpoints": None, "only_in_mirror": None})
         say(f"checkpoints of {run}: {Reason('launch.view-not-seen')}")
         return
-    entries, mirrored = take_inventory(folder), _mirrored_steps(found, record)
+    entries, state = take_inventory(folder), read_mirror_state(found)
+    mirrored = None if record.spec.checkpoint.mirror.to is None else [] if state is None else state.steps
     only_there = sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint})
     if as_json:
         answer = {"folder": str(folder), "checkpoints": [entry_json(entry, mirrored) for entry in entries]}
@@ -92,7 +94,7 @@ def verify(
     from scaletrain_cli.rundir.checkpoints import take_inventory, verify_files
     from scaletrain_cli.ui.checkpoints import BytesLine
 
-    _, record, folder = _seen_run(run)
+    _, record, folder = _own_run(run, True, "verify")  # reads only
     entries = take_inventory(folder)
     # Incomplete checkpoints and those moved aside are never resumed from.
     chosen = [entry for entry in entries if entry.path.name.startswith("step-") and entry.path.parent == folder]
@@ -266,18 +268,13 @@ def _read(run: str) -> tuple[RunDir, RunRecord, Path, bool]:
     return found, record, folder, folder.is_dir() or not is_elsewhere(found, record)
 
 
-def _seen_run(run: str) -> tuple[RunDir, RunRecord, Path]:
+def _own_run(run: str, trust_owner: bool, action: str) -> tuple[RunDir, RunRecord, Path]:
     """Return a run, its record and the folder of its checkpoints. Raises UsageError if this machine does not see it."""
+    from scaletrain_cli.rundir.record import require_own_run
+
     found, record, folder, is_seen = _read(run)
     if not is_seen:
         raise UsageError(Reason("runs.checkpoints-unseen", {"run": run, "folder": str(folder)}))
-    return found, record, folder
-
-
-def _own_run(run: str, trust_owner: bool, action: str) -> tuple[RunDir, RunRecord, Path]:
-    from scaletrain_cli.rundir.record import require_own_run
-
-    found, record, folder = _seen_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy=f"Ask that user to {action} it")
     return found, record, folder
 
@@ -381,16 +378,6 @@ def prune(
         typer.echo(visible(name))
     verb = "would be deleted" if dry_run else "deleted"
     say(f"{counted(len(names), 'checkpoint')} {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
-
-
-def _mirrored_steps(run: RunDir, record: RunRecord) -> list[int] | None:
-    """Return the steps of the checkpoints in the mirror of a run; None if it has none."""
-    from scaletrain_cli.rundir.mirror_state import read_mirror_state
-
-    if record.spec.checkpoint.mirror.to is None:
-        return None
-    state = read_mirror_state(run)
-    return [] if state is None else state.steps
 
 
 def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[str, list[str]]) -> None:

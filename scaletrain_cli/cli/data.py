@@ -103,19 +103,16 @@ def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None
         typer.echo(visible(queued.job_id))
 
 
-_Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="SPEC|RUN",
-        help="Path of the run spec (YAML); - reads stdin; or a run id, unique prefix or run directory.",
-        show_default=False,
-    ),
-]
-
-
 @app.command(epilog=describe(EXIT_CODES))
 def show(
-    target: _Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC|RUN",
+            help="Path of the run spec (YAML); - reads stdin; or a run id, unique prefix or run directory.",
+            show_default=False,
+        ),
+    ],
     overrides: Overrides = None,
     row: Annotated[
         int | None, typer.Option("--row", metavar="N", min=1, help="First row or image to show, counted from 1.")

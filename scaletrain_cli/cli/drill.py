@@ -83,17 +83,8 @@ def command(
         "cluster.gpu": gpu,
     }
     given = [*(overrides or ()), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
-    raise typer.Exit(
-        _drill(
-            chosen,
-            _spec(spec, given, cluster),
-            steps,
-            seconds_of("--timeout", timeout),
-            keep=keep,
-            yes=yes,
-            as_json=as_json,
-        )
-    )
+    base, seconds = _spec(spec, given, cluster), seconds_of("--timeout", timeout)
+    raise typer.Exit(_drill(chosen, base, steps, seconds, keep=keep, yes=yes, as_json=as_json))
 
 
 def _drill(

@@ -179,6 +179,7 @@ def _is_unknown(node: LoginNode, run: SentRun) -> bool:
 def _about_run(words: Sequence[str]) -> int | None:
     """Run a verb where its run is; None for a run of this machine or one that is not known."""
     from scaletrain_cli.launch.login_node.sent_runs import forget, sent_runs
+    from scaletrain_cli.rundir.paths import list_runs
 
     if "--from-mirror" in words or any(word.startswith("--from-mirror=") for word in words):
         return _resume_from_mirror(parsed(words))
@@ -189,8 +190,10 @@ def _about_run(words: Sequence[str]) -> int | None:
     given = line.params.get(key)
     names = [given] if isinstance(given, str) else list(given or ())
     if not names:
-        newest = _newest_sent() if key == "run" else None
-        return None if newest is None else _at(newest, line, [shlex.quote(newest.run_id)])
+        newest = sent_runs()[-1]
+        if key != "run" or newest.submitted <= max((run.record.stat().st_mtime for run in list_runs()), default=0.0):
+            return None
+        return _at(newest, line, [shlex.quote(newest.run_id)])
     found = [_place_of(name) for name in names]
     places = {None if run is None else run.cluster for run in found}
     if places == {None}:
@@ -273,9 +276,8 @@ def _report(node: LoginNode, line: CommandLine) -> int:
     from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively, script_of
     from scaletrain_cli.ui.console import say
 
-    output: Path = line.params["output"]
-    if not can_be_replaced(output):
-        raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
+    output = _output(line)
+    assert output is not None
     page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{secrets.token_hex(8)}.html'
     sweep = line.params.get("sweep")
     named = ["--sweep", shlex.quote(sweep)] if sweep else [shlex.quote(run) for run in line.params["runs"]]
@@ -303,16 +305,6 @@ def _place_of(name: str) -> SentRun | None:
     if found is None or is_id or not matches:
         return found
     raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [*matches, found.run_id]}))
-
-
-def _newest_sent() -> SentRun | None:
-    """Return the run that was submitted last, if that was through a login node."""
-    from scaletrain_cli.launch.login_node.sent_runs import sent_runs
-    from scaletrain_cli.rundir.paths import list_runs
-
-    newest_here = max((run.record.stat().st_mtime for run in list_runs()), default=0.0)
-    newest = sent_runs()[-1]
-    return newest if newest.submitted > newest_here else None
 
 
 _FIRST_WORDS = frozenset(("status", "watch", "diagnose", "report", "logs", "events", "checkpoint"))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import OneNode, OneRank, RunName, one_place
+from scaletrain_cli.cli.options import OneNode, OneRank, RunName
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import find_run
 
@@ -29,7 +29,6 @@ def command(
     """
     from scaletrain_cli.launch.node_session import node_of_run, run_on_node
 
-    one_place(node, rank)
     found = find_run(run)
     record, place = node_of_run(found, node, rank)
     return run_on_node(found, record, place, words, rank=rank)

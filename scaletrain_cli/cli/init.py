@@ -113,7 +113,10 @@ def command(
     """
     from scaletrain_cli.spec.backend_traits import DEFAULT, installed_backends
 
-    model, file = _model_and_file(names or [])
+    models, paths = [n for n in names or () if is_reference(n)], [Path(n) for n in names or () if not is_reference(n)]
+    if len(models) > 1 or len(paths) > 1:
+        raise UsageError(f"{' '.join(names or ())}: give at most one hf://org/name and one FILE.")
+    model, file = next(iter(models), None), next(iter(paths), None)
     if model is not None and given_model is not None:
         raise UsageError(f"{model} and --from {given_model} are both given. Give only one.")
     model = model or given_model
@@ -171,14 +174,6 @@ def command(
             "submit it": f"scaletrain submit {target}",
         }
     )
-
-
-def _model_and_file(names: list[str]) -> tuple[str | None, Path | None]:
-    """Return the model of the hub and the file among the arguments. Raises UsageError."""
-    models, files = [n for n in names if is_reference(n)], [Path(n) for n in names if not is_reference(n)]
-    if len(models) > 1 or len(files) > 1:
-        raise UsageError(f"{' '.join(names)}: give at most one hf://org/name and one FILE.")
-    return (models[0] if models else None), (files[0] if files else None)
 
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:
@@ -266,6 +261,7 @@ def _fitting_spec(
     scheduler: str | None,
 ) -> str:
     """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
+    from scaletrain_cli.launch.backends.registry import all_backends
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.plan.data_size import data_size
     from scaletrain_cli.spec import parse_spec, set_steps
@@ -280,7 +276,10 @@ def _fitting_spec(
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
     if scheduler is None and preset is None and tuned is None and nodes in (None, 1):
         scheduler = DEFAULT
-    if scheduler is None and (scheduler := _cluster_here()) is None:
+    if scheduler is None:  # of several nodes, if this machine can submit to one
+        several = (each for each in all_backends() if each.traits.max_nodes != 1 and each.is_available())
+        scheduler = next((each.name for each in several), None)
+    if scheduler is None:
         say("found neither sbatch nor a kubeconfig.")
         if tuned is not None and nodes in (None, 1):
             with contextlib.suppress(InfeasibleError):
@@ -318,10 +317,3 @@ def _fitting_spec(
                 continue
             raise
         return text
-
-
-def _cluster_here() -> str | None:
-    """Return a multi-node back end that this machine can submit to; None if there is none."""
-    from scaletrain_cli.launch.backends.registry import all_backends
-
-    return next((each.name for each in all_backends() if each.traits.max_nodes != 1 and each.is_available()), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -60,8 +59,12 @@ def command(
         read_logs,
     )
 
-    def shown(lines: list[LogLine]) -> list[LogLine]:
-        return [line for line in lines if everything or as_json or is_for_people(line.text)]
+    def show(lines: list[LogLine]) -> None:
+        if as_json:
+            for line in lines:
+                stream_json(_line_json(line))
+        else:
+            _print((line for line in lines if everything or is_for_people(line.text)), label=rank is None)
 
     found = find_run_or_newest(run)
     with fetched_logs(found, follow=follow) as trouble:
@@ -69,19 +72,18 @@ def command(
             warn(f"{trouble} Showing the lines fetched before.")
         files = log_files(found, attempt, rank)
         if follow:
-            show = _stream if as_json else functools.partial(_print, label=rank is None)
             follower = LogFollower(found, rank, attempt, tail, everything=everything or as_json)
             over = _is_over(found)
             first = EarlyOutput(found, since=files)
             any_output = _show_early_output(first, as_json)
-            show(shown(follower.new_lines()))
+            show(follower.new_lines())
             while not over():
                 any_output |= _show_early_output(first, as_json)
-                show(shown(follower.new_lines()))
+                show(follower.new_lines())
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
         any_output |= _show_early_output(first, as_json)
-        show(shown(follower.new_lines(to_the_end=True)))
+        show(follower.new_lines(to_the_end=True))
         if not any_output and not log_files(found):
             say(f"the run printed nothing. `scaletrain status {found.run_id}` shows how it ended.")
         if as_json:
@@ -115,11 +117,6 @@ def _show_early_output(words: EarlyOutput, as_json: bool) -> bool:
 def _print(lines: Iterable[LogLine], *, label: bool) -> None:
     for line in lines:
         typer.echo(visible(f"[rank {line.source.rank}] {line.text}" if label else line.text))
-
-
-def _stream(lines: Iterable[LogLine]) -> None:
-    for line in lines:
-        stream_json(_line_json(line))
 
 
 def _line_json(line: LogLine) -> dict[str, str | int]:

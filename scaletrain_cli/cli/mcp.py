@@ -28,7 +28,6 @@ A run that is queued, preempted or running goes on by itself: do not submit or r
 has needs_action. Give submit a run_id: the same id is submitted once, also if the first answer was lost."""
 
 Spec = Annotated[str, Field(description="Path of the run spec (YAML).")]
-Model = Annotated[str, Field(description="Path of the run spec (YAML), or a model of the hub: hf://org/name.")]
 Overrides = Annotated[
     Sequence[str], Field(description="Keys of the spec with other values, each as KEY=VALUE: training.steps=100.")
 ]
@@ -38,7 +37,7 @@ DryRun = Annotated[bool, Field(description="Return the job that would be sent; c
 
 
 async def plan(
-    spec: Model,
+    spec: Spec,
     overrides: Overrides = (),
     cluster: Cluster = None,
     objective: Annotated[
@@ -47,8 +46,9 @@ async def plan(
     deadline: Annotated[str | None, Field(description="Longest training time, such as 30d.")] = None,
     budget: Annotated[str | None, Field(description="Highest cost in US dollars, such as 50k.")] = None,
 ) -> Any:
-    """Estimate layout, memory, step time and cost of a run. Starts nothing. A run that does not fit is an error with
-    exit code 3, whose document has the reason and the smallest layout.
+    """Estimate layout, memory, step time and cost of a run, or of a model of the hub in place of a spec: hf://org/name.
+    Starts nothing. A run that does not fit is an error with exit code 3; the document has the reason and the smallest
+    layout.
     """
     options = {"set": overrides, "cluster": cluster, "objective": objective, "deadline": deadline, "budget": budget}
     return await _answer("plan", spec, options)
@@ -87,13 +87,10 @@ async def cancel(run: Run) -> Any:
 
 async def status(
     run: Run,
-    wait: Annotated[
-        str | None,
-        Field(description="Wait at most this long for the end of the run, such as 50s; then 124 if it goes on."),
-    ] = None,
+    wait: Annotated[str | None, Field(description="Wait for the end, at most this long, as 50s.")] = None,
 ) -> Any:
     """Show the state of a run or a sweep: step, loss, speed beside the plan, cost, checkpoints, attempts, findings.
-    With wait, a run that did not finish is an error with the exit code of the run.
+    With wait, a run that did not finish is an error with the exit code of the run, or 124 if it goes on.
     """
     return await _answer("status", run, {"wait": wait})
 
@@ -123,9 +120,7 @@ async def logs(
 
 
 async def list_runs(
-    state: Annotated[
-        str | None, Field(description="Only runs in this state: active, over, queued, running, failed, ...")
-    ] = None,
+    state: Annotated[str | None, Field(description="Only runs in this state: running, active, over, ...")] = None,
     limit: Annotated[int, Field(ge=0, description="Most runs to list; 0: all.")] = 20,
 ) -> Any:
     """List the runs under the runs root, the newest first."""

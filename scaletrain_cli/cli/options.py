@@ -251,12 +251,6 @@ OneRank = Annotated[
 ]
 
 
-def one_place(node: str | None, rank: int | None) -> None:
-    """Raise UsageError if both --node and --rank are given."""
-    if node is not None and rank is not None:
-        raise UsageError("--node and --rank exclude each other: --rank chooses the node of that rank.")
-
-
 TrustOwner = Annotated[
     bool,
     typer.Option(

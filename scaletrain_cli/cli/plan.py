@@ -177,7 +177,10 @@ def command(
         recorded = read_trace(trace)
     run, epochs = _load(specs[0], overrides or [], sets[0], cluster, hardware)
     measurements = None if uncalibrated else read_measurements(run)
-    run = _priced(run) if live_prices else run
+    if live_prices:
+        run, prices = with_live_prices(run)
+        for key, quote in prices.items():
+            say(f"{_MARKETS[key]}: {dollars_text(quote.usd)} per GPU and hour, {quote.source}")
     found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
     if calibrate and not uncalibrated and found.plan.calibration is None:
         say(_DOES_NOT_APPLY)
@@ -193,7 +196,13 @@ def command(
         if data is not None:
             show_data(data)
     if plot is not None:
-        _draw(found, plot)
+        from scaletrain_cli.plan.search.sizing import scaling_curve
+        from scaletrain_cli.plan.speed.pipeline import plan_timeline
+        from scaletrain_cli.ui.plan_figure import write_plot
+
+        scaling = scaling_curve(found.spec) if found.plan.memory.fits else ()
+        write_plot(plot, found, plan_timeline(found.plan), scaling)
+        say(f"wrote {plot}")
     if found.infeasible is not None:
         problems = found.infeasible.problems
         if not as_json:
@@ -274,14 +283,6 @@ def _ask(
         raise
 
 
-def _priced(run: RunSpec) -> RunSpec:
-    """Return the run with current prices, and print the prices with their source to stderr."""
-    priced, prices = with_live_prices(run)
-    for key, quote in prices.items():
-        say(f"{_MARKETS[key]}: {dollars_text(quote.usd)} per GPU and hour, {quote.source}")
-    return priced
-
-
 def _compare(
     specs: list[str],
     overrides: list[str],
@@ -305,16 +306,6 @@ def _compare(
         show_comparison(compared)
     if error := none_feasible(compared):
         raise error
-
-
-def _draw(found: Answer, path: Path) -> None:
-    from scaletrain_cli.plan.search.sizing import scaling_curve
-    from scaletrain_cli.plan.speed.pipeline import plan_timeline
-    from scaletrain_cli.ui.plan_figure import write_plot
-
-    scaling = scaling_curve(found.spec) if found.plan.memory.fits else ()
-    write_plot(path, found, plan_timeline(found.plan), scaling)
-    say(f"wrote {path}")
 
 
 # Providers whose prices gpuhunt hosts; the others require credentials or one request each.

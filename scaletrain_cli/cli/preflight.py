@@ -8,9 +8,7 @@ from scaletrain_cli.cli.options import AsJson, ClusterName, JobTimeout, Override
 from scaletrain_cli.errors import ExitCode, InfeasibleError
 from scaletrain_cli.ui.json import print_json
 
-EXIT_CODES = (
-    *(ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES),
-)
+EXIT_CODES = tuple(code for code in ExitCode if code <= ExitCode.WRONG_NODES)
 
 
 def command(

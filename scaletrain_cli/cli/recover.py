@@ -16,7 +16,6 @@ from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.recover import Recovery
-    from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -45,13 +44,17 @@ def command(
     match the plan (code 5) as often as restarts.node allows. A run that you canceled is never resumed. The first resume
     comes a minute after the loss, each further one after twice the time. Prints the ids of the runs that it resumes.
     """
-    from scaletrain_cli.launch.recover import recover_runs
+    from scaletrain_cli.launch.recover import own_runs, recover_runs
+    from scaletrain_cli.rundir.record import require_own_run
 
     if every is not None and as_json:
         raise UsageError("--every cannot be combined with --json. Call it again and again instead.")
     seconds = None if every is None else seconds_of("--every", every)
     while True:
-        done = recover_runs(_chosen(runs), (lambda found: None) if as_json else _show)
+        chosen = find_runs(runs) if runs else own_runs()
+        for run in chosen if runs else ():
+            require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
+        done = recover_runs(chosen, (lambda found: None) if as_json else _show)
         if as_json:
             print_json(done.to_json())
         else:
@@ -64,19 +67,6 @@ def command(
         raise typer.Exit(int(next(iter(done.errors.values())).exit_code))
     if any(found.state == "refused" for found in done.found):
         raise typer.Exit(int(ExitCode.CRASHED))
-
-
-def _chosen(names: list[str] | None) -> list[RunDir]:
-    """Return the runs of this user that are named, or all of them. Raises UsageError."""
-    from scaletrain_cli.launch.recover import own_runs
-    from scaletrain_cli.rundir.record import require_own_run
-
-    if not names:
-        return own_runs()
-    chosen = find_runs(names)
-    for run in chosen:
-        require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
-    return chosen
 
 
 def _show(found: Recovery) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from scaletrain_cli.cli.options import (
     AsJson,
+    GpusPerNode,
     Overrides,
     Prepare,
     RunName,
@@ -34,10 +35,7 @@ def command(
     nodes: Annotated[
         int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes to resume on.")
     ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node to resume on."),
-    ] = None,
+    gpus_per_node: GpusPerNode = None,
     overrides: Overrides = None,
     from_mirror: Annotated[
         str | None,
@@ -127,10 +125,7 @@ def command(
         found, yes = moved, True
     else:
         found = find_run(run)
-    if cluster is not None:
-        from scaletrain_cli.launch.resume_elsewhere import cluster_overrides
-
-        given = [*cluster_overrides(found.directory, cluster), *given]
+    given = _on_cluster(found.directory, cluster, given)
     prepared = prepare_resume(
         found,
         given,
@@ -171,6 +166,15 @@ def command(
     typer.echo(visible(found.run_id))
 
 
+def _on_cluster(run: RunDir, cluster: str | None, overrides: list[str]) -> list[str]:
+    """Return the overrides that move a run to another cluster, if any, before those given."""
+    if cluster is None:
+        return overrides
+    from scaletrain_cli.launch.resume_elsewhere import cluster_overrides
+
+    return [*cluster_overrides(run, cluster), *overrides]
+
+
 def _branch(
     run: str,
     run_id: str,
@@ -191,10 +195,7 @@ def _branch(
     from scaletrain_cli.ui.submission import branch_json, show_resize
 
     found = find_run(run)
-    if cluster is not None:
-        from scaletrain_cli.launch.resume_elsewhere import cluster_overrides
-
-        overrides = [*cluster_overrides(found.directory, cluster), *overrides]
+    overrides = _on_cluster(found.directory, cluster, overrides)
     prepared = prepare_branch(
         found, run_id, overrides, step=step, new_code=new_code, trust_owner=trust_owner, dry_run=dry_run
     )
@@ -237,7 +238,7 @@ def _move(
     """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
     from scaletrain_cli.api import Run
     from scaletrain_cli.launch.replan import replan
-    from scaletrain_cli.launch.resume_elsewhere import cluster_overrides, find_to_move, move_here
+    from scaletrain_cli.launch.resume_elsewhere import find_to_move, move_here
     from scaletrain_cli.ui.checkpoints import BytesLine
 
     found = find_to_move(mirror, run, take_over=take_over)
@@ -255,7 +256,7 @@ def _move(
 
     def check(draft: RunDir) -> None:
         """Plan the run for its new place, before it is claimed."""
-        if given := [*(cluster_overrides(draft, cluster) if cluster is not None else ()), *overrides]:
+        if given := _on_cluster(draft, cluster, overrides):
             replan(draft, given, moving=True)
 
     with BytesLine() as line:

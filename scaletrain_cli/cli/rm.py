@@ -48,7 +48,8 @@ def command(
 
     found = [plan_removal(run, with_checkpoints=checkpoints) for run in find_runs(runs)]
     for one in found:
-        say(_line(one))
+        step = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
+        say(f"{one.run_id}: {one.state}, {step}, {bytes_text(one.bytes)}")
         if one.checkpoints is not None and not checkpoints:
             warn(
                 f"checkpoints in {one.checkpoints} are kept ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
@@ -83,11 +84,6 @@ def command(
         worst.message = f"{len(failed)} runs were not deleted"
         worst.problems = tuple(Problem(name, "", str(error)) for name, error in failed)
         raise worst
-
-
-def _line(one: Removal) -> str:
-    newest = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
-    return f"{one.run_id}: {one.state}, {newest}, {bytes_text(one.bytes)}"
 
 
 def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:

@@ -28,17 +28,11 @@ from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _TIMED_OUT = 124  # as timeout(1)
 _ClickUsageError: Any = typer.BadParameter.__base__  # typer includes its own copy of click from 0.26 on
-_CODES = {_TIMED_OUT: "timeout", INTERRUPTED: "interrupted"} | {
-    code.value: word
-    for code, word in {
-        ExitCode.CRASHED: "failed",
-        ExitCode.USAGE: "usage",
-        ExitCode.INFEASIBLE: "infeasible",
-        ExitCode.SCHEDULER: "scheduler",
-        ExitCode.WRONG_NODES: "wrong-nodes",
-        ExitCode.PREEMPTED: "preempted",
-        ExitCode.DO_NOT_REQUEUE: "do-not-requeue",
-    }.items()
+# Code and meaning of a verb that only returned an exit code.
+_ENDS = {code.value: (code.name.lower().replace("_", "-"), text) for code, text in MEANINGS.items()} | {
+    ExitCode.CRASHED.value: ("failed", MEANINGS[ExitCode.CRASHED]),
+    _TIMED_OUT: ("timeout", "timed out"),
+    INTERRUPTED: ("interrupted", "interrupted"),
 }
 # Schemas whose names differ from the verb.
 _SCHEMAS = {"preflight": "scaletrain.preflight-report/v1"}
@@ -48,12 +42,9 @@ class EndedError(ScaletrainError):
     """A verb ended with this exit code and has already printed the reason."""
 
     def __init__(self, exit_code: int, message: str | None = None, *, code: str | None = None, **more: Any) -> None:
-        meaning = {_TIMED_OUT: "timed out", INTERRUPTED: "interrupted"} | {
-            known.value: text for known, text in MEANINGS.items()
-        }
-        super().__init__(message or meaning.get(exit_code, f"ended with exit code {exit_code}"), **more)
-        self.exit_code = exit_code
-        self.code = code or _CODES.get(exit_code, "failed")
+        word, meaning = _ENDS.get(exit_code, ("failed", f"ended with exit code {exit_code}"))
+        super().__init__(message or meaning, **more)
+        self.exit_code, self.code = exit_code, code or word
 
 
 def run(words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import OneNode, OneRank, RunName, one_place
+from scaletrain_cli.cli.options import OneNode, OneRank, RunName
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import find_run
@@ -36,7 +36,6 @@ def command(
     """
     from scaletrain_cli.launch.node_session import node_of_run, open_shell
 
-    one_place(node, rank)
     found = find_run(run)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(Reason("launch.session-no-terminal", {"run": found.run_id}))

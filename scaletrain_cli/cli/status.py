@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.sweep import SweepStatus
     from scaletrain_cli.spec import ClusterSpec
 
-EXIT_CODES = (
-    ExitCode.DONE,
-    ExitCode.USAGE,
-    *(ExitCode.CRASHED, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.PREEMPTED, ExitCode.DO_NOT_REQUEUE),
-)
+EXIT_CODES = tuple(code for code in ExitCode if code != ExitCode.INFEASIBLE)
 _TIMED_OUT = 124  # as timeout(1)
 _POLL_SECONDS = 2.0
 _LOST_POLL_SECONDS = 10.0  # of a lost run, whose next resume has its time
@@ -96,15 +92,7 @@ def command(
     else:
         from scaletrain_cli.ui.status import show_status
 
-        show_status(
-            view.status,
-            view.attempts,
-            figures=view.figures,
-            findings=view.diagnosis.findings,
-            plan=view.record.plan,
-            hardware=view.hardware,
-            guard_events=view.guard_events,
-        )
+        show_status(view)
     raise typer.Exit(code)
 
 

@@ -117,20 +117,18 @@ def command(
         overrides = [*(overrides or ()), f"cluster.idle_timeout={seconds_of('--idle-timeout', idle_timeout)}"]
     if output is not None and sweep:
         raise UsageError("--output cannot be combined with --sweep. Use --dry-run, which prints every job.")
-    if max_concurrent is not None and not sweep:
-        raise UsageError("--max-concurrent requires --sweep.")
-    if array and not sweep:
-        raise UsageError("--array requires --sweep.")
+    for option, given in (("--max-concurrent", max_concurrent is not None), ("--array", array)):
+        if given and not sweep:
+            raise UsageError(f"{option} requires --sweep.")
     if sweep:
         from scaletrain_cli.launch.sweep import MOST_POINTS
         from scaletrain_cli.spec.source import variants
 
         points = variants(sweep, SWEEP_OPTION, MOST_POINTS)
         if len(points) > 1:
-            if probe:
-                raise UsageError("--probe cannot be combined with --sweep. Probe with a single run first.")
-            if rehearsed:
-                raise UsageError("--rehearse cannot be combined with --sweep. Rehearse a single run first.")
+            for option, given in (("--probe", probe), ("--rehearse", rehearsed)):
+                if given:
+                    raise UsageError(f"{option} cannot be combined with --sweep. Use it with a single run first.")
             submit_points(
                 spec,
                 overrides or (),

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.ui.live import StatusLine
 
-EXIT_CODES = (
-    ExitCode.DONE,
-    ExitCode.CRASHED,
-    ExitCode.USAGE,
-    ExitCode.INFEASIBLE,
-    *(ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.PREEMPTED, ExitCode.DO_NOT_REQUEUE),
-)
+EXIT_CODES = tuple(ExitCode)
 _LOOK_EVERY_SECONDS = 1.0
 
 

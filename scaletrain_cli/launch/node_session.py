@@ -63,9 +63,11 @@ class NodeSession:
 def node_of_run(run: RunDir, node: str | None = None, rank: int | None = None) -> tuple[RunRecord, JobNode]:
     """Return the node of a running run that ``node`` (its number or name) or ``rank`` names; by default the first.
 
-    Raises UsageError if the run is not this user's, does not run, or has no such node; SchedulerError if the scheduler
-    does not answer.
+    Raises UsageError if both are given, if the run is not this user's, does not run, or has no such node;
+    SchedulerError if the scheduler does not answer.
     """
+    if node is not None and rank is not None:
+        raise UsageError("--node and --rank exclude each other: --rank chooses the node of that rank.")
     record = read_record(run)
     require_own_run(run, trust_owner=False, remedy="Ask that user to do it")
     status = run_status(run)

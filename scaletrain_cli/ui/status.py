@@ -11,13 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.diagnosis.hardware import Hardware, Spread
 from scaletrain_cli.diagnosis.timing import RunFigures
 from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.finding import Explanation
-from scaletrain_cli.launch.finding import Finding as Explained
 from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
@@ -43,6 +41,7 @@ from scaletrain_cli.ui.tables import STYLES, steps_text
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.sweep import SweepStatus
+    from scaletrain_cli.launch.view import RunView
 
 _MOST_NODES = 8
 _MOST_ATTEMPTS = 10  # the latest ones
@@ -60,20 +59,11 @@ _GUARD_NAMES = {
 }
 
 
-def show_status(
-    status: RunStatus,
-    attempts: Sequence[AttemptRecord],
-    *,
-    figures: RunFigures | None = None,
-    findings: Sequence[Finding] = (),
-    plan: RunPlan | None = None,
-    hardware: Hardware | None = None,
-    guard_events: Sequence[Event] = (),
-) -> None:
+def show_status(view: RunView) -> None:
     """Print the status of a run to stdout, with its times and costs, what its ranks and GPUs measure, the events of
     its guard, and the first findings of its diagnosis.
     """
-    console = stdout_console()
+    console, status, attempts, hardware = stdout_console(), view.status, view.attempts, view.hardware
     headline = Text.assemble(
         (plain(status.run_id), "bold"), "  ", (status.state, STYLES.get(status.state, "")), f"  {progress_text(status)}"
     )
@@ -99,14 +89,14 @@ def show_status(
         ("idle", str(status.idle or "")),
         ("slow", str(status.straggler or "")),
         ("memory", "" if status.measured is None else memory_text(status.measured)),
-        ("ranks", "" if memory is None or plan is None else rank_memory_text(memory, plan)),
+        ("ranks", "" if memory is None else rank_memory_text(memory, view.record.plan)),
         ("GPU", "" if hardware is None else gpu_text(hardware)),
-        ("time", "" if figures is None else times_text(figures)),
-        ("cost", "" if figures is None else cost_text(figures)),
+        ("time", times_text(view.figures)),
+        ("cost", cost_text(view.figures)),
         ("goodput", "" if status.goodput is None else goodput_text(status.goodput)),
         ("saved", saved),
         ("mirror", "" if status.mirror is None else mirror_text(status.mirror, time.time())),
-        ("guard", guard_text(guard_events)),
+        ("guard", guard_text(view.guard_events)),
         ("job", where + nodes + says),
         ("branch", "" if branch is None else f"of {branch.run_id}, from step {branch.step:,}"),
         ("size", sizes),
@@ -119,9 +109,9 @@ def show_status(
             table.add_row(f"  {name}", escaped_text(text))
     show(console, table)
     line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))
-    for each in finding_lines(findings):
+    for each in finding_lines(view.diagnosis.findings):
         show(console, Padding(each, (0, 0, 0, 2)))
-    if findings:
+    if view.diagnosis.findings:
         line(console, f"  scaletrain diagnose {status.run_id}  shows causes and changes", "dim")
     if attempts:
         show(console, Group("", _attempts(attempts[-_MOST_ATTEMPTS:], time.time())))
@@ -386,37 +376,17 @@ def _named(name: str, text: str, spread: Spread) -> str:
 def show_explanation(explanation: Explanation) -> None:
     """Print the explanation to stdout."""
     console = stdout_console()
-    line(
-        console,
-        Text.assemble(
-            (plain(explanation.run_id), "bold"), "  ", (explanation.state, STYLES.get(explanation.state, ""))
-        ),
-    )
+    state = (explanation.state, STYLES.get(explanation.state, ""))
+    line(console, Text.assemble((plain(explanation.run_id), "bold"), "  ", state))
     for finding in explanation.findings:
-        show(console, Group("", _finding(finding)))
-
-
-def _finding(finding: Explained) -> Group:
-    style = "bold yellow" if finding.needs_action else "bold"
-    note = " Waiting will not help; action is needed." if finding.needs_action else ""
-    return Group(escaped_text(f"{finding.headline}.{note}", style), *_evidence(finding), *_actions(finding))
-
-
-def _evidence(finding: Explained) -> list[Padding]:
-    if not finding.evidence:
-        return []
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", overflow="fold", max_width=32)
-    table.add_column(overflow="fold")
-    for evidence in finding.evidence:
-        first, *rest = evidence.text.splitlines() or [""]
-        table.add_row(escaped_text(evidence.source), escaped_text(first))
-        for more in rest:
-            table.add_row("", escaped_text(more))
-    return [Padding(table, (0, 0, 0, 2))]
-
-
-def _actions(finding: Explained) -> list[Padding]:
-    if not finding.actions:
-        return []
-    return [Padding(marked(("→", escaped_text(action)) for action in finding.actions), (0, 0, 0, 2))]
+        note = " Waiting will not help; action is needed." if finding.needs_action else ""
+        show(console, Group("", escaped_text(f"{finding.headline}.{note}", "bold yellow" if note else "bold")))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", overflow="fold", max_width=32)
+        table.add_column(overflow="fold")
+        for evidence in finding.evidence:
+            for number, text in enumerate(evidence.text.splitlines() or [""]):
+                table.add_row(escaped_text("" if number else evidence.source), escaped_text(text))
+        actions = marked(("→", escaped_text(action)) for action in finding.actions)
+        for part in ([table] if finding.evidence else []) + ([actions] if finding.actions else []):
+            show(console, Padding(part, (0, 0, 0, 2)))

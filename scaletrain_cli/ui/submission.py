@@ -202,14 +202,16 @@ def show_resume(run_id: str, report: ResumeReport, resize: Resize | None) -> Non
     table.add_column(overflow="fold")
     table.add_row("run", escaped_text(run_id, "bold"))
     table.add_row("state" if report.active else "ended", escaped_text(str(report.why_ended)))
-    if report.finished_for(resize) or report.active:  # not resumed: no checkpoint to show
-        show(stderr_console(), table)
-        return
-    table.add_row("resumes", escaped_text(_from(report)))
-    if report.checkpoint or report.had_checkpoint or report.steps_lost:
-        table.add_row("lost", escaped_text(_lost(report), "yellow" if report.steps_lost else ""))
-    for problem in report.passed_over:
-        table.add_row("damaged", escaped_text(problem, "yellow"))
+    if not (report.finished_for(resize) or report.active):  # else not resumed: no checkpoint to show
+        table.add_row("resumes", escaped_text(_from(report)))
+        if report.checkpoint or report.had_checkpoint or report.steps_lost:
+            steps = counted(report.steps_lost, "step")
+            lost = (
+                f"{steps}, up to step {report.last_step_logged}, will be repeated" if report.steps_lost else "nothing"
+            )
+            table.add_row("lost", escaped_text(lost, "yellow" if report.steps_lost else ""))
+        for problem in report.passed_over:
+            table.add_row("damaged", escaped_text(problem, "yellow"))
     show(stderr_console(), table)
 
 
@@ -330,10 +332,3 @@ def _from(report: ResumeReport) -> str:
     if checkpoint is None:
         return f"from the start; there is no {'valid ' if report.had_checkpoint else ''}checkpoint"
     return f"after step {checkpoint.step}, from {checkpoint.path} ({bytes_text(checkpoint.size_bytes)}, verified)"
-
-
-def _lost(report: ResumeReport) -> str:
-    if not report.steps_lost:
-        return "nothing"
-    steps = counted(report.steps_lost, "step")
-    return f"{steps}, up to step {report.last_step_logged}, will be repeated"

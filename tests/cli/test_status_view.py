@@ -1,11 +1,13 @@
 """The screen of `scaletrain status`: measured and planned values, and the report of the scheduler."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.run_status import RunStatus
+from scaletrain_cli.launch.view import read_view
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.journal import append_lines
@@ -68,7 +70,8 @@ def test_a_run_that_waits_again_shows_how_it_ended_and_why_its_job_waits(capsys:
         measured=None,
         goodput=None,
     )
-    show_status(status, ())
+    view = read_view(RunDir(prepare("failed", "r")))
+    show_status(replace(view, status=status, attempts=()))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "why attempt 1 ended: preempted" in lines
     assert "job slurm job 7: Priority" in lines
