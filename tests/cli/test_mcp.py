@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scaletrain_cli.errors import ExitCode
@@ -74,6 +75,12 @@ async def answer(client: Any, tool: str, argument: object, **more: object) -> di
     return dict(result.structured_content)
 
 
+def verbs_about(run: str) -> list[list[str]]:
+    """The command lines of the verbs that a server has started for this run."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if line[-2:] == ["--", run]]
+
+
 def test_a_client_lists_tools_plans_and_reads_a_clear_error(caplog: pytest.LogCaptureFixture) -> None:
     async def session(client: Any) -> None:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
@@ -131,7 +138,14 @@ def test_a_client_submits_a_run_that_is_killed_explains_resumes_and_cancels_anot
         wait_until(saved[1].exists, "a checkpoint")
 
     async def second_session(client: Any) -> None:
-        """The server that submitted the run has ended; the run has not."""
+        """The server that submitted the run has ended; the run has not. A call that is given up ends its verb."""
+        place = str(runs_root() / "stopped")
+        waiting = asyncio.create_task(client.call_tool("status", {"run": place, "wait": "1h"}))
+        while not verbs_about(place):
+            await asyncio.sleep(0.05)
+        waiting.cancel()
+        while verbs_about(place):
+            await asyncio.sleep(0.05)
         assert (await answer(client, "cancel", "stopped"))["cancelled"]
         refused = await client.call_tool("resume", {"run": "killed"})
         assert refused.content[0].text.startswith("exit code 2: error: killed ")
@@ -140,8 +154,13 @@ def test_a_client_submits_a_run_that_is_killed_explains_resumes_and_cancels_anot
         listed = (await client.call_tool("list_runs", {"limit": 1})).structured_content
         assert ([run["run_id"] for run in listed["runs"]], listed["not_shown"]) == (["stopped"], 1)
 
-    drive(first_session)
-    drive(second_session)
+    try:
+        drive(first_session)
+        drive(second_session)
+    except BaseException:
+        for name in ("killed", "stopped"):  # a rank stays until it is told to stop
+            scaletrain("cancel", name)
+        raise
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
