@@ -72,6 +72,7 @@ CHECKS: tuple[Check, ...] = (
     memory.growing,
     memory.above_plan,
     durability.restarts,
+    durability.hangs,
     durability.slow_saves,
     durability.interval,
     durability.mirror,

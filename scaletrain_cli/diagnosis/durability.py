@@ -9,7 +9,7 @@ from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
 from scaletrain_cli.diagnosis.timing import recent_steps_seconds
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, reason_from
 
 _FEWEST_SAVES = 3
 _SLOWER = 1.5
@@ -116,6 +116,14 @@ def restarts(case: Case) -> Iterator[Finding]:
     second = by_part[max(parts, key=parts.__getitem__)]
     severity: Severity = "warning" if goodput.wall > _SHORT_RUN_SECONDS else "note"
     yield Finding(Reason("diagnosis.restarts", evidence), severity, "high", (first, second))
+
+
+def hangs(case: Case) -> Iterator[Finding]:
+    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes."""
+    *_, last = [None, *case.events_named("hang")]
+    if last is not None and "code" in last:
+        why = Reason("diagnosis.hung", {"attempt": last["attempt"], "hang": reason_from(last)})
+        yield Finding(why, "warning", "high", (case.cause("diagnosis.cause-hung-rank", attempt=last["attempt"]),))
 
 
 def mirror(case: Case) -> Iterator[Finding]:

@@ -39,7 +39,6 @@ _SPECIFIC: tuple[ExitReason, ...] = (
     "data",
 )
 _STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # as reported; any other reason is a crash
-_AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("node", "wrong-nodes", "hardware", "hang")
 # Why the cache of a node cannot take files of the hub; the cache of another node may be able to.
 OF_THE_CACHE = ("hub.no-space", "hub.disk-full", "hub.not-writable")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
@@ -94,7 +93,10 @@ def classify_exit(
     if len(ended) == planned_nodes and {node.exit_code for node in ended} == {0}:
         return Outcome(ExitCode.DONE, "done", Reason("launch.all-ranks-finished"))
     # Among equal weights min() takes the first: nodes in order, and per node the rank that failed first.
-    cause = min(_failed_ends(ended, failures), key=lambda end: end.weight, default=None)
+    stated = [failure for failure in failures if not failure.ranks]
+    hung = [failure for failure in failures if failure.ranks]
+    ends = [*_failed_ends(ended, stated), *([_hung_end(nodes, hung)] if hung else [])]
+    cause = min(ends, key=lambda end: end.weight, default=None)
     lost = _lost_nodes(nodes, planned_nodes, launcher_exit_code, names)
     if cause is None and lost is not None and launcher_exit_code == ExitCode.DO_NOT_REQUEUE:
         # An agent with this exit code records the reason, unless the disk is full.
@@ -115,7 +117,22 @@ def classify_exit(
 
 
 # Weights, lowest first: certain causes, failures of the rank itself, possible consequences of another node's loss.
-_CAUSE, _OWN_END, _BROKEN, _CONNECTION, _BEHIND, _WAITED, _ENDED_BY_AGENT = range(7)
+_CAUSE, _OWN_END, _BROKEN, _CONNECTION, _HUNG, _ENDED_BY_AGENT = range(6)
+
+
+def _hung_end(nodes: Sequence[NodeRecord], failures: Sequence[Failure]) -> _End:
+    """Return the hang of the attempt: ``failures`` have the ranks of each node."""
+    from scaletrain_cli.launch.hang import find_hang  # verbs that only list runs need no worker
+
+    node_of = {rank.rank + each: node for node in nodes for rank in node.ranks for each in range(rank.ranks)}
+    views = [view for failure in failures for view in failure.ranks]
+    at = {own: failure.node for failure in failures for own, _ in failure.stalled}
+    stalled = {(failure.node, at[peer]) for failure in failures for _, peer in failure.stalled if peer in at}
+    found = find_hang(views, {rank: node.node for rank, node in node_of.items()}, stalled)
+    against = tuple(node.name for node in nodes if node.node == found.node)
+    why = Reason("launch.hung", {**failures[0].params, "finding": found.why})
+    outcome = Outcome(failures[0].exit_code, "hang", why, against)
+    return _End(_OWN_END if against else _HUNG, outcome)
 
 
 def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Iterator[_End]:
@@ -148,12 +165,10 @@ def _stated_end(node: NodeRecord, rank: RankRecord | None, failure: Failure) -> 
         why = Reason("launch.rank-failed", {"rank": failure.rank, "node": node.node, "failure": why})
     elif failure.node and failure.code:  # a message without a code names the node
         why = Reason("launch.node-reported", {"node": failure.node, "failure": why})
-    named = reason in _AGAINST_ITS_NODE and failure.sure and (rank is not None or reason in ("node", "wrong-nodes"))
+    named = reason in ("node", "wrong-nodes") or (reason == "hardware" and rank is not None)
     outcome = Outcome(code, reason, why, (node.name,) if named else ())
     if reason in _SPECIFIC:
         return _End(_CAUSE, outcome)
-    if reason == "hang":
-        return _End(_WAITED if rank is None else _OWN_END if failure.sure else _BEHIND, outcome)
     return _End(_CONNECTION if reason == "communication" else _BROKEN, outcome)
 
 

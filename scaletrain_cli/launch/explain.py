@@ -222,7 +222,8 @@ def _is_followed(attempt: AttemptRecord, job: Job) -> bool:
 def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
     """Yield the failures that ranks and nodes reported, except those that the attempt's reason already contains."""
     known = list(_parts(attempt.why))
-    found = [failure for failure in read_failures(run, attempt.number) if failure.why not in known]
+    # The ranks of a node at a hang are compared with those of the other nodes: the attempt's reason has the result.
+    found = [each for each in read_failures(run, attempt.number) if each.why not in known and not each.ranks]
     source = f"{_folder(attempt)}/failures"
     for failure in found[:_MOST_FAILURES]:
         who = failure.node if failure.rank is None else f"rank {failure.rank}"

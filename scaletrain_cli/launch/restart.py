@@ -407,6 +407,9 @@ def _remember_bad_nodes(
 
 
 def _record(run: RunDir, attempt: AttemptRecord) -> None:
+    if attempt.reason == "hang" and isinstance(found := attempt.why.params.get("finding"), Reason):
+        named = {name: found.params.get(name) for name in ("node", "rank", "collective", "step")}
+        record_event(run, "hang", attempt=attempt.number, message=attempt.message, **named, **attempt.why.to_document())
     decision = attempt.decision
     why = decision.reason if decision is not None else Reason("launch.watcher-gone")
     record_event(

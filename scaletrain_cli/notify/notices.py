@@ -58,8 +58,6 @@ def notice_of(event: Mapping[str, Any], place: int) -> Notice | None:
         severity = str(event.get("severity"))
         if severity not in SEVERITIES:
             return None
-    elif kind == "hang":  # each node of the attempt may record it
-        subject = f"hang {event.get('attempt')}"
     elif kind == "nodes-excluded" and not event.get("nodes"):
         return None
     seconds = event.get("time")

@@ -105,6 +105,31 @@ TEXTS: Texts = {
     "rank-not-killed": "rank {rank} on {node} could not be killed; the node needs attention",
     "rank-out-of-grace": "rank {rank} on {node} had not saved its state when the grace period ended",
     "node-exited": "{node} ended with exit code {exit_code}",
+    # A hang, and the rank that it is due to.
+    "hung": "no progress for {silent_seconds:seconds}: {finding}. Stacks: {stacks}",
+    "hang-not-entered": "rank {rank} on {node} did not enter the {collective}, in step {step}: it {doing} (phase: "
+    "{phase}). Ranks that wait in it: {waiting:list}",
+    "hang-silent-node": "{nodes:list} did not report (the agent or the machine is stopped or lost), and its ranks "
+    "{ranks:list} are missing in the {collective}, in step {step}. Ranks that wait in it: {waiting:list}",
+    "hang-entered-by-all": "all ranks have entered the {collective}, in step {step}, which does not end: the network "
+    "between {nodes:list}, or a device",
+    "hang-node-cut-off": "{node} is cut off: data between it and {peers:list} are not acknowledged. All ranks have "
+    "entered the {collective}, in step {step}",
+    "hang-link-cut": "data between {nodes:list} are not acknowledged. All ranks have entered the {collective}, in step "
+    "{step}",
+    "hang-cycle": "ranks {ranks:list} wait for each other, as if they called collectives in different orders: "
+    "{places:list}",
+    "hang-unresponsive": "rank {rank} on {node} in step {step} {doing} (phase: {phase})",
+    "hang-behind": "rank {rank} on {node} is behind: in step {step} ({phase}) while rank {ahead} is in step "
+    "{ahead_step} ({ahead_phase})",
+    "hang-no-suspect": "no rank stands out: all responded from step {step} ({phase})",
+    "rank-stopped": "does not respond: stopped by a signal (state T)",
+    "rank-traced": "does not respond: stopped by a debugger (state t)",
+    "rank-in-kernel": "does not respond: waits in the kernel for a disk, network file system or driver (state D)",
+    "rank-busy": "does not respond: runs code outside Python (state R)",
+    "rank-unresponsive": "does not respond: state {state}",
+    "rank-in-function": "runs {function}",
+    "rank-without-position": "responds",
     "nodes-lost": "lost without reporting an exit status: {nodes:list}",
     "nodes-ended-with-job": "ended with the job before reporting an exit status: {nodes:list}",
     "nodes-never-started": "the node agent reported no start: {nodes:list}",

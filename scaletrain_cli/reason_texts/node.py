@@ -7,19 +7,7 @@ TEXTS: Texts = {
     "killed-for-memory": "rank {rank} was killed by the kernel: the host, or the job's memory limit, was out of memory",
     "aborted": "rank {rank} ended with {signal}; the end of {log} has the cause",
     "disk-full": "rank {rank} failed and {folder} has no space left: {error}",
-    # A hang, and which rank it is due to.
-    "hung": "no progress for {silent_seconds:seconds}: {suspect}. Stacks: {stacks}",
-    "hung-elsewhere": "another node reports a hang: {suspect}. Stacks: {stacks}",
-    "rank-stopped": "rank {rank} did not respond: stopped by a signal (state T), since step {step} ({phase})",
-    "rank-traced": "rank {rank} did not respond: stopped by a debugger (state t), since step {step} ({phase})",
-    "rank-in-kernel": "rank {rank} did not respond: waiting in the kernel for a disk, network file system or driver "
-    "(state D), since step {step} ({phase})",
-    "rank-busy": "rank {rank} did not respond: running code outside Python (state R), since step {step} ({phase})",
-    "rank-unresponsive": "rank {rank} did not respond: state {state}, since step {step} ({phase})",
-    "rank-behind": "rank {rank} is behind: in step {step} ({phase}) while rank {ahead} is in step {ahead_step} "
-    "({ahead_phase})",
-    "other-node": "all ranks wait in step {step} ({phase}) for another node",
-    "no-suspect": "no rank stands out: all responded from step {step} ({phase})",
+    "hung": "no progress for {silent_seconds:seconds}, or on another node. Stacks: {stacks}",
     # A command beside the ranks.
     "exec-no-attempt": (
         "no attempt of {run} runs on node {node_rank} now: it is starting, or between two attempts",

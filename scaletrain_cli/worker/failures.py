@@ -25,6 +25,7 @@ from scaletrain_cli.rundir.documents import documents_in, read_as, write_documen
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.secret_text import hide_values, hide_values_in, secret_values
+from scaletrain_cli.worker.position import RankView
 from scaletrain_cli.worker.run_environment import read_resolved_run
 
 # Messages of NVIDIA's driver, CUDA, NCCL, gloo, torch and the C library, in an error or at the end of a log.
@@ -73,8 +74,9 @@ class Failure:
     """The failure of a rank (or, with rank None, of a node), reported by itself or by its agent.
 
     ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason whose text is ``message``, empty if
-    there is only the message. ``node``: the name of the node record, if an agent reports. ``sure`` is False if another
-    node may have better evidence.
+    there is only the message. ``node``: the name of the node record, if an agent reports. At a hang, ``ranks`` are
+    those of the node, and ``stalled`` its own and the peer's address of connections whose data are not acknowledged.
+    ``sure``: of records of earlier versions.
     """
 
     rank: int | None
@@ -85,6 +87,8 @@ class Failure:
     sure: bool = True
     code: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
+    ranks: tuple[RankView, ...] = ()
+    stalled: tuple[tuple[str, str], ...] = ()
 
     @property
     def why(self) -> Reason:

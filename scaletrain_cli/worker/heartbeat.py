@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from scaletrain_cli.worker.position import answer_requests
+
 HEARTBEAT_VARIABLE, STACKS_VARIABLE = "SCALETRAIN_HEARTBEAT_FD", "SCALETRAIN_STACKS_FD"
 
 # Time limits of phases that may take long on a healthy cluster: a save, a rollback, a wait for a slow disk.
@@ -174,11 +176,15 @@ class Heartbeat:
 
 
 def install_stack_dump(environment: Mapping[str, str]) -> None:
-    """Install a SIGUSR2 handler in C that writes all threads' stacks for the agent, even in a hung collective."""
+    """Install a SIGUSR2 handler in C that writes all threads' stacks for the agent, even in a hung collective.
+
+    After it a thread writes the position of the rank, unless code outside Python keeps all threads from running.
+    """
     descriptor = private_descriptor(environment, STACKS_VARIABLE, stat.S_ISREG)
     if descriptor is None:
         return
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+    answer_requests(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))  # blocked by the agent: by default it terminates
 
 

@@ -293,6 +293,10 @@ ILL: dict[str, tuple[Case, str]] = {
     "a CPU limit": (watched(node={"cpu_throttled": 0.4}), "cpu-throttled"),
     "a node short of memory": (watched(node={"memory_available_bytes": 4e9}), "node-memory-short"),
     "a leak on rank 1": (watched(rank={"memory_bytes": lambda step: 2e10 + step * 4e7}), "memory-grows-full"),
+    "a hang": (
+        case(events=[{"event": "hang", "attempt": 1, "code": "launch.hung", "params": {"silent_seconds": 6}}]),
+        "hung",
+    ),
     "restarts": (
         replace(
             case(events=[{"event": "started", "attempt": n, "step": 0} for n in (1, 2, 3)]),

@@ -15,6 +15,7 @@ from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.bad_nodes import BadNode, exclusion, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.worker.failures import Failure, write_failure
+from scaletrain_cli.worker.position import RankView
 from tests.launch.conftest import MadeRun, MakeRun, make_spec
 from tests.launch.test_attempts import node, rank
 
@@ -124,8 +125,12 @@ def test_notifications_delay_a_restart_for_a_second(make_run: MakeRun, monkeypat
 def test_evidence_against_a_node_expires_after_the_time_of_its_kind(make_run: MakeRun) -> None:
     made = make_run()
     root = made.run.path.parent
-    for reason, days in (("hang", 0.25), ("wrong-nodes", 1.0), ("hardware", 7.0)):
-        conclude(made, Failure(0, reason, f"{reason} it is", 1))
+    stopped = RankView(0, 0, 5, "step", 1, 9.0, "T", responded=False)
+    hang = Failure(None, "hang", "", 1, "node-0000-n0", params={"silent_seconds": 9, "stacks": "s"}, ranks=(stopped,))
+    failed = [Failure(0, reason, f"{reason} it is", 1) for reason in ("wrong-nodes", "hardware")]
+    for failure, days in zip((hang, *failed), (0.25, 1.0, 7.0), strict=True):
+        reason = failure.reason
+        conclude(made, failure)
         (found,) = read_bad_nodes(root, time.time())
         assert (found.node, found.reason, found.run_id) == ("n0", reason, made.run.run_id)
         assert found.expires - found.time == days * 86400

@@ -213,7 +213,9 @@ def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> 
     after = login.wait(run_id, lambda now: now["attempt"] == 2 and bool(now["nodes"]))
     login.scaletrain("cancel", run_id, "--yes")
     assert ends(before["run_dir"])[0] == (1, "hang")
-    assert "rank 1 did not respond: stopped by a signal" in events(before["run_dir"], "attempt-ended")[0]["message"]
+    message = events(before["run_dir"], "attempt-ended")[0]["message"]
+    assert f"rank 1 on node-0001-{bad}" in message
+    assert "does not respond: stopped by a signal" in message
     assert bad not in after["nodes"]
     assert [event["nodes"] for event in events(before["run_dir"], "nodes-excluded")] == [[bad]]
     assert [node["node"] for node in login.scaletrain("nodes", "list", "--json")["nodes"]] == [bad]

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from scaletrain_cli.worker.failures import (
     report_exception,
     write_failure,
 )
+from scaletrain_cli.worker.position import RankView
 from tests.launch.test_attempts import judged, node, rank
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:3211"
@@ -225,16 +227,33 @@ def test_a_broken_connection_is_not_the_cause_if_another_rank_has_one() -> None:
     assert judged([first_to_end, node(None, number=1)], broken, planned=2)[1] == "node"
 
 
-def test_a_named_suspect_wins_over_nodes_that_only_waited_and_ranks_that_may_have() -> None:
+def silent(number: int, **values: Any) -> Failure:
+    """Return the record of a node of one rank at a hang."""
+    where: dict[str, Any] = {
+        "turn": 0,
+        "step": 5,
+        "phase": "step",
+        "part": 1,
+        "silent_seconds": 9.0,
+        "state": "S",
+        "responded": True,
+    }
+    name, code, params = f"node-{number:04d}-n{number}", "node.hung", {"silent_seconds": 9, "stacks": "stacks"}
+    ranks = (RankView(number, **{**where, **values}),)
+    return Failure(None, "hang", "no progress", 1, name, code=code, params=params, ranks=ranks)
+
+
+def test_a_hang_is_judged_by_the_ranks_of_all_nodes_and_a_lost_node_wins_over_ranks_that_only_wait() -> None:
     nodes = [node(1, rank(n, -9, killed_by_agent=True), number=n, ended=9.0 + n) for n in range(3)]
-    waited = Failure(None, "hang", "all ranks wait", 1, nodes[0].node)
-    behind = Failure(1, "hang", "rank 1 is behind", 1, nodes[1].node, sure=False)
-    silent = Failure(2, "hang", "rank 2 did not answer", 1, nodes[2].node)
-    assert judged(nodes, waited, behind, silent, planned=3) == (1, "hang", "rank 2 did not answer")
-    assert judged(nodes, waited, behind, planned=3) == (1, "hang", "rank 1 is behind")
-    assert judged(nodes, waited, planned=3) == (1, "hang", "all ranks wait")
+    waits, behind, stopped = silent(0), silent(1, step=4), silent(2, state="T", responded=False)
+    code, reason, message = judged(nodes, waits, behind, stopped, planned=3)
+    assert (code, reason) == (1, "hang")
+    assert "rank 2 on node-0002-n2 in step 5 does not respond: stopped by a signal (state T)" in message
+    assert "rank 1 on node-0001-n1 is behind" in judged(nodes, waits, behind, silent(2), planned=3)[2]
+    assert "no rank stands out" in judged(nodes, waits, silent(1), silent(2), planned=3)[2]
     gone = [*nodes[:2], node(None, number=2)]
-    assert judged(gone, waited, behind, planned=3)[1] == "node"
+    assert judged(gone, waits, behind, planned=3)[1] == "node"
+    assert judged(nodes, waits, behind, stopped, Failure(1, "oom", "full", 1), planned=3)[1] == "oom"
 
 
 def test_evidence_counts_against_the_node_that_it_names_only() -> None:
@@ -244,8 +263,9 @@ def test_evidence_counts_against_the_node_that_it_names_only() -> None:
         return classify_exit(nodes, failures, planned, cancelled=False).against
 
     assert against(Failure(1, "hardware", ECC, 1)) == ("n1",)
-    assert against(Failure(1, "hang", "silent", 1, two[1].node)) == ("n1",)
-    assert against(Failure(1, "hang", "behind", 1, two[1].node, sure=False)) == ()
+    assert against(silent(0), silent(1, state="T", responded=False)) == ("n1",)
+    assert against(silent(0), silent(1, state="D", responded=False)) == ()  # the network file system may be the cause
+    assert against(silent(0), silent(1, step=4)) == ()
     assert against(nodes=[two[0], node(None, number=1)]) == ("n1",)
     assert against(nodes=[node(None), node(None, number=1)]) == ()  # the job was ended, not a node
     never = classify_exit([two[0]], [], 2, cancelled=False, names=("n0", "n7"))

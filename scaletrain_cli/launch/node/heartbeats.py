@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from scaletrain_cli.launch.node.processes import STOPPED_SECONDS
+from scaletrain_cli.rundir.documents import parse_json, typed
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, PARTS, STACKS_VARIABLE, read_beat
+from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, STACKS_VARIABLE, read_beat
+from scaletrain_cli.worker.position import Position
 from scaletrain_cli.worker.telemetry import RankRow, read_telemetry_line
 
 START_SECONDS = 900.0  # for the first beat: the interpreter may start from a slow shared disk
@@ -34,11 +36,6 @@ class LastBeat:
     received: float
     turn: int = 0
     part: int = 0
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """Return the step, and the phase with its part in words."""
-        return self.step, ", ".join(filter(None, (self.phase, PARTS[self.part])))
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the rank has been silent for longer than it announced."""
@@ -123,6 +120,13 @@ class Channel:
     def stacks(self) -> bytes:
         """Return the stacks that the rank has written so far; every dump is appended to those before."""
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
+
+    def position(self) -> Position | None:
+        """Return where the rank was after its last dump of stacks; None if it has not written it."""
+        lines = [line for line in self.stacks().splitlines() if line.startswith(b"{")]
+        with contextlib.suppress(ValueError, TypeError):  # half written
+            return typed(Position, parse_json(lines[-1])) if lines else None
+        return None
 
     def close(self) -> None:
         """Close both ends after the rank has ended."""

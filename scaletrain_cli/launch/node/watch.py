@@ -4,10 +4,11 @@ The failure of a rank that could not report one is diagnosed from the kernel's c
 """
 
 import contextlib
+import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from scaletrain_cli.available_memory import control_groups, text_of
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
-from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, furthest_behind, hung_rank
+from scaletrain_cli.launch.node.heartbeats import PauseClock, hung_rank
 from scaletrain_cli.launch.node.idle import IdleWatch
 from scaletrain_cli.launch.node.observer import MirrorProcess, Observer
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
@@ -26,6 +27,7 @@ from scaletrain_cli.launch.node.processes import (
     next_signal,
     process_state,
     reap,
+    stalled_connections,
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced
@@ -36,10 +38,12 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.worker.failures import Failure, read_failures, reason_in, write_failure
+from scaletrain_cli.worker.position import RankView
 
 OTHER_FAILURES_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
 UNKILLABLE_SECONDS = 30.0  # after SIGKILL; then a rank hangs in the kernel (driver, dead file system)
-DUMP_SECONDS = 2.0  # time for the C signal handler to write the stacks
+DUMP_SECONDS = 10.0  # at most, for the ranks to write their stacks and positions; on an idle machine 0.3 seconds
+OTHER_VIEWS_SECONDS = 15.0  # for the agents of the other nodes to record where their ranks hang
 _POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
 SUSPENSION_SECONDS = 60.0  # of the agent itself: then the whole job was stopped, and the time is recorded
 _STACKS_POLL_SECONDS = 0.05
@@ -60,7 +64,6 @@ _PASSED_ON = (
 _OOM_FIELD = "oom_kill"
 _OOM_FILES = {2: "memory.events", 1: "memory.oom_control"}  # by the version of control groups
 _ABORTS = ("SIGABRT", "SIGBUS", "SIGSEGV")  # NCCL's watchdog, a library's assertion, memory that went away
-_CODES_OF_STATES = {"T": "rank-stopped", "t": "rank-traced", "D": "rank-in-kernel", "R": "rank-busy"}
 logger = logging.getLogger(__name__)
 
 
@@ -88,10 +91,9 @@ def observed_failure(
     *,
     rank: int | None = None,
     exit_code: int = ExitCode.CRASHED,
-    sure: bool = True,
 ) -> Failure:
     """Return what the agent of ``node`` observed, with its English text as the message."""
-    return Failure(rank, reason, f"{node}: {cause}", int(exit_code), node, sure, **cause.to_document())
+    return Failure(rank, reason, f"{node}: {cause}", int(exit_code), node, **cause.to_document())
 
 
 class ExitDiagnosis:
@@ -111,74 +113,30 @@ class ExitDiagnosis:
         return None
 
 
-@dataclass(frozen=True)
-class RankView:
-    """One rank of a hung node: its last beat, whether it wrote its stacks, and its process state (a letter)."""
+def collect_views(local_ranks: LocalRanks, folder: Path) -> tuple[RankView, ...]:
+    """Have each living rank write its stacks and its position, and keep them in ``folder``. Takes DUMP_SECONDS at most.
 
-    rank: int
-    beat: LastBeat
-    silent_seconds: float
-    dumped: bool
-    state: str
-
-    @property
-    def place(self) -> dict[str, int | str]:
-        """Return the step and the phase of the rank as parameters of a Reason."""
-        step, phase = self.beat.place
-        return {"step": step, "phase": phase}
-
-
-@dataclass(frozen=True)
-class HangSuspect:
-    """The rank of this node that causes the hang, None if it is not on this node, and the reason.
-
-    ``sure`` is False where the rank may itself wait for another node.
+    Which rank causes the hang is found at the end of the attempt, from the ranks of all nodes (launch/hang.py).
     """
-
-    rank: int | None
-    why: Reason
-    sure: bool = True
-
-
-def collect_stacks(local_ranks: LocalRanks, folder: Path) -> list[RankView]:
-    """Have each living rank write its stacks, and keep them in ``folder``. Takes DUMP_SECONDS at most."""
     now, beats, alive = time.monotonic(), local_ranks.listen(), list(local_ranks.alive)
+    channels = local_ranks.channels
     local_ranks.forward(signal.SIGUSR2)
-    deadline = now + DUMP_SECONDS
-    while time.monotonic() < deadline and not all(local_ranks.channels[rank.rank].stacks() for rank in alive):
+    while time.monotonic() < now + DUMP_SECONDS and not all(
+        channels[rank.rank].position() or process_state(rank.pid) in "Tt" for rank in alive
+    ):
         time.sleep(_STACKS_POLL_SECONDS)
-    time.sleep(_STACKS_POLL_SECONDS)  # the last rank may still be writing
     views = []
     for rank in alive:
-        stacks, beat = local_ranks.channels[rank.rank].stacks(), beats[rank.rank]
+        channel, stacks, beat = channels[rank.rank], channels[rank.rank].stacks(), beats[rank.rank]
         if stacks:
             path = folder / f"{rank.rank:05d}.txt"
             with contextlib.suppress(OSError):  # the file system may be full, or the cause of the hang
                 make_folder(path.parent)
                 replace_file(path, stacks)
-        views.append(RankView(rank.rank, beat, now - beat.received, bool(stacks), process_state(rank.pid)))
-    return views
-
-
-def find_suspect(views: Sequence[RankView], several_nodes: bool) -> HangSuspect:
-    """Return a rank that did not respond, else the one that is furthest behind, else no rank. Pure function."""
-    silent = [view for view in views if not view.dumped]
-    if silent:
-        worst = max(silent, key=lambda view: (view.state in "TtD", view.silent_seconds))
-        code = _CODES_OF_STATES.get(worst.state, "rank-unresponsive")
-        params = {"rank": worst.rank, "state": worst.state, **worst.place}
-        # In state D the cause may be a network file system rather than this node.
-        return HangSuspect(worst.rank, Reason(f"node.{code}", params), sure=worst.state != "D")
-    by_rank = {view.rank: view for view in views}
-    behind = by_rank[furthest_behind({rank: view.beat for rank, view in by_rank.items()})]
-    ahead = [view for view in views if view.place != behind.place]
-    if ahead:
-        furthest = max(ahead, key=lambda view: view.beat.progress)
-        ahead_step, ahead_phase = furthest.beat.place
-        others = {"ahead": furthest.rank, "ahead_step": ahead_step, "ahead_phase": ahead_phase}
-        why = Reason("node.rank-behind", {"rank": behind.rank, **behind.place, **others})
-        return HangSuspect(behind.rank, why, sure=False)
-    return HangSuspect(None, Reason("node.other-node" if several_nodes else "node.no-suspect", behind.place))
+        silent, state = round(now - beat.received, 3), process_state(rank.pid)
+        where = (beat.turn, beat.step, beat.phase, beat.part, silent, state)
+        views.append(RankView(rank.rank, *where, bool(stacks), channel.position()))
+    return tuple(views)
 
 
 @contextlib.contextmanager
@@ -284,7 +242,7 @@ class Watch:
         if hung is None and not self.preempted:
             hung = hung_rank(beats, time.monotonic())
         if hung is not None or is_announced(self.run, self.options.attempt, "hung"):
-            self._end_hung_ranks(hung)
+            self._end_hung_ranks()
         elif is_announced(self.run, self.options.attempt, "failed"):
             self._end_remaining("another node failed")
 
@@ -293,25 +251,28 @@ class Watch:
         pid = self.stopped.longest([rank.pid for rank in self.local_ranks.alive])
         return next((rank.rank for rank in self.local_ranks.alive if rank.pid == pid), None)
 
-    def _end_hung_ranks(self, hung: int | None) -> None:
-        """Record the rank that causes the hang, and kill all: in a hung collective no rank can save a checkpoint."""
+    def _end_hung_ranks(self) -> None:
+        """Record where all ranks are, and kill them: in a hung collective no rank can save a checkpoint."""
         attempt = self.options.attempt
         with _logging_disk_errors("the hang could not be announced"):
             announce(self.run, attempt, "hung")  # first, so that other nodes collect the stacks of the same moment
-        views = collect_stacks(self.local_ranks, self.run.attempt(attempt) / "stacks")
-        suspect = find_suspect(views, self.cluster.nodes > 1)
+        views = collect_views(self.local_ranks, self.run.attempt(attempt) / "stacks")
         silent = max((view.silent_seconds for view in views), default=0.0)
-        params = {"silent_seconds": round(silent), "suspect": suspect.why, "stacks": f"attempts/{attempt:04d}/stacks"}
-        cause = Reason("node.hung-elsewhere" if hung is None else "node.hung", params)
-        failure = observed_failure("hang", cause, self.node, rank=suspect.rank, sure=suspect.sure)
+        params = {"silent_seconds": round(silent), "stacks": f"attempts/{attempt:04d}/stacks"}
+        failure = observed_failure("hang", Reason("node.hung", params), self.node)
         logger.error("%s; ending all ranks", failure.message)
-        self.local_ranks.first_failure = suspect.rank
+        with _logging_disk_errors("the hang could not be recorded"):
+            write_failure(
+                self.run, attempt, self.node, dataclasses.replace(failure, ranks=views, stalled=stalled_connections())
+            )
+            # The end of these ranks breaks the connections of the others, which then are no longer where they hung.
+            until = time.monotonic() + OTHER_VIEWS_SECONDS
+            failures = self.run.attempt(attempt) / "failures"
+            while len(list(failures.glob("node-*"))) < self.cluster.nodes and time.monotonic() < until:
+                time.sleep(_STACKS_POLL_SECONDS)
         self.local_ranks.kill()
         self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
-        with _logging_disk_errors("the hang could not be recorded"):
-            write_failure(self.run, attempt, self.node, failure)
-            found = {"node": self.options.node_name, "rank": suspect.rank, "message": failure.message}
-            record_event(self.run, "hang", attempt=attempt, **found)
+        with _logging_disk_errors("the hang could not be announced"):
             announce(self.run, attempt, "failed")
 
     def _forward(self, signum: int) -> None:

@@ -18,7 +18,8 @@ from scaletrain_cli.launch.node import processes
 from scaletrain_cli.launch.node.heartbeats import Channel, LastBeat, hung_rank
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import read_node_records
-from scaletrain_cli.launch.node.watch import RankView, Watch, find_suspect
+from scaletrain_cli.launch.node.watch import Watch
+from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.worker.failures import read_failures
 from scaletrain_cli.worker.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
@@ -160,66 +161,26 @@ def test_time_in_which_the_agent_was_stopped_does_not_count_as_silence() -> None
     assert channel.beat.received == before + 3600.0
 
 
-def view(
-    rank: int, step: int, phase: str = "step", *, part: int = 0, dumped: bool = True, state: str = "S", at: float = 0.0
-) -> RankView:
-    return RankView(rank, LastBeat(step, phase, 30.0, received=at, part=part), 40.0 - at, dumped, state)
-
-
-def test_a_rank_that_does_not_respond_is_the_suspect_with_its_kernel_state() -> None:
-    found = find_suspect([view(0, 5), view(1, 6, dumped=False, state="T")], several_nodes=True)
-    assert (found.rank, str(found.why)) == (
-        1,
-        "rank 1 did not respond: stopped by a signal (state T), since step 6 (step)",
-    )
-    asleep = find_suspect([view(0, 5, dumped=False), view(1, 5, dumped=False, state="D")], several_nodes=False)
-    assert (asleep.rank, asleep.why.code, asleep.sure) == (1, "node.rank-in-kernel", False)
-
-
-def test_if_all_ranks_respond_the_one_behind_is_the_suspect() -> None:
-    views = [view(0, 7, part=2, at=3.0), view(1, 7, at=1.0)]
-    found = find_suspect(views, several_nodes=False)
-    assert found.rank == 1
-    assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, waiting for the other ranks)" in str(
-        found.why
-    )
-
-
-@pytest.mark.parametrize("step", [1, 7])
-def test_a_rank_without_its_batch_is_the_suspect_from_the_first_step_on(step: int) -> None:
-    # It began the step last, when the others had their batches.
-    views = [view(rank, step, part=1, at=2.0) for rank in (0, 2)] + [view(1, step, at=2.1)]
-    found = find_suspect(views, several_nodes=False)
-    assert (found.rank, found.why.code, found.why.params["ahead_phase"]) == (
-        1,
-        "node.rank-behind",
-        "step, with its batch",
-    )
-
-
-def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None:
-    assert find_suspect([view(0, 5), view(1, 5)], several_nodes=True).rank is None
-    assert "for another node" in str(find_suspect([view(0, 5), view(1, 5)], several_nodes=True).why)
-    assert "no rank stands out" in str(find_suspect([view(0, 5), view(1, 5)], several_nodes=False).why)
-
-
 def test_a_stopped_rank_is_reported_with_its_stacks_and_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
     # In the first steps, so that no earlier one can take longer than the limit on a busy machine.
     made = make_run(hang={"1:0": 2, "1:1": 1}, stopped=[1], steps=100, silence=3.0)
     agent = start_agent(made)
     assert agent.wait() == 1
     (failure,) = read_failures(made.run, 1)
-    assert (failure.rank, failure.reason, failure.node) == (1, "hang", agent.node.node)
-    assert "rank 1 did not respond: stopped by a signal (state T), since step 1" in failure.message
-    suspect = failure.why.params["suspect"]
-    assert (failure.code, suspect.code, suspect.params["step"]) == ("node.hung", "node.rank-stopped", 1)
+    assert (failure.rank, failure.reason, failure.node) == (None, "hang", agent.node.node)
+    assert [(view.rank, view.responded) for view in failure.ranks] == [(0, True), (1, False)]
+    assert (failure.ranks[1].step, failure.ranks[1].state) == (1, "T")
     (stacks,) = (made.run.attempt(1) / "stacks").iterdir()
     assert stacks.name == "00000.txt"
     assert "fake_engine.py" in stacks.read_text()
-    assert [(event["rank"], event["attempt"]) for event in made.events("hang")] == [(1, 1)]
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
-    assert (outcome.exit_code, outcome.reason) == (1, "hang")
-    assert outcome.message == failure.message  # with its node, and where the stacks are
+    assert (outcome.exit_code, outcome.reason, outcome.against) == (1, "hang", (agent.node.name,))
+    assert f"rank 1 on {agent.node.node} in step 1 does not respond: stopped by a signal (state T)" in outcome.message
+    assert outcome.message.endswith("Stacks: attempts/0001/stacks")
+    conclude_attempt(made.run, made.record, 1, first_attempt=1)
+    (event,) = made.events("hang")
+    assert (event["attempt"], event["rank"], event["node"]) == (1, 1, agent.node.node)
+    assert event["message"] == outcome.message
 
 
 def test_the_node_with_a_suspect_is_the_cause_and_none_that_waited(make_run: MakeRun, start_agent: StartAgent) -> None:
@@ -228,10 +189,11 @@ def test_the_node_with_a_suspect_is_the_cause_and_none_that_waited(make_run: Mak
     agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
     assert [agent.wait() for agent in agents] == [1, 1]
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
-    assert outcome.reason == "hang"
-    assert "rank 3 did not respond" in outcome.message
-    waited, suspected = sorted(read_failures(made.run, 1), key=lambda failure: failure.node)
-    assert (waited.rank, suspected.rank) == (None, 3)
+    assert (outcome.reason, outcome.against) == ("hang", (agents[1].node.name,))
+    assert f"rank 3 on {agents[1].node.node} in step 1 does not respond" in outcome.message
+    # No agent has ended its ranks before the other one knew where its own were.
+    assert [[view.rank for view in failure.ranks] for failure in read_failures(made.run, 1)] == [[0, 1], [2, 3]]
+    assert all(view.position for failure in read_failures(made.run, 1) for view in failure.ranks if view.responded)
 
 
 def test_a_hang_after_a_signal_is_left_to_the_grace_period(make_run: MakeRun, start_agent: StartAgent) -> None:
@@ -254,9 +216,9 @@ def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun
     wait_until(lambda: len(started()) == 2, "the ranks are started")
     os.kill(agent.node.ranks[1].pid, signal.SIGSTOP)
     assert agent.wait() == 1
-    (failure,) = read_failures(made.run, 1)
-    assert (failure.rank, failure.reason) == (1, "hang")
-    assert "stopped by a signal (state T), since step 0 (start)" in failure.message
+    outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
+    assert outcome.reason == "hang"
+    assert "in step 0 does not respond: stopped by a signal (state T) (phase: start)" in outcome.message
 
 
 def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun, forked_jobs: None) -> None:

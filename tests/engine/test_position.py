@@ -1,0 +1,95 @@
+"""The position of a rank in real collectives of gloo: what it waits in, and which collectives it has entered."""
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import scaletrain_cli.engine
+from scaletrain_cli.engine.process_group import RankConsensus, StepDecision
+from scaletrain_cli.worker import position
+from scaletrain_cli.worker.position import Position, own_position, purpose_of
+from tests.engine.ranks import on_ranks
+from tests.waiting import wait_until
+
+
+def positions(rank: int) -> list[Position]:
+    """Return where this rank was when rank 0 waited in an all-reduce, and then in a receive, for rank 1."""
+    consensus = RankConsensus(600.0)
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=600))
+    found: list[Position] = []
+
+    def look(name: str) -> None:
+        wait_until(lambda: own_position().waits, f"rank 0 waits in the {name}")
+        found.append(own_position())
+        store.set(name, b"")
+
+    for name in ("all-reduce", "receive"):
+        watching = threading.Thread(target=look, args=(name,))
+        if rank == 0:
+            watching.start()
+        else:
+            store.wait([name])
+            found.append(own_position_of_another_thread())
+        if name == "all-reduce":
+            consensus.reach(StepDecision.CONTINUE, writing=False)
+        elif rank == 0:
+            dist.recv(torch.empty(1), src=1)
+        else:
+            dist.send(torch.ones(1), dst=0)
+        if rank == 0:
+            watching.join()
+    return found
+
+
+def own_position_of_another_thread() -> Position:
+    """Return the position of the main thread, which waits for the thread that looks."""
+    found: list[Position] = []
+    looking = threading.Thread(target=lambda: found.append(own_position()))
+    looking.start()
+    looking.join()
+    return found[0]
+
+
+def of_this_rank() -> list[Position]:
+    return positions(dist.get_rank())
+
+
+def test_a_rank_knows_the_collective_that_it_waits_in_and_those_that_it_has_entered() -> None:
+    (in_all_reduce, in_receive), (before, after) = on_ranks(2, of_this_rank)
+    (wait,) = in_all_reduce.waits
+    assert (wait.kind, wait.ranks) == ("all-reduce", (0, 1))
+    assert wait.purpose == "in positions (test_position.py:" + wait.purpose.rpartition(":")[2]
+    assert wait.number is not None
+    assert before.waits == ()
+    assert before.entered.get(wait.group, 0) < wait.number == after.entered[wait.group]
+    (receive,) = in_receive.waits
+    assert (receive.kind, receive.ranks, receive.number) == ("receive", (1,), None)
+    assert before.function.startswith("wait (") or "threading" in before.function
+
+
+def test_every_purpose_is_that_of_a_function_of_deepspeed_or_the_engine() -> None:
+    roots = [Path(deepspeed.__file__).parent / "runtime", Path(scaletrain_cli.engine.__file__).parent]
+    files = {path: path.read_text(encoding="utf-8") for root in roots for path in root.rglob("*.py")}
+    for key in position._PURPOSES:
+        file, _, name = key.rpartition(":") if not key.endswith(".py") else (key, "", "")
+        texts = [text for path, text in files.items() if file in ("", path.name)]
+        assert any(f"def {name}" in text for text in texts), key
+
+
+def test_the_innermost_function_that_is_known_says_what_a_collective_is_for() -> None:
+    stack = [
+        ("all_reduce", "torch/distributed/distributed_c10d.py", 1),
+        ("allreduce_bucket", "deepspeed/runtime/zero/stage_1_and_2.py", 2),
+        ("average_tensor", "deepspeed/runtime/zero/stage_1_and_2.py", 3),
+        ("train", "engine/step.py", 4),
+    ]
+    assert purpose_of(stack) == "of gradients"
+    assert purpose_of(stack[:2]) == "in allreduce_bucket (stage_1_and_2.py:2)"
+    assert purpose_of([("share", "engine/process_group.py", 1), ("agree", "engine/step_sync.py", 2)]) == (
+        "at the end of the step"
+    )
