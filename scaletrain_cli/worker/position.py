@@ -28,6 +28,7 @@ _BLOCKING = frozenset(
     "scatter all_to_all all_to_all_single send recv".split()
 )
 _VARIANT = re.compile(r"^_|_(into_tensor|tensor|single|base|coalesced)$")
+_PEER = re.compile(r"(?:->|<-)(\d+)$")  # the rank in the group, of "nccl:send 0->1" and "nccl:recv 1<-0"
 _PEERS = {"send": "dst", "recv": "src"}
 # What a collective is for, by a function on the stack of its caller ("file:function", "function" or "file"): the
 # innermost one that is listed. Of DeepSpeed, then of the engine.
@@ -173,12 +174,16 @@ def _recorded(c10d: Any, stack: Sequence[Function]) -> tuple[list[Collective], d
         stacks = {each["record_id"]: [(f["name"], f["filename"], f["line"]) for f in each["frames"]] for each in active}
         for entry in pickle.loads(dump(True, False, False))["entries"]:
             group, number = entry["process_group"][0], entry["collective_seq_id"]
-            entered[group] = max(entered.get(group, 0), number)
+            members, peer = ranks.get(group, ()), _PEER.search(entry["profiling_name"])
+            if peer is not None:  # a send or receive of NCCL
+                number, members = None, members[int(peer[1]) :][:1]
+            else:
+                entered[group] = max(entered.get(group, 0), number)
             if not entry["retired"] and entry["state"] != "completed":
                 kind = _kind(entry["profiling_name"].rpartition(":")[2].split()[0])
                 purpose = purpose_of(stacks.get(entry["record_id"], stack))
                 since = entry["time_created_ns"] / 1e9
-                waits.append(Collective(kind, purpose, ranks.get(group, ()), group, number, since))
+                waits.append(Collective(kind, purpose, members, group, number, since))
     return waits, entered
 
 

@@ -1,12 +1,16 @@
 """The position of a rank in real collectives of gloo: what it waits in, and which collectives it has entered."""
 
+import pickle
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 import scaletrain_cli.engine
 from scaletrain_cli.engine.process_group import RankConsensus, StepDecision
@@ -70,6 +74,31 @@ def test_a_rank_knows_the_collective_that_it_waits_in_and_those_that_it_has_ente
     (receive,) = in_receive.waits
     assert (receive.kind, receive.ranks, receive.number) == ("receive", (1,), None)
     assert before.function.startswith("wait (") or "threading" in before.function
+
+
+def test_a_receive_of_nccl_waits_for_its_peer_and_is_no_collective_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames = [{"name": "_exec_recv_activations", "filename": "deepspeed/runtime/pipe/engine.py", "line": 1}]
+    entry = {"process_group": ("7", ""), "retired": False, "state": "started", "time_created_ns": 2_000_000_000}
+    entries = [
+        {**entry, "record_id": 0, "collective_seq_id": 4, "profiling_name": "nccl:all_reduce", "state": "completed"},
+        {**entry, "record_id": 1, "collective_seq_id": 5, "profiling_name": "nccl:recv 1<-0"},
+        {**entry, "record_id": 2, "collective_seq_id": 5, "profiling_name": "nccl:_reduce_scatter_base"},
+    ]
+
+    def dump(collectives: bool, stacks: bool, active: bool) -> bytes:
+        return pickle.dumps({"entries": [each | ({"frames": frames} if stacks else {}) for each in entries]})
+
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", dump, raising=False)
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace", lambda *_: pickle.dumps({"entries": []}))
+    c10d = SimpleNamespace(get_process_group_ranks=lambda group: group, _world=SimpleNamespace(pg_names={(6, 8): "7"}))
+    waits, entered = position._recorded(c10d, [])
+    receive, scatter = waits
+    assert (receive.kind, receive.ranks, receive.number) == ("receive", (6,), None)
+    assert receive.purpose == "of activations between pipeline stages"
+    assert (scatter.kind, scatter.ranks, scatter.number, scatter.since) == ("reduce-scatter", (6, 8), 5, 2.0)
+    assert entered == {"7": 5}
 
 
 def test_every_purpose_is_that_of_a_function_of_deepspeed_or_the_engine() -> None:
