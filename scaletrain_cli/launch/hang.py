@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from scaletrain_cli.launch.node.heartbeats import LastBeat, furthest_behind
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.worker.heartbeat import PARTS
 from scaletrain_cli.worker.position import Collective, RankView
@@ -73,16 +74,13 @@ def _has_entered(view: RankView | None, collective: Collective) -> bool:
 
 
 def _worst(views: Sequence[RankView]) -> RankView:
-    """Return a rank that did not respond, else the one with the least progress.
-
-    All ranks pass the same phases: within a phase of a step one in an earlier part, or with an older beat, is behind.
-    """
+    """Return a rank that did not respond, else the one with the least progress by its beats."""
     silent = [view for view in views if not view.responded]
     if silent:
         return max(silent, key=lambda view: (view.state in "TtD", view.silent_seconds))
-    last = min(views, key=lambda view: (view.turn, view.step, -view.silent_seconds))
-    same = [view for view in views if (view.turn, view.step, view.phase) == (last.turn, last.step, last.phase)]
-    return min(same, key=lambda view: (view.part, -view.silent_seconds))
+    beats = {v.rank: LastBeat(v.step, v.phase, 0.0, -v.silent_seconds, v.turn, v.part) for v in views}
+    behind = furthest_behind(beats)
+    return next(view for view in views if view.rank == behind)
 
 
 def _order(wait: tuple[RankView, Collective]) -> tuple[bool, float]:

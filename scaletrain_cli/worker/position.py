@@ -14,7 +14,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -133,10 +134,9 @@ def purpose_of(functions: Sequence[Function]) -> str:
 
 def own_position() -> Position:
     """Return the position of the main thread of this process. Call from another thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = list(_outwards(frame))
+    frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])]
     stack = [(each.f_code.co_name, each.f_code.co_filename, each.f_lineno) for each in frames]
-    name, path, line = stack[0] if stack else ("", "", 0)
+    name, path, line = stack[0]
     found = Position(f"{name} ({'/'.join(path.split('/')[-3:])}:{line})")
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(Exception):  # private interfaces of torch, and locals of any code
@@ -145,15 +145,11 @@ def own_position() -> Position:
             waits, entered = _recorded(c10d, stack)
             if (blocking := _blocking(c10d, frames, stack)) is not None:
                 # gloo does not record a receive, and records a reduce-scatter as the all-reduce that it uses for it.
-                waits[-1:] = [dataclasses.replace(waits[-1], kind=blocking.kind) if waits else blocking]
+                if waits and len(blocking.ranks) > 1:
+                    blocking = dataclasses.replace(waits.pop(), kind=blocking.kind)
+                waits.append(blocking)
             found = dataclasses.replace(found, waits=tuple(waits[-_MOST_WAITS:]), entered=entered)
     return found
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _recorded(c10d: Any, stack: Sequence[Function]) -> tuple[list[Collective], dict[str, int]]:

@@ -85,12 +85,7 @@ def memory_kills(root: Path = Path("/")) -> int | None:
 
 
 def observed_failure(
-    reason: str,
-    cause: Reason,
-    node: str,
-    *,
-    rank: int | None = None,
-    exit_code: int = ExitCode.CRASHED,
+    reason: str, cause: Reason, node: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASHED
 ) -> Failure:
     """Return what the agent of ``node`` observed, with its English text as the message."""
     return Failure(rank, reason, f"{node}: {cause}", int(exit_code), node, **cause.to_document())
