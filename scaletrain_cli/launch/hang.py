@@ -10,6 +10,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scaletrain_cli.launch.node.heartbeats import LastBeat, furthest_behind
 from scaletrain_cli.reasons import Reason
@@ -17,6 +18,9 @@ from scaletrain_cli.worker.heartbeat import PARTS
 from scaletrain_cli.worker.position import Collective, RankView
 
 _CODES_OF_STATES = {"T": "rank-stopped", "t": "rank-traced", "D": "rank-in-kernel", "R": "rank-busy"}
+
+
+_Wait = tuple[RankView, Collective]
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,20 @@ def find_hang(
     ``stalled``: pairs of nodes between which data are not acknowledged.
     """
     by_rank = {view.rank: view for view in views}
-    awaited: dict[int, list[tuple[RankView, Collective]]] = defaultdict(list)
+    together: dict[Any, list[_Wait]] = defaultdict(list)  # by collective: thousands of ranks may wait in one
     for view in views:
-        for collective in view.position.waits if view.position is not None else ():
-            for rank in collective.ranks:
-                if rank != view.rank and not _has_entered(by_rank.get(rank), collective):
-                    awaited[rank].append((view, collective))
+        for each in view.position.waits if view.position is not None else ():
+            together[each.group, each.number, each.ranks, each.number is None and view.rank].append((view, each))
+    awaited: dict[int, list[_Wait]] = defaultdict(list)
+    for waits in together.values():
+        _, collective = waits[0]
+        for rank in set(collective.ranks).difference(view.rank for view, _ in waits):
+            if not _has_entered(by_rank.get(rank), collective):
+                awaited[rank] += waits
     waiting = {view.rank for waits in awaited.values() for view, _ in waits}
     causes = sorted(awaited.keys() - waiting)
     # Ranks that wait only in collectives which all of their ranks have entered: the data do not arrive.
-    inside = [(v, each) for v in views if v.position is not None and v.rank not in waiting for each in v.position.waits]
+    inside = [(view, each) for waits in together.values() for view, each in waits if view.rank not in waiting]
     stuck = {view.rank for view, _ in inside}
     seen = [by_rank[rank] for rank in causes if rank in by_rank and rank not in stuck]
     if seen := seen or [view for view in views if not view.responded]:
@@ -55,8 +63,8 @@ def find_hang(
     if causes:
         return _of_silent_nodes(causes, awaited, node_of)
     if waiting:  # for each other, as where ranks call collectives in different orders
-        waits = sorted(((view, each) for found in awaited.values() for view, each in found), key=_order)
-        places = {view.rank: f"rank {view.rank} in the {_name(view, each)}" for view, each in waits}
+        every = sorted((wait for waits in together.values() for wait in waits), key=_order)
+        places = {view.rank: f"rank {view.rank} in the {_name(view, each)}" for view, each in every}
         return HangFinding(Reason("launch.hang-cycle", {"ranks": sorted(waiting), "places": list(places.values())}))
     behind = _worst(views)
     ahead = max(views, key=lambda view: (view.turn, view.step, view.part, -view.silent_seconds))
@@ -83,14 +91,12 @@ def _worst(views: Sequence[RankView]) -> RankView:
     return next(view for view in views if view.rank == behind)
 
 
-def _order(wait: tuple[RankView, Collective]) -> tuple[bool, float]:
+def _order(wait: _Wait) -> tuple[bool, float]:
     """Sort key: the wait that began first is for what the missing rank has to enter first."""
     return wait[1].number is not None, wait[1].since
 
 
-def _of_rank(
-    cause: RankView, awaited: Mapping[int, Sequence[tuple[RankView, Collective]]], node_of: Mapping[int, str]
-) -> HangFinding:
+def _of_rank(cause: RankView, awaited: Mapping[int, Sequence[_Wait]], node_of: Mapping[int, str]) -> HangFinding:
     waits = awaited.get(cause.rank, ())
     if not waits:
         return _finding("launch.hang-unresponsive", cause, node_of, step=cause.step)
@@ -120,7 +126,7 @@ def _of_network(
 
 
 def _of_silent_nodes(
-    causes: Sequence[int], awaited: Mapping[int, Sequence[tuple[RankView, Collective]]], node_of: Mapping[int, str]
+    causes: Sequence[int], awaited: Mapping[int, Sequence[_Wait]], node_of: Mapping[int, str]
 ) -> HangFinding:
     """Return the finding where the ranks that are waited for are on nodes that reported nothing."""
     nodes = sorted({node_of.get(rank, "?") for rank in causes})
