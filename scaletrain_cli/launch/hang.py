@@ -43,7 +43,7 @@ def find_hang(
     together: dict[Any, list[_Wait]] = defaultdict(list)  # by collective: thousands of ranks may wait in one
     for view in views:
         for each in view.position.waits if view.position is not None else ():
-            together[each.group, each.number, each.ranks, each.number is None and view.rank].append((view, each))
+            together[each.group, each.number, each.spans, each.number is None and view.rank].append((view, each))
     awaited: dict[int, list[_Wait]] = defaultdict(list)
     for waits in together.values():
         _, collective = waits[0]

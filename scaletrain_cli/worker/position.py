@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -74,17 +74,23 @@ _PURPOSES = {
 class Collective:
     """A collective, or a send or receive, that a rank has entered and not left.
 
-    ``purpose`` follows the kind in a sentence. ``ranks``: the global ranks that take part. ``number`` of the group's
+    ``purpose`` follows the kind in a sentence. ``spans``: the global ranks that take part, as first, last and step of
+    each span: the record of a node with thousands of ranks in a group must stay small. ``number`` of the group's
     collectives, the same on all of them, entered at ``since`` (Unix seconds); without a number, as for a receive of
     gloo, the rank waits for all of the others.
     """
 
     kind: str
     purpose: str
-    ranks: tuple[int, ...]
+    spans: tuple[tuple[int, ...], ...]
     group: str = ""
     number: int | None = None
     since: float = 0.0
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the global ranks that take part, in ascending order."""
+        return [rank for first, last, step in self.spans for rank in range(first, last + 1, step or 1)]
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,15 @@ class RankView:
     state: str
     responded: bool
     position: Position | None = None
+
+
+def spans_of(ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Return ranks as first, last and step of each span."""
+    spans: list[tuple[int, int, int]] = []
+    for rank in sorted(ranks):
+        first, last, step = spans.pop() if spans else (rank, rank, 0)
+        spans += [(first, rank, rank - last)] if step in (0, rank - last) else [(first, last, step), (rank, rank, 0)]
+    return tuple(spans)
 
 
 def purpose_of(functions: Sequence[Function]) -> str:
@@ -179,7 +194,7 @@ def _recorded(c10d: Any, stack: Sequence[Function]) -> tuple[list[Collective], d
                 kind = _kind(entry["profiling_name"].rpartition(":")[2].split()[0])
                 purpose = purpose_of(stacks.get(entry["record_id"], stack))
                 since = entry["time_created_ns"] / 1e9
-                waits.append(Collective(kind, purpose, members, group, number, since))
+                waits.append(Collective(kind, purpose, spans_of(members), group, number, since))
     return waits, entered
 
 
@@ -191,7 +206,7 @@ def _blocking(c10d: Any, frames: Sequence[FrameType], stack: Sequence[Function])
             members = c10d.get_process_group_ranks(given.get("group") or c10d.group.WORLD)
             peer = given.get(_PEERS.get(name, ""))
             ranks = tuple(members) if name not in _PEERS else (peer,) if peer is not None else ()
-            return Collective(_kind(name), purpose_of(stack[index + 1 :]), ranks)
+            return Collective(_kind(name), purpose_of(stack[index + 1 :]), spans_of(ranks))
     return None
 
 

@@ -66,13 +66,13 @@ def of_this_rank() -> list[Position]:
 def test_a_rank_knows_the_collective_that_it_waits_in_and_those_that_it_has_entered() -> None:
     (in_all_reduce, in_receive), (before, after) = on_ranks(2, of_this_rank)
     (wait,) = in_all_reduce.waits
-    assert (wait.kind, wait.ranks) == ("all-reduce", (0, 1))
+    assert (wait.kind, wait.ranks) == ("all-reduce", [0, 1])
     assert wait.purpose == "in positions (test_position.py:" + wait.purpose.rpartition(":")[2]
     assert wait.number is not None
     assert before.waits == ()
     assert before.entered.get(wait.group, 0) < wait.number == after.entered[wait.group]
     (receive,) = in_receive.waits
-    assert (receive.kind, receive.ranks, receive.number) == ("receive", (1,), None)
+    assert (receive.kind, receive.ranks, receive.number) == ("receive", [1], None)
     assert before.function.startswith("wait (") or "threading" in before.function
 
 
@@ -95,9 +95,9 @@ def test_a_receive_of_nccl_waits_for_its_peer_and_is_no_collective_of_the_group(
     c10d = SimpleNamespace(get_process_group_ranks=lambda group: group, _world=SimpleNamespace(pg_names={(6, 8): "7"}))
     waits, entered = position._recorded(c10d, [])
     receive, scatter = waits
-    assert (receive.kind, receive.ranks, receive.number) == ("receive", (6,), None)
+    assert (receive.kind, receive.ranks, receive.number) == ("receive", [6], None)
     assert receive.purpose == "of activations between pipeline stages"
-    assert (scatter.kind, scatter.ranks, scatter.number, scatter.since) == ("reduce-scatter", (6, 8), 5, 2.0)
+    assert (scatter.kind, scatter.ranks, scatter.number, scatter.since) == ("reduce-scatter", [6, 8], 5, 2.0)
     assert entered == {"7": 5}
 
 

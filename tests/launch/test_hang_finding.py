@@ -13,7 +13,7 @@ from scaletrain_cli.launch.node.processes import stalled_connections
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord
 from scaletrain_cli.rundir.documents import from_document
 from scaletrain_cli.worker.failures import Failure
-from scaletrain_cli.worker.position import Collective, Position, RankView
+from scaletrain_cli.worker.position import Collective, Position, RankView, spans_of
 
 RECORDED = Path(__file__).with_name("hangs.json")
 RANKS = {"alpha": (0, 1), "beta": (2, 3)}
@@ -113,14 +113,20 @@ def view(rank: int, *waits: Collective, step: int = 5, part: int = 1, **entered:
 
 
 def test_ranks_that_call_collectives_in_different_orders_wait_for_each_other() -> None:
-    first = Collective("all-reduce", "of a", (0, 1), "g", 5, 1.0)
-    second = Collective("all-gather", "of b", (0, 1), "h", 3, 1.0)
+    first = Collective("all-reduce", "of a", ((0, 1, 1),), "g", 5, 1.0)
+    second = Collective("all-gather", "of b", ((0, 1, 1),), "h", 3, 1.0)
     failures = recorded("loss")
     both = (view(0, first, g=5, h=2), view(1, second, g=4, h=3))
     outcome = judged([replace(failures[0], ranks=both)], {"alpha": (0, 1)})
     assert "ranks 0, 1 wait for each other" in outcome.message
     assert "rank 0 in the all-reduce of a, rank 1 in the all-gather of b" in outcome.message
     assert outcome.against == ()
+
+
+@pytest.mark.parametrize("ranks", [[], [5], [0, 1, 2, 3], [1, 9, 17], [0, 1, 4, 5], [3, 7, 8, 9, 20]])
+def test_ranks_of_a_group_are_kept_as_spans(ranks: list[int]) -> None:
+    assert Collective("all-reduce", "of a", spans_of(ranks[::-1])).ranks == ranks
+    assert spans_of(range(0, 8192, 8)) == ((0, 8184, 8),)
 
 
 def test_without_collectives_the_rank_without_its_batch_is_behind() -> None:
