@@ -126,8 +126,8 @@ def _hung_end(nodes: Sequence[NodeRecord], failures: Sequence[Failure]) -> _End:
 
     node_of = {rank.rank + each: node for node in nodes for rank in node.ranks for each in range(rank.ranks)}
     views = [view for failure in failures for view in failure.ranks]
-    at = {own: failure.node for failure in failures for own, _ in failure.stalled}
-    stalled = {(failure.node, at[peer]) for failure in failures for _, peer in failure.stalled if peer in at}
+    at = {address: failure.node for failure in failures for address in failure.addresses}
+    stalled = {(failure.node, at[peer]) for failure in failures for peer in failure.stalled if peer in at}
     found = find_hang(views, {rank: node.node for rank, node in node_of.items()}, stalled)
     against = tuple(node.name for node in nodes if node.node == found.node)
     why = Reason("launch.hung", {**failures[0].params, "finding": found.why})

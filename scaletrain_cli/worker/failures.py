@@ -75,7 +75,7 @@ class Failure:
 
     ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason whose text is ``message``, empty if
     there is only the message. ``node``: the name of the node record, if an agent reports. At a hang, ``ranks`` are
-    those of the node, and ``stalled`` its own and the peer's address of connections whose data are not acknowledged.
+    those of the node, ``addresses`` its own, and ``stalled`` those of peers that do not acknowledge data.
     ``sure``: of records of earlier versions.
     """
 
@@ -88,7 +88,8 @@ class Failure:
     code: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[RankView, ...] = ()
-    stalled: tuple[tuple[str, str], ...] = ()
+    addresses: tuple[str, ...] = ()
+    stalled: tuple[str, ...] = ()
 
     @property
     def why(self) -> Reason:

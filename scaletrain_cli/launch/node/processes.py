@@ -93,18 +93,19 @@ def process_state(pid: int) -> str:
     return found[0] if found is not None else "X"
 
 
-def stalled_connections(folder: str = "/proc/net") -> tuple[tuple[str, str], ...]:
-    """Return the own and the peer's address of each TCP connection whose data are not acknowledged after three tries.
+def tcp_addresses(folder: str = "/proc/net") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the own addresses of TCP connections, and those of peers that do not acknowledge data after three tries.
 
     The kernel waits for a quarter of an hour before it reports a peer that it cannot reach.
     """
-    found = set()
+    addresses, stalled = set(), set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"{folder}/{name}", encoding="ascii") as table:
             for _, own, peer, state, _, _, retransmissions, *_ in (line.split() for line in [*table][1:]):
-                if state == _ESTABLISHED and int(retransmissions, 16) >= _STALLED_TRIES:
-                    found.add((_address(own), _address(peer)))
-    return tuple(sorted(found))
+                if state == _ESTABLISHED:
+                    addresses.add(_address(own))
+                    stalled |= {_address(peer)} if int(retransmissions, 16) >= _STALLED_TRIES else set()
+    return tuple(sorted(addresses)), tuple(sorted(stalled))
 
 
 def _address(field: str) -> str:

@@ -27,7 +27,7 @@ from scaletrain_cli.launch.node.processes import (
     next_signal,
     process_state,
     reap,
-    stalled_connections,
+    tcp_addresses,
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced
@@ -257,9 +257,9 @@ class Watch:
         failure = observed_failure("hang", Reason("node.hung", params), self.node)
         logger.error("%s; ending all ranks", failure.message)
         with _logging_disk_errors("the hang could not be recorded"):
-            write_failure(
-                self.run, attempt, self.node, dataclasses.replace(failure, ranks=views, stalled=stalled_connections())
-            )
+            addresses, stalled = tcp_addresses()
+            failure = dataclasses.replace(failure, ranks=views, addresses=addresses, stalled=stalled)
+            write_failure(self.run, attempt, self.node, failure)
             # The end of these ranks breaks the connections of the others, which then are no longer where they hung.
             until = time.monotonic() + OTHER_VIEWS_SECONDS
             failures = self.run.attempt(attempt) / "failures"
