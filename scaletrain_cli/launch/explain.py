@@ -185,7 +185,6 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
             *_log_end(run, attempt, cause),
             *_memory_report(run, attempt, cause),
             *_raised(run, cause),
-            *_stacks(run, attempt, cause),
             *_history(run, attempt),
             *_decision(attempt, job),
         ),
@@ -265,13 +264,6 @@ def _raised(run: RunDir, reason: ExitReason) -> Iterator[Evidence]:
     for each in found[:_MOST_FINDINGS]:
         params = {"severity": each.severity, "finding": each.reason, "run": run.run_id}
         yield Evidence.because("events.jsonl", Reason("launch.raised-finding", params))
-
-
-def _stacks(run: RunDir, attempt: AttemptRecord, reason: ExitReason) -> Iterator[Evidence]:
-    folder = run.attempt(attempt.number) / "stacks"
-    if reason == "hang" and folder.is_dir():
-        written = Reason("launch.stacks-written", {"count": len(list(folder.iterdir()))})
-        yield Evidence.because(f"{_folder(attempt)}/stacks", written)
 
 
 def _history(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:

@@ -376,7 +376,6 @@ TEXTS: Texts = {
     "failure-of": "{who}: {failure}",
     "more-failures": "and {count} more",
     "memory-by-part": "memory of each part, beside the plan",
-    "stacks-written": "{count:of file}, one for each rank",
     "raised-finding": "diagnosed while it trained ({severity}): {finding}; see `scaletrain diagnose {run}`",
     "earlier-attempts": "{attempts:list}; {lost:of step} trained twice so far",
     "follows": "another attempt follows",
