@@ -14,16 +14,19 @@ from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode, ScaletrainError, sentences
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import require_writable
-from scaletrain_cli.text import visible
-from scaletrain_cli.ui.console import drop_output, say, warn
+from scaletrain_cli.text import seconds_text, visible
+from scaletrain_cli.ui.console import drop_output, say, stderr_console, warn
 from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.ui.live import StatusLine
 
 EXIT_CODES = tuple(ExitCode)
 _LOOK_EVERY_SECONDS = 1.0
+_LINE_EVERY_SECONDS = 10.0  # of the step, where no status line is drawn
 
 
 def command(
@@ -90,23 +93,39 @@ def command(
 
 
 class Watcher:
-    """Show the run directory of a foreground run: a live status line, and one permanent line per event."""
+    """Show the run directory of a foreground run: one line per event, and the step.
 
-    def __init__(self, run: RunDir, line: StatusLine) -> None:
-        self._run, self._line = run, line
-        self._events_shown = 0
-        self._looked = 0.0
+    The step is a status line on a terminal, elsewhere a line every 10 seconds.
+    """
+
+    def __init__(self, run: RunDir, line: StatusLine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._line, self._clock = run, line, clock
+        self._events_shown = self._step_shown = 0
+        self._looked = self._step_time = float("-inf")
 
     def look(self) -> None:
-        """Update the line at most once per second."""
-        if time.monotonic() - self._looked < _LOOK_EVERY_SECONDS:
+        """Show what is new, at most once per second."""
+        now = self._clock()
+        if now - self._looked < _LOOK_EVERY_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._looked = now
         with contextlib.suppress(OSError, ScaletrainError):  # what is shown is no part of the training
-            self.finish()
+            status = self.finish()
+            if now - self._step_time >= _LINE_EVERY_SECONDS and status.step != self._step_shown:
+                self._step_time, self._step_shown = now, status.step
+                if not stderr_console().is_terminal:
+                    self._print_step(status)
+
+    def _print_step(self, status: RunStatus) -> None:
+        from scaletrain_cli.launch.status import eta_seconds
+        from scaletrain_cli.ui.status import measures_text, progress_text
+
+        left = eta_seconds(self._run, status)
+        words = [progress_text(status), measures_text(status), f"{seconds_text(left)} left" if left else ""]
+        say(f"{time.strftime('%H:%M:%S')}  {status.state:<14}  {', '.join(filter(None, words))}")
 
     def finish(self) -> RunStatus:
-        """Update the line now and return the status."""
+        """Show what is new now and return the status."""
         from scaletrain_cli.launch.status import run_status
         from scaletrain_cli.rundir.journal import read_events, record_event
 

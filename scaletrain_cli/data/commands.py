@@ -150,17 +150,14 @@ def _described(name: str, dataset: Path, seq_len: int) -> dict[str, Any]:
 
 
 class ProgressLines:
-    """Writes progress to stderr: each stage when it begins and ends, and from time to time in between."""
+    """Writes progress to stderr: each stage when it begins and ends, and in between from time to time what is new."""
 
     def __init__(self) -> None:
-        self._stage, self._shown = "", 0.0
+        self._line, self._stage, self._shown = "", "", 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
+        now, line = time.monotonic(), f"{stage}: {done} of {total}" if total > 1 else stage
         is_due = stage != self._stage or done == total or now - self._shown >= _SECONDS_BETWEEN_LINES
-        if is_due and total > 1:
-            print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
-        elif stage != self._stage:
-            print(stage, file=sys.stderr, flush=True)
-        if is_due:
-            self._stage, self._shown = stage, now
+        if is_due and line != self._line:
+            print(line, file=sys.stderr, flush=True)
+            self._line, self._stage, self._shown = line, stage, now
