@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, confirm, describe, show_fetch, verb_group
+from scaletrain_cli.cli.options import AsJson, RunName, RunOrNewest, TrustOwner, Yes, confirm, describe, verb_group
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference, parse_reference
 from scaletrain_cli.launch import engine_process
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir, find_run
+from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
 from scaletrain_cli.safe_files import create_file, expand_home
 from scaletrain_cli.text import bytes_text, counted, visible, whole_text
 from scaletrain_cli.ui.console import document, say, suggest
@@ -37,7 +37,7 @@ PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
 @app.command("list", epilog=describe(READING))
-def list_them(run: RunName, as_json: AsJson = False) -> None:
+def list_them(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
     from scaletrain_cli.rundir.checkpoints import take_inventory
     from scaletrain_cli.rundir.mirror_state import read_mirror_state
@@ -47,7 +47,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     if not is_seen:
         if as_json:
             print_json({"folder": str(folder), "checkpoints": None, "only_in_mirror": None})
-        say(f"checkpoints of {run}: {Reason('launch.view-not-seen')}")
+        say(f"checkpoints of {found.run_id}: {Reason('launch.view-not-seen')}")
         return
     entries, state = take_inventory(folder), read_mirror_state(found)
     mirrored = None if record.spec.checkpoint.mirror.to is None else [] if state is None else state.steps
@@ -258,11 +258,11 @@ def sample(
             say(f"not ended after {answer['tokens']} tokens: see --max-tokens")
 
 
-def _read(run: str) -> tuple[RunDir, RunRecord, Path, bool]:
+def _read(run: str | None) -> tuple[RunDir, RunRecord, Path, bool]:
     """Return a run, its record, the folder of its checkpoints, and whether this machine sees that folder."""
     from scaletrain_cli.rundir.record import checkpoint_folder, is_elsewhere, read_record
 
-    found = find_run(run)
+    found = find_run_or_newest(run)
     record = read_record(found)
     folder = checkpoint_folder(found, record.spec)
     return found, record, folder, folder.is_dir() or not is_elsewhere(found, record)
@@ -283,6 +283,7 @@ def _export(
     run: RunDir, record: RunRecord, chosen: list[Checkpoint], output: Path, dtype: str, *options: str
 ) -> dict[str, Any]:
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
+    from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.launch.hub_fetch import environment_here, fetched_spec
     from scaletrain_cli.rundir.checkpoints import read_base

@@ -215,23 +215,11 @@ JobTimeout = Annotated[
     str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Run id, unique prefix of a run id, or run directory.",
-        show_default=False,
-        autocompletion=complete_run,
-    ),
-]
+_RUN: dict[str, Any] = {"metavar": "RUN", "show_default": False, "autocompletion": complete_run}
+RunName = Annotated[str, typer.Argument(help="Run id, unique prefix of a run id, or run directory.", **_RUN)]
 RunOrNewest = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RUN",
-        help="Run id, unique prefix of a run id, or run directory (default: the newest run).",
-        show_default=False,
-        autocompletion=complete_run,
-    ),
+    typer.Argument(help="Run id, unique prefix of a run id, or run directory (default: the newest run).", **_RUN),
 ]
 OneNode = Annotated[
     str | None,

@@ -93,10 +93,7 @@ def command(
 
 
 class Watcher:
-    """Show the run directory of a foreground run: one line per event, and the step.
-
-    The step is a status line on a terminal, elsewhere a line every 10 seconds.
-    """
+    """Show a foreground run: its events, and the step in a status line or, without a terminal, every 10 seconds."""
 
     def __init__(self, run: RunDir, line: StatusLine, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._line, self._clock = run, line, clock
@@ -111,10 +108,10 @@ class Watcher:
         self._looked = now
         with contextlib.suppress(OSError, ScaletrainError):  # what is shown is no part of the training
             status = self.finish()
-            if now - self._step_time >= _LINE_EVERY_SECONDS and status.step != self._step_shown:
+            is_due = now - self._step_time >= _LINE_EVERY_SECONDS and status.step != self._step_shown
+            if is_due and status.state == "running" and not stderr_console().is_terminal:
                 self._step_time, self._step_shown = now, status.step
-                if not stderr_console().is_terminal:
-                    self._print_step(status)
+                self._print_step(status)
 
     def _print_step(self, status: RunStatus) -> None:
         from scaletrain_cli.launch.status import eta_seconds
@@ -122,7 +119,7 @@ class Watcher:
 
         left = eta_seconds(self._run, status)
         words = [progress_text(status), measures_text(status), f"{seconds_text(left)} left" if left else ""]
-        say(f"{time.strftime('%H:%M:%S')}  {status.state:<14}  {', '.join(filter(None, words))}")
+        say(f"{time.strftime('%H:%M:%S')}  running         {', '.join(filter(None, words))}")
 
     def finish(self) -> RunStatus:
         """Show what is new now and return the status."""

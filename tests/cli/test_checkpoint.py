@@ -41,6 +41,7 @@ def test_checkpoints_are_listed_oldest_first_and_the_latest_is_marked(folder: Pa
     assert "invalid: manifest.json: missing" in " ".join(listed.out.split())
     found = scaletrain("checkpoint", "list", "r1", "--json").data["checkpoints"]
     assert (found[0]["step"], found[0]["bytes"], found[0]["problem"]) == (10, 5000, None)
+    assert scaletrain("checkpoint", "list", "--json").data["checkpoints"] == found, "the newest run is meant"
 
 
 def test_a_run_without_checkpoints_is_not_an_error(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The command ``sample``: what transformers generates with an exported checkpoint."""
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     The file has ``prompts``, ``system``, ``raw``, ``variables`` and ``date`` of the chat template, ``max_tokens``,
     ``temperature`` and ``seed``. Each prompt is answered as if it were the only one. Raises UsageError.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs when transformers imports it
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, request = arguments[0], json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not request["raw"] and tokenizer.chat_template is None:

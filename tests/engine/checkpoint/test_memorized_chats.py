@@ -100,6 +100,7 @@ def test_ten_learned_answers_are_generated_and_end(name: str, tmp_path: Path, mo
 
     sampled = scaletrain("checkpoint", "sample", "chats", *QUESTIONS, "--max-tokens", "64", "--json", code=0)
     found = sampled.data["answers"]
+    assert [line for line in sampled.err.splitlines() if not line.startswith("generating up to ")] == []
     assert [answer["stopped"] for answer in found] == [True] * 10
     assert [answer["text"].rpartition("</think>")[2].strip() for answer in found] == ANSWERS
     thoughts = [
