@@ -62,7 +62,7 @@ def test_the_page_shows_every_key_of_sources_stages_and_steps_with_its_default()
 
 
 def test_every_yaml_example_of_every_page_is_valid() -> None:
-    docs = sorted(set((PROJECT / "docs").glob("*.md")) - {PROJECT / "docs" / "extending.md"})  # needs its packages
+    docs = sorted(set((PROJECT / "docs").rglob("*.md")) - {PROJECT / "docs" / "extending.md"})  # needs its packages
     pages = [PROJECT / "README.md", *docs, *sorted(PROJECT.glob("*/README.md"))]
     base, tried = parse_yaml(SPEC, Source("base")), 0
     for page in pages:
