@@ -110,7 +110,7 @@ slurm-packages:
 parity: setup ## Train every layout beside one plain process, and print how far they differ
 	@$(BIN)/python -m tests.engine.parity $(ARGS)
 
-bench: setup ## Measure every figure that the README claims
+bench: setup ## Measure every figure of docs/overhead.md
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 # TRUTH is a directory of measured runs in CSV files; without it the benchmark says what it wants and ends well.

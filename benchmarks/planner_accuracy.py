@@ -3,7 +3,7 @@
 Reads tables of runs (CSV) from the directory of ``--truth`` or of the variable SCALETRAIN_PLANNER_TRUTH. The planner
 gets each run's model, machines and layout, never a measured value. A missing file, or a row that no run spec describes,
 is skipped, and the output says why. ``--write`` writes the measured errors to the planner's catalogue, from which the
-ranges of plans follow, and the tables of README.md and docs/planner.md; it needs every file.
+ranges of plans follow, and the tables of docs/planner.md; it needs every file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner_truth.sets import SETS
 VARIABLE = "SCALETRAIN_PLANNER_TRUTH"
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = ROOT / "scaletrain_cli" / "plan" / "catalogue" / "errors.json"
-DOCUMENTED = (ROOT / "README.md", ROOT / "docs" / "planner.md")
+PAGE = ROOT / "docs" / "planner.md"
 
 
 def main() -> int:
@@ -77,18 +77,14 @@ def main() -> int:
 def write(errors: dict[str, Any], scores: list[Score]) -> None:
     """Write the measured errors to the catalogue, and the tables between the markers of the documentation."""
     ERRORS.write_text(json.dumps(errors, indent=1) + "\n", encoding="utf-8")
-    of_sources = list(report.markdown(scores))
-    of_sets = [line for line in of_sources if not line.startswith(report.OF_SOURCE)]
-    tables = {"accuracy": of_sources, "accuracy of sets": of_sets, "ranges": list(ranges.markdown(errors))}
-    for page in DOCUMENTED:
-        text = page.read_text(encoding="utf-8")
-        for name, lines in tables.items():
-            begin, end = f"<!-- {name}: {ranges.COMMAND} -->\n", f"<!-- end of {name} -->"
-            if begin in text:
-                head, rest = text.split(begin)
-                text = head + begin + "\n".join(lines) + "\n" + rest[rest.index(end) :]
-        page.write_text(text, encoding="utf-8")
-    print(f"wrote {ERRORS}", *DOCUMENTED, file=sys.stderr)
+    tables = {"accuracy": list(report.markdown(scores)), "ranges": list(ranges.markdown(errors))}
+    text = PAGE.read_text(encoding="utf-8")
+    for name, lines in tables.items():
+        head, rest = text.split(f"<!-- {name}: {ranges.COMMAND} -->\n")
+        table = "\n".join(lines)
+        text = f"{head}<!-- {name}: {ranges.COMMAND} -->\n{table}\n{rest[rest.index(f'<!-- end of {name} -->') :]}"
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {ERRORS} {PAGE}", file=sys.stderr)
 
 
 if __name__ == "__main__":

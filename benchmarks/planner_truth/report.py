@@ -68,9 +68,6 @@ _MARKDOWN_HEAD = (
 )
 
 
-OF_SOURCE = "| – "  # begins the row of one source of a set
-
-
 def markdown(scores: list[Score]) -> Iterator[str]:
     """Yield the table of all sets for the documentation, as lines of Markdown."""
     yield from _MARKDOWN_HEAD
@@ -79,7 +76,7 @@ def markdown(scores: list[Score]) -> Iterator[str]:
         for name, n, error, most in _cells(score):
             yield f"| {name} | {n} | {error} | {most} | {'' if chosen.peer == 'none known' else chosen.peer} |"
         for name, part in getattr(score, "parts", ()):
-            yield f"{OF_SOURCE}{name} | {part.n} | {_percent(part.mape)} | {_percent(part.p90)} | |"
+            yield f"| – {name} | {part.n} | {_percent(part.mape)} | {_percent(part.p90)} | |"
 
 
 def _cells(score: Score) -> Iterator[tuple[str, int, str, str]]:
