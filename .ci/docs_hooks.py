@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 PROJECT = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_PICTURE = re.compile(r'(?<=src=")docs/|(?<=srcset=")docs/')  # in HTML of the README
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -45,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return found[0] if not target.is_dir() else f"]({config['site_url'] or '#'})"
         return f"]({_relative(_place(target), here)}{found[2] or ''})"
 
-    return _LINK.sub(moved, markdown)
+    return _PICTURE.sub("", _LINK.sub(moved, markdown))
 
 
 def on_post_build(config: Any) -> None:
