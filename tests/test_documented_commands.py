@@ -75,6 +75,7 @@ RUN: dict[str, Runs] = {
     "scaletrain plan lora.yaml --vary cluster.gpu=rtx-4090-24gb,l40s-48gb,h100-sxm-80gb": Runs(
         "plan lora.yaml --vary cluster.gpu=rtx-4090-24gb,l40s-48gb,h100-sxm-80gb", "fits"
     ),
+    "scaletrain plan lora.yaml": Runs("plan lora.yaml", "not calibrated"),
     "scaletrain plan 7b.yaml": Runs("plan 7b.yaml", ": fits"),
     "scaletrain submit 7b.yaml --output script": Runs("submit 7b.yaml --output script", "#SBATCH"),
     "scaletrain submit 7b.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),

@@ -24,7 +24,7 @@ def commands() -> list[str]:
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
-@pytest.mark.long  # 8 CPU minutes: two runs of 100 steps
+@pytest.mark.long  # 4 CPU minutes: two runs of 40 steps
 def test_the_first_run_works_as_it_is_typed(tmp_path: Path) -> None:
     (tmp_path / "docs").symlink_to(PROJECT / "docs")
     environment = {name: value for name, value in os.environ.items() if name != "SCALETRAIN_RUNS"}
@@ -45,6 +45,9 @@ def test_the_first_run_works_as_it_is_typed(tmp_path: Path) -> None:
         )
         assert done.returncode == (75 if command == AFTER_CANCEL else 0), command
         printed[command] = done.stdout
+        if command == "scaletrain init":  # the page trains for 100 steps
+            spec = tmp_path / "run.yaml"
+            spec.write_text(spec.read_text(encoding="utf-8").replace("steps: 100 ", "steps: 40 "), encoding="utf-8")
     ends = [event for event in read_events(second) if event["event"] == "attempt-ended"]
     assert [(end["exit_code"], end["reason"]) for end in ends] == [(1, "killed"), (75, "cancelled"), (0, "done")]
     first, other = (line.split()[0] for line in next(v for k, v in printed.items() if "sha256sum" in k).splitlines())
