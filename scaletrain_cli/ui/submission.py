@@ -76,14 +76,15 @@ def show_outlook(outlook: PreflightResult) -> None:
 
 
 def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row]:
-    """Return the rows Job, Code, Cost and Start."""
+    """Return the rows Job, Code, Cost and Start; no cost of this machine if no price is known."""
     cluster = prospect.spec.cluster
     sent = f"submitted as {cluster.traits.rendered_as}; --dry-run prints it"
     named = f"{run_id}: " if run_id is not None else ""
+    has_cost = prospect.usd_per_hour is not None or not cluster.traits.runs_here
     return [
         ("Job", Group(escaped_text(f"{named}{size_text(cluster)} {cluster.place}"), escaped_text(sent, "dim"))),
         *([("Code", escaped_text(prospect.code.shown))] if prospect.code is not None else []),
-        ("Cost", escaped_text(cost_text(prospect))),
+        *([("Cost", escaped_text(cost_text(prospect)))] if has_cost else []),
         ("Start", start_view(prospect.start)),
     ]
 

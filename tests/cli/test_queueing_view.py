@@ -11,6 +11,7 @@ from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.record import CodeRecord
 from scaletrain_cli.ui.submission import (
     cost_text,
+    job_rows,
     show_before_resuming,
     show_before_submission,
     size_text,
@@ -59,6 +60,15 @@ def test_cost_is_shown_for_the_remaining_steps_and_per_hour() -> None:
     never = dataclasses.replace(cost, expected_usd=None)
     assert cost_text(prospect(cost=never)).startswith("never finishes: ")
     assert cost_text(prospect(cost=Cost(None, "unknown: set a price", None, None, None))) == "unknown: set a price"
+
+
+@pytest.mark.parametrize(("overrides", "usd", "shown"), [((), None, False), ((), 3.0, True), (SLURM, None, True)])
+def test_a_run_on_this_machine_shows_no_cost_without_a_price(
+    overrides: tuple[str, ...], usd: float | None, shown: bool
+) -> None:
+    size = ("training.global_batch_size=32",)
+    asked = prospect(*overrides, *size, cost=Cost(usd, "list price", None, None, None))
+    assert ("Cost" in [label for label, _ in job_rows(asked)]) == shown
 
 
 def test_a_resume_shows_job_cost_start_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
