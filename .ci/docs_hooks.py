@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def on_post_build(config: Any) -> None:
     """Copy the pages that llms.txt links to, as they are, beside it."""
     for page in _linked(PROJECT / "docs" / "llms.txt"):
-        shutil.copy(page, config["site_dir"])
+        shutil.copy(page, Path(config["site_dir"]) / _place(page))
 
 
 def _linked(page: Path) -> list[Path]:
