@@ -10,9 +10,11 @@ requeues it. A spare node is inspected once, and is not used if it is unfit.
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -36,9 +38,10 @@ from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.worker.failures import write_failure
 
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 2, 2, 3  # a node is lost after 8 s without an answer of its kernel
@@ -66,15 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if index == 0:
             names = node_names(environment["SLURM_STEP_NODELIST"])
             server, address = socket.create_server(("", 0), backlog=len(names)), own_address(environment, names)
-            write_document(place, {"start": start, "address": address, "port": server.getsockname()[1]})
             watch = NodeWatch(run, options.script, server)
+            there = {"start": start, "address": address, "port": server.getsockname()[1], "token": watch.token}
+            replace_file(place, json.dumps(there), private=True)
             while True:  # Slurm kills this process at the end of the job
                 watch.look()
         while (found := read_document(place)) is None or found.get("start") != start:
             time.sleep(_FIRST_POLLS_SECONDS)
         with socket.create_connection((str(found["address"]), int(found["port"]))) as connection:
             _probe(connection)
-            connection.sendall(f"{environment['SLURMD_NODENAME']}\n".encode())
+            connection.sendall(f"{found['token']} {environment['SLURMD_NODENAME']}\n".encode())
             with contextlib.suppress(OSError, ScaletrainError):
                 _inspect_spare(run, environment)
             _until_lost(connection, run, environment["SLURMD_NODENAME"])
@@ -147,6 +151,7 @@ class NodeWatch:
     run: RunDir
     script: int
     server: socket.socket
+    token: str = field(default_factory=secrets.token_hex, init=False)  # or anyone could end an attempt
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector, init=False)
     # By name: the node does not respond; its process has ended, as at a shutdown; its loss is recorded.
     _gone: dict[str, Literal["silent", "ended", "recorded"]] = field(default_factory=dict, init=False)
@@ -188,7 +193,9 @@ class NodeWatch:
             return
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
-        self._gone[b"".join(key.data).decode(errors="replace").strip()] = state
+        token, _, name = b"".join(key.data).decode(errors="replace").strip().partition(" ")
+        if secrets.compare_digest(token.encode(), self.token.encode()):
+            self._gone[name] = state
 
     def _end_attempt_of_lost_nodes(self) -> None:
         attempt = _running_attempt(self.run)

@@ -165,10 +165,10 @@ def until_signaled(watch: NodeWatch) -> None:
         watch.look()
 
 
-def connect(watch: NodeWatch, name: str) -> socket.socket:
+def connect(watch: NodeWatch, name: str, token: str | None = None) -> socket.socket:
     """Return a connection of which the watch knows the name."""
     connection = socket.create_connection(watch.server.getsockname())
-    connection.sendall(f"{name}\n".encode())
+    connection.sendall(f"{watch.token if token is None else token} {name}\n".encode())
     watch.look()
     watch.look()
     return connection
@@ -201,6 +201,13 @@ def test_a_spare_node_that_does_not_respond_ends_no_attempt(watch: NodeWatch) ->
     reset(connect(watch, "n2"))
     until_signaled(watch)
     assert failures(watch) == ["node-0001-n2-silent.json"]
+
+
+def test_a_stranger_cannot_end_an_attempt(watch: NodeWatch) -> None:
+    for token in ("", "0" * 64, "\u20ac"):
+        reset(connect(watch, "n2", token))
+        watch.look()
+    assert not is_announced(watch.run, 1, "failed")
 
 
 def test_the_end_of_the_process_on_a_node_is_no_loss_of_the_node(
