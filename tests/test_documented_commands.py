@@ -126,7 +126,7 @@ RUN: dict[str, Runs] = {
     "scaletrain validate run.yaml --json": Runs("validate run.yaml --json", '"valid": true'),
     "scaletrain plan run.yaml --json": Runs("plan run.yaml --json", "scaletrain.plan/v1"),
     "scaletrain submit run.yaml --run-id ID --yes --json": Runs(
-        "submit run.yaml --run-id small --set \"env={FAKE: '{}'}\" --yes --json", '"created": false'
+        "submit small.yaml --run-id small --set \"env={FAKE: '{}'}\" --yes --json", '"created": false'
     ),
     "scaletrain status RUN --json": Runs("status small --json", '"state": "finished"'),
     "scaletrain status RUN --wait 30m --json": Runs("status small --wait 30m --json", '"state": "finished"'),

@@ -54,6 +54,8 @@ MAY_LOAD = {
         (_READERS, name): _BETWEEN_OWN
         for name in ("import pickle", "pickle.PickleBuffer", "pickle.dumps", "pickle.loads")
     },
+    ("scaletrain_cli/worker/position.py", "import pickle"): "of torch's flight recorder in the same process",
+    ("scaletrain_cli/worker/position.py", "pickle.loads"): "the same; never from a file or another process",
     ("scaletrain_cli/engine/metrics/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
     ("scaletrain_cli/engine/metrics/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
     (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import signal
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from pydantic import Field
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.own_processes import python_command
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -168,7 +168,7 @@ async def _answer(verb: str, argument: str | None, options: dict[str, Any]) -> A
             words += [f"--{name}={one}" for one in (value if isinstance(value, list | tuple) else [value])]
     if argument is not None:
         words += ["--", argument]
-    ended = await run_process([sys.executable, "-m", "scaletrain_cli", *words], check=False)
+    ended = await run_process(python_command("scaletrain_cli", *words), check=False)
     document = json.loads(ended.stdout or "{}")
     texts = [json.dumps(document)]
     if ended.returncode:

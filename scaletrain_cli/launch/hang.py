@@ -57,7 +57,9 @@ def find_hang(
     stuck = {view.rank for view, _ in inside}
     seen = [by_rank[rank] for rank in causes if rank in by_rank and rank not in stuck]
     if seen := seen or [view for view in views if not view.responded]:
-        return _of_rank(_worst(seen), awaited, node_of)
+        found = _of_rank(_worst(seen), awaited, node_of)
+        # Ranks of several nodes, as when a storage system stalls: none of the nodes is to blame.
+        return dataclasses.replace(found, node=None) if len({node_of.get(view.rank) for view in seen}) > 1 else found
     if inside:
         return _of_network(*min(inside, key=_order), node_of, stalled)
     if causes:
@@ -71,8 +73,8 @@ def find_hang(
     if (ahead.turn, ahead.step, ahead.phase, ahead.part) == (behind.turn, behind.step, behind.phase, behind.part):
         return HangFinding(Reason("launch.hang-no-suspect", {"step": behind.step, "phase": _phase(behind)}))
     others = {"ahead": ahead.rank, "ahead_step": ahead.step, "ahead_phase": _phase(ahead)}
-    found = _finding("launch.hang-behind", behind, node_of, step=behind.step, **others)
-    return dataclasses.replace(found, node=None)  # it may itself wait for another one
+    last = _finding("launch.hang-behind", behind, node_of, step=behind.step, **others)
+    return dataclasses.replace(last, node=None)  # it may itself wait for another one
 
 
 def _has_entered(view: RankView | None, collective: Collective) -> bool:
@@ -140,8 +142,9 @@ def _of_silent_nodes(
 def _finding(code: str, cause: RankView, node_of: Mapping[int, str], **params: object) -> HangFinding:
     node = node_of.get(cause.rank)
     found = {"rank": cause.rank, "node": node or "?", "phase": _phase(cause), "doing": _doing(cause), **params}
-    # In state D the cause may be a network file system rather than this node.
-    return HangFinding(Reason(code, found), cause.rank, node if cause.responded or cause.state != "D" else None)
+    # In state D, and before it has its batch, a rank may wait for a network file system rather than for its node.
+    waits = cause.phase == "step" and cause.part == 0 if cause.responded else cause.state == "D"
+    return HangFinding(Reason(code, found), cause.rank, None if waits else node)
 
 
 def _doing(view: RankView) -> Reason:

@@ -292,5 +292,5 @@ def _figures_of_attempt(
         if event.get("first_attempt") is not None and event["first_attempt"] <= number:
             revision = event.get("revision", 0)
     if revision == record.revision:
-        return record.plan.layout.world_size, record.plan.cost.price_per_gpu_hour
+        return record.spec.allocated_devices, record.plan.cost.price_per_gpu_hour
     return read_revision_figures(run, revision)

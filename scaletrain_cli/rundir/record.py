@@ -214,12 +214,14 @@ def revision_path(run: RunDir, number: int) -> Path:
 
 
 def read_revision_figures(run: RunDir, number: int) -> tuple[int, float | None]:
-    """Return the ranks and the dollars per GPU-hour of a revision's plan (0: run.json), without the rest of it."""
+    """Return the GPUs of a revision (0: run.json), with those of spare nodes, and the dollars per GPU-hour."""
     path, schema = (revision_path(run, number), REVISION_SCHEMA) if number else (run.record, SCHEMA)
-    plan = _read(path, schema)["plan"]
+    document = _read(path, schema)
     with reporting_damage(path):
+        plan, cluster = document["plan"], document["spec"]["cluster"]
+        spare = typed(int, cluster.get("spare_nodes", 0)) * typed(int, cluster["gpus_per_node"])
         price = plan["cost"]["price_per_gpu_hour"]
-        return typed(int, plan["layout"]["world_size"]), typed(float | None, price)
+        return typed(int, plan["layout"]["world_size"]) + spare, typed(float | None, price)
 
 
 _SPEC_LINES = "spec-lines.json"

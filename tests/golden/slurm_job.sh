@@ -74,7 +74,9 @@ while :; do
     # Begin an attempt: prints its number and the address of the rendezvous.
     began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {
         code=$?
-        if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then break; fi # as after an outage: requeue the job
+        if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then # as after an outage: requeue the job
+            break
+        fi
         exit "$code"
     }
     [ -n "$began" ] || exit 0 # the run has already finished

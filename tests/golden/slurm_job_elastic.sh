@@ -49,19 +49,23 @@ trap : USR1
 patience=() # of srun, once an attempt has ended in this job
 while :; do
     # Begin an attempt: prints its number and the address of the rendezvous, and its nodes: the job may have more.
-    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {
+    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run" ${patience:+"--follows"}) || {
         code=$?
-        if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then break; fi # as after an outage: requeue the job
+        if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then # as after an outage: requeue the job
+            read -r -a decision <<<"${began:-requeue}"
+            break
+        fi
         exit "$code"
     }
     [ -n "$began" ] || exit 0 # the run has already finished
     read -r attempt address port nodes names held all <<<"$began"
     # Slurm notices a lost node after minutes; this step, which lasts as long as the job, within seconds.
-    if [ "${#patience[@]}" = 0 ]; then
+    kill -0 "${watch:-}" 2>/dev/null || {
         "$(type -P srun)" --overlap --mem=0 --export=ALL --mpi=none --kill-on-bad-exit=0 --no-kill \
             --nodes="$held" --ntasks="$held" --ntasks-per-node=1 --nodelist="$all" \
             "$python" -c "$start" scaletrain_cli.launch.backends.slurm.node_watch "$run" --script $$ &
-    fi
+        watch=$!
+    }
 
     # env instead of export: no variable of the spec can change this shell or its own commands.
     env "${dropped[@]}" \

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.rundir.paths import RunDir
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import on_login_node
 
@@ -220,6 +223,21 @@ def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> 
     assert [event["nodes"] for event in events(before["run_dir"], "nodes-excluded")] == [[bad]]
     assert [node["node"] for node in login.scaletrain("nodes", "list", "--json")["nodes"]] == [bad]
     assert login.cluster.job(before["job_id"])["ExcNodeList"] == bad
+    login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
+
+
+@pytest.mark.long
+def test_a_spare_node_replaces_one_that_hangs_in_the_same_job(login: Login) -> None:
+    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s", "cluster.spare_nodes=1")
+    before = login.wait_for_steps(run_id, 1, more=8)
+    run = RunDir(Path(before["run_dir"]))
+    hung = read_node_records(run, 1)[1]
+    os.kill(hung.ranks[0].pid, signal.SIGSTOP)
+    login.wait_for_steps(run_id, 2)
+    assert hung.name not in read_attempts(run)[1].nodes
+    assert login.cluster.job(before["job_id"])["Restarts"] == "0"
+    assert [event["nodes"] for event in events(before["run_dir"], "nodes-replaced")] == [[hung.name]]
+    login.scaletrain("cancel", run_id, "--yes")
     login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
 
 

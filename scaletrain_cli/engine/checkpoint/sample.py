@@ -22,6 +22,13 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     ``temperature`` and ``seed``. Each prompt is answered as if it were the only one. Raises UsageError.
     """
     logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs when transformers imports it
+    try:
+        return _sampled(arguments)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _sampled(arguments: Sequence[str]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 

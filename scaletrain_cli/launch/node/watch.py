@@ -6,6 +6,7 @@ The failure of a rank that could not report one is diagnosed from the kernel's c
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from scaletrain_cli.launch.node.processes import (
     tcp_addresses,
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
-from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced
+from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced, read_node_records
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
@@ -47,6 +48,7 @@ OTHER_VIEWS_SECONDS = 15.0  # for the agents of the other nodes to record where 
 _POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
 SUSPENSION_SECONDS = 60.0  # of the agent itself: then the whole job was stopped, and the time is recorded
 _STACKS_POLL_SECONDS = 0.05
+_OTHERS_POLL_SECONDS = 0.5  # each lists a folder of a shared file system
 _RECORD_SECONDS = 2.0  # of the grace period, to record the end of the node
 _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SIGNAL_DELAY_SECONDS = 1.0  # between two processes of a job that a scheduler signals
@@ -262,9 +264,10 @@ class Watch:
             write_failure(self.run, attempt, self.node, failure)
             # The end of these ranks breaks the connections of the others, which then are no longer where they hung.
             until = time.monotonic() + OTHER_VIEWS_SECONDS
+            names = {f"{node.node}.json" for node in read_node_records(self.run, attempt)}
             failures = self.run.attempt(attempt) / "failures"
-            while len(list(failures.glob("node-*"))) < self.cluster.nodes and time.monotonic() < until:
-                time.sleep(_STACKS_POLL_SECONDS)
+            while not names <= {*os.listdir(failures)} and time.monotonic() < until:
+                time.sleep(_OTHERS_POLL_SECONDS)
         self.local_ranks.kill()
         self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
         with _logging_disk_errors("the hang could not be announced"):

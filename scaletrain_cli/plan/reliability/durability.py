@@ -201,18 +201,19 @@ def _restart_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
 
 def _replacement_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
     """Return the same after a failure, which a spare node of the job replaces if it has one."""
-    restart = _restart_seconds(spec, size, device)
-    return restart if not spec.cluster.spare_nodes or device.is_cpu else restart - _START_SECONDS + _REPLACEMENT_SECONDS
+    restart, spare = _restart_seconds(spec, size, device), spec.cluster.spare_nodes
+    # The failure after the last spare node requeues the job, which then has all of them again.
+    return restart if device.is_cpu else restart - spare / (spare + 1) * (_START_SECONDS - _REPLACEMENT_SECONDS)
 
 
 def spare_nodes_pay_from(spec: RunSpec, device: Accelerator) -> float:
     """Return the seconds of queue wait after a failure from which on the spare nodes save more time than they cost.
 
-    As nodes of the run they would shorten it by their share of its nodes, s. A requeue costs the wait at each of the
-    failures, f per second: f x wait = s.
+    As nodes of the run they would shorten it by their share of its nodes. A requeue costs the wait at each failure;
+    with s spare nodes only each (s + 1)th failure is one.
     """
     _, failures = interruptions_per_second(spec, device)
-    return spec.cluster.spare_nodes / spec.cluster.nodes / failures
+    return (spec.cluster.spare_nodes + 1) / spec.cluster.nodes / failures
 
 
 def best_interval_steps(step: float, save: float, blocked: float, sudden: float) -> int:

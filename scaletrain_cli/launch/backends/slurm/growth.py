@@ -192,7 +192,8 @@ class GrowthWatch:
         """
         names, now = node_names(self.environment["SLURM_JOB_NODELIST"]), self.record.spec.cluster.nodes
         held = usable_held_nodes(self.run, self.record, names, own_job_id(self.environment))
-        if (size := chosen_size(self.record, len(held)) or now) > now:  # a node of the job itself has returned
+        size = chosen_size(self.record, len(held), follows=True) or now
+        if size > now:  # a node of the job itself has returned
             found = growth(self.plans, now, size, left=self._left(), pace=self._pace())
             return found if found.pays else None
         attempt = read_attempt(self.run, self.attempt)
@@ -203,7 +204,8 @@ class GrowthWatch:
         idle = read_idle_nodes(answer.stdout, partition, (*own, *excluded), self.record.spec.cluster)
         if pinned := node_names(self.record.spec.cluster.slurm.nodelist or ""):
             idle = IdleNodes(tuple(name for name in idle.names if name in pinned), idle.partitions)
-        most = now + len(idle.names)
+        missing = max(0, now + self.record.spec.cluster.spare_nodes - len(held)) if held else 0  # of the spare nodes
+        most = now + len(idle.names) - missing
         if (largest_usable(self.record.sizes, most) or 0) <= now:
             return None
         target = largest_usable(self._permitted_sizes, most)

@@ -39,6 +39,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     settings,
 )
 from scaletrain_cli.launch.node.ranks import free_port, route_address
+from scaletrain_cli.launch.node.record import is_announced
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
     conclude_attempt,
@@ -56,6 +57,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import listed
+from scaletrain_cli.worker.failures import read_failures
 
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
@@ -80,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--srun-exit-code", type=int)
     parser.add_argument("--may-restart", action="store_true", help="the script, of this version, knows `restart`")
+    parser.add_argument("--follows", action="store_true", help="an attempt has ended in this start of the job")
     parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
     options = parser.parse_args(arguments)
     run = RunDir(options.run_folder.absolute())
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         record = read_record(run)
         if options.word == "begin":
-            return begin(run, record, os.environ)
+            return begin(run, record, os.environ, follows=options.follows)
         if options.word == "watch-reservation":
             return watch_reservation(record.spec.cluster, os.environ)
         if options.word == "end":
@@ -117,10 +120,12 @@ def _still_runs(environment: Mapping[str, str]) -> bool:
     return job.get("JobState") == "RUNNING" and job.get("PreemptTime", "None") in ("None", "Unknown")
 
 
-def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
+def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str], *, follows: bool = False) -> int:
     """Claim the next attempt and print its rendezvous address; print nothing if the run must not continue.
 
     A run with a range of nodes begins on the largest usable size; prints its number of nodes and their names, too.
+    ``follows``: another attempt has ended in this start of the job. Then too few nodes may be usable: the exit code is
+    that of a crash, and what is printed is as for ``end``.
     """
     job_id, cluster = own_job_id(environment), record.spec.cluster
     names = node_names(environment.get("SLURM_JOB_NODELIST", ""))
@@ -129,7 +134,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
         return ExitCode.USAGE
-    if record.sizes and chosen_size(record, len(names)) is None:  # submitted before the range was changed
+    if record.sizes and min(record.sizes) > len(names):  # submitted before the range was changed
         logger.warning("job %s has %d nodes, and the run uses %s", job_id, len(names), listed(record.sizes))
         return ExitCode.USAGE
     # An attempt of this job, killed before it could record the end; before the record changes: of the size before.
@@ -143,11 +148,13 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
         print(number, own_address(environment, names), free_port(""))
         return ExitCode.DONE
     before = read_attempt(run, max(run.attempts(), default=0))
-    follows = before is not None and before.decision is not None and before.decision.in_place
-    usable = usable_held_nodes(run, record, names, job_id) if follows else names
-    size = chosen_size(record, len(usable))
+    bad = {node.node for node in read_bad_nodes(run.path.parent, time.time())}
+    fresh = sorted(names, key=lambda name: name != names[0] and name in bad)
+    usable = usable_held_nodes(run, record, names, job_id) if follows else tuple(fresh)
+    size = chosen_size(record, len(usable), follows=follows)
     if size is None:  # another node was lost meanwhile
-        logger.warning("job %s has too few usable nodes", job_id)
+        logger.warning("job %s has too few usable nodes: it is requeued", job_id)
+        print("requeue", *_changes(run, record, environment))
         return ExitCode.CRASHED
     if not follows and size + cluster.spare_nodes < len(names):
         usable = names = _give_back(job_id, names, size + cluster.spare_nodes)
@@ -165,14 +172,16 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     return ExitCode.DONE
 
 
-def chosen_size(record: RunRecord, usable: int) -> int | None:
+def chosen_size(record: RunRecord, usable: int, *, follows: bool) -> int | None:
     """Return the number of nodes of the next attempt; None if too few are usable.
 
-    The largest size that leaves the spare nodes, or else the size so far if it can be kept.
+    The largest size that leaves the spare nodes, or the size so far if the attempt ``follows`` one in the same job, or
+    else the largest one.
     """
     now = record.spec.cluster.nodes
-    most = max(usable - record.spec.cluster.spare_nodes, min(now, usable))
-    return max((size for size in record.sizes or (now,) if size <= most), default=None)
+    most = max(usable - record.spec.cluster.spare_nodes, now if follows and now <= usable else 0)
+    sizes = [size for size in record.sizes or (now,) if size <= usable]
+    return max((size for size in sizes if size <= most), default=max(sizes, default=None))
 
 
 def usable_held_nodes(run: RunDir, record: RunRecord, names: Sequence[str], job_id: str) -> tuple[str, ...]:
@@ -185,9 +194,7 @@ def usable_held_nodes(run: RunDir, record: RunRecord, names: Sequence[str], job_
         held = {*node_names(call_slurm(command, seconds=_PROMPT_SECONDS).stdout.strip())}
     except SchedulerError:
         return ()
-    bad = {node.node for node in read_bad_nodes(run.path.parent, time.time())} - {
-        *node_names(record.spec.cluster.slurm.nodelist or "")
-    }
+    bad = {node.node for node in read_bad_nodes(run.path.parent, time.time())}
     last = read_attempt(run, max(run.attempts(), default=0))
     started, used = (0.0, ()) if last is None else (last.started, last.nodes)
     usable = [
@@ -232,6 +239,11 @@ def end(
         logger.warning("attempt %s was replaced by a later one; the run has not ended", number)
         return ExitCode.CRASHED
     job_id, attempt = own_job_id(environment), read_attempt(run, number)
+    abandoned = is_announced(run, number, "abandoned")  # then a node without a record of its end may be healthy
+    down: frozenset[str] | None = None
+    if attempt is not None and (stop_reason is not None or abandoned):
+        silent = {one.node.split("-", 2)[2] for one in read_failures(run, number) if one.reason == "node"}
+        down = (lost_nodes(attempt) or frozenset()) | silent
     decision = conclude_attempt(
         run,
         record,
@@ -240,9 +252,13 @@ def end(
         launcher_exit_code=srun_exit_code,
         stop_reason=stop_reason,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment),
-        down=lost_nodes(attempt) or frozenset() if attempt is not None and stop_reason is not None else None,
+        down=down,
         keeps_nodes=lambda against: (
-            may_restart and attempt is not None and _keeps_nodes(run, record, attempt, environment, against)
+            may_restart
+            and attempt is not None
+            and _keeps_nodes(
+                run, record, attempt, environment, [name for name in against if not abandoned or name in (down or ())]
+            )
         ),
     )
     if decision.in_place:
@@ -267,7 +283,7 @@ def _keeps_nodes(
     container = cluster.slurm.container
     if exchanges_nodes(cluster, record.sizes):
         usable = [name for name in usable_held_nodes(run, record, names, attempt.job_id) if name not in against]
-        size = chosen_size(record, len(usable)) if names[0] in usable else None
+        size = chosen_size(record, len(usable), follows=True) if names[0] in usable else None
         grows = read_stop_request(run, attempt.number, "growth") is not None
         enough = size is not None and (size > cluster.nodes or not grows)
     else:

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import resource
 import secrets
 import selectors
 import signal
@@ -42,13 +43,15 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import replace_file
+from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import write_failure
 
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 2, 2, 3  # a node is lost after 8 s without an answer of its kernel
-_POLL_SECONDS, _PATIENCE_SECONDS = 1.0, 20.0  # what is left of an attempt ends within the second one
-_FIRST_POLLS_SECONDS = 0.2
-_ASK_SECONDS = 15.0  # between two questions whether Slurm has lost the first node
-_SUCCESSORS = 3  # nodes that ask, by their index: any one of them may be lost, too
+_POLL_SECONDS = 1.0
+# What is left of an attempt ends within this: ranks that cannot be killed, stacks and positions, telemetry, the mirror.
+_PATIENCE_SECONDS = 90.0
+_ASK_SECONDS = 15.0  # between two questions to Slurm, times the index of a node that is not the first
+_ANSWERS = 2  # that say that the first node is lost: a restart of its slurmd looks so for a moment
 _UNFIT_SECONDS = 24 * 3600.0
 _LONGEST_LINE = 1024
 logger = logging.getLogger(__name__)
@@ -62,30 +65,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--script", type=int, required=True, help="process id of the batch script, on the first node")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # is sent to all steps of the job, so that the ranks save
     run, environment = RunDir(options.run_folder.absolute()), os.environ
     start = f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
-    place, index = run.path / "node-watch.json", int(environment["SLURM_NODEID"])
-    with contextlib.suppress(OSError, ScaletrainError):
-        if index == 0:
-            names = node_names(environment["SLURM_STEP_NODELIST"])
-            server, address = socket.create_server(("", 0), backlog=len(names)), own_address(environment, names)
-            watch = NodeWatch(run, options.script, server)
-            there = {"start": start, "address": address, "port": server.getsockname()[1], "token": watch.token}
-            replace_file(place, json.dumps(there), private=True)
-            while True:  # Slurm kills this process at the end of the job
-                watch.look()
-        while (found := read_document(place)) is None or found.get("start") != start:
-            time.sleep(_FIRST_POLLS_SECONDS)
-        with socket.create_connection((str(found["address"]), int(found["port"]))) as connection:
-            _probe(connection)
-            connection.sendall(f"{found['token']} {environment['SLURMD_NODENAME']}\n".encode())
-            with contextlib.suppress(OSError, ScaletrainError):
-                _inspect_spare(run, environment)
-            _until_lost(connection, run, environment["SLURMD_NODENAME"])
-        if index <= _SUCCESSORS:
-            time.sleep(index * _POLL_SECONDS)
-            requeue_without_first_node(environment)
+    try:
+        if environment["SLURM_NODEID"] == "0":
+            serve(run, options.script, start, environment)
+        else:
+            Member(run, start, environment).until_the_job_ends()
+    except (OSError, ScaletrainError) as error:
+        logger.warning("lost nodes are noticed by Slurm only: %s", error)
     return ExitCode.DONE
+
+
+def _place(run: RunDir) -> Path:
+    return run.path / "node-watch.json"
+
+
+def serve(run: RunDir, script: int, start: str, environment: Mapping[str, str]) -> None:
+    """Watch from the first node; Slurm kills the process at the end of the job."""
+    names = node_names(environment["SLURM_STEP_NODELIST"])
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each node
+    server, address = socket.create_server(("", 0), backlog=len(names)), own_address(environment, names)
+    watch = NodeWatch(run, script, server)
+    there = {"start": start, "address": address, "port": server.getsockname()[1], "token": watch.token}
+    replace_file(_place(run), json.dumps(there), private=True)
+    while True:
+        watch.look()
 
 
 def _probe(connection: socket.socket) -> None:
@@ -96,47 +103,83 @@ def _probe(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
-def _inspect_spare(run: RunDir, environment: Mapping[str, str]) -> None:
-    """Exclude this node if no attempt uses it yet and it is unfit for one."""
-    from scaletrain_cli.launch.node.inspection import inspect_node
+@dataclass
+class Member:
+    """The process on another node: keeps a connection to the first one, and looks after the job if that is lost."""
 
-    name, record = environment["SLURMD_NODENAME"], read_record(run)
-    while (attempt := _running_attempt(run)) is None:
-        time.sleep(_POLL_SECONDS)
-    if name in attempt.nodes or record.spec.cluster.slurm.container is not None:
-        return
-    found = inspect_node(run, record, name, environment)
-    if found.problems:
-        now, why = time.time(), "; ".join(map(str, found.problems))
-        logger.warning("this spare node is unfit: %s", why)
-        unfit = BadNode(name, "wrong-nodes", why, run.run_id, attempt.number, now, now + _UNFIT_SECONDS)
-        remember_bad_nodes(run.path.parent, [unfit], now)
+    run: RunDir
+    start: str
+    environment: Mapping[str, str]
+    _inspected: bool = field(default=False, init=False)
+    _began: float = field(default_factory=time.time, init=False)
+    _asked: float = field(default_factory=time.monotonic, init=False)
+    _lost: int = field(default=0, init=False)  # answers of Slurm, one after the other
 
+    def until_the_job_ends(self) -> None:
+        """Connect again whenever the connection has broken; Slurm kills the process at the end of the job."""
+        while not self.is_over():
+            with contextlib.suppress(OSError, ScaletrainError):
+                self.hold()
+            time.sleep(_POLL_SECONDS)
 
-def _until_lost(connection: socket.socket, run: RunDir, name: str) -> None:
-    """Return once the first node is lost or its process has ended; in the first case this node's ranks end at once."""
-    try:
-        connection.recv(1)
-    except OSError as error:
-        logger.warning("the first node of the job does not respond: %s", error)
-        attempt = _running_attempt(run)
-        if attempt is not None and name in attempt.nodes:  # a spare node may itself be cut off
-            announce(run, attempt.number, "failed")
+    def hold(self) -> None:
+        """Keep a connection to the first node until it breaks. The attempt ends if that node does not respond."""
+        found = read_document(_place(self.run)) or {}
+        if found.get("start") != self.start:
+            return
+        name = self.environment["SLURMD_NODENAME"]
+        with socket.create_connection((str(found["address"]), int(found["port"])), _ASK_SECONDS) as connection:
+            connection.settimeout(None)
+            _probe(connection)
+            connection.sendall(f"{found['token']} {name}\n".encode())
+            if not self._inspected:
+                self._inspected = True
+                self._inspect_spare(name)
+            self._lost, self._asked = 0, time.monotonic()
+            try:
+                connection.recv(1)
+            except OSError as error:
+                logger.warning("the first node of the job does not respond: %s", error)
+                attempt = _running_attempt(self.run)
+                if attempt is not None and name in attempt.nodes:  # a spare node may itself be cut off
+                    announce(self.run, attempt.number, "failed")
 
+    def is_over(self) -> bool:
+        """Requeue the job once Slurm says that its first node is lost; return whether this is another start of it.
 
-def requeue_without_first_node(environment: Mapping[str, str]) -> None:
-    """Requeue the job once Slurm reports its first node as lost; return once the job is not this start any more."""
-    job_id, restarts = own_job_id(environment), environment.get("SLURM_RESTART_COUNT", "0")
-    first, started = node_names(environment["SLURM_STEP_NODELIST"])[0], time.time()
-    while True:
+        Slurm keeps a job with --no-kill as running without its batch script (seen in 22.05.8). Later nodes ask more
+        rarely: each of those before may be lost, too.
+        """
+        if time.monotonic() - self._asked < _ASK_SECONDS * int(self.environment["SLURM_NODEID"]):
+            return False
+        self._asked = time.monotonic()
+        job_id, restarts = own_job_id(self.environment), self.environment.get("SLURM_RESTART_COUNT", "0")
         with contextlib.suppress(SchedulerError):
             job = job_fields(job_id)
             if job.get("JobState") != "RUNNING" or job.get("Restarts", restarts) != restarts:
-                return
-            if any(is_lost(node, started) for node in shown_nodes([first])):
+                return True
+            first = node_names(self.environment["SLURM_STEP_NODELIST"])[0]
+            lost = any(is_lost(node, self._began) for node in shown_nodes([first], _ASK_SECONDS))
+            self._lost = self._lost + 1 if lost else 0
+            if self._lost >= _ANSWERS:
                 call_slurm(["scontrol", "requeue", job_id])
                 logger.warning("the first node of job %s is lost: requeued it", job_id)
-        time.sleep(_ASK_SECONDS)
+        return False
+
+    def _inspect_spare(self, name: str) -> None:
+        """Exclude this node if no attempt uses it yet and it is unfit for one."""
+        from scaletrain_cli.launch.node.inspection import inspect_node
+
+        record = read_record(self.run)
+        while (attempt := _running_attempt(self.run)) is None:
+            time.sleep(_POLL_SECONDS)
+        if name in attempt.nodes or record.spec.cluster.slurm.container is not None:
+            return
+        if problems := inspect_node(self.run, record, name, self.environment).problems:
+            now, why = time.time(), "; ".join(map(str, problems))
+            logger.warning("this spare node is unfit: %s", why)
+            unfit = BadNode(name, "wrong-nodes", why, self.run.run_id, attempt.number, now, now + _UNFIT_SECONDS)
+            remember_bad_nodes(self.run.path.parent, [unfit], now)
 
 
 def _running_attempt(run: RunDir) -> AttemptRecord | None:
@@ -153,8 +196,10 @@ class NodeWatch:
     server: socket.socket
     token: str = field(default_factory=secrets.token_hex, init=False)  # or anyone could end an attempt
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector, init=False)
-    # By name: the node does not respond; its process has ended, as at a shutdown; its loss is recorded.
-    _gone: dict[str, Literal["silent", "ended", "recorded"]] = field(default_factory=dict, init=False)
+    # By name: the node does not respond, or its process has ended, as at a shutdown. Until it connects again.
+    _gone: dict[str, Literal["silent", "ended"]] = field(default_factory=dict, init=False)
+    _attempt: int = field(default=0, init=False)
+    _recorded: set[str] = field(default_factory=set, init=False)  # lost in this attempt
     _since: float | None = field(default=None, init=False)
     _asked: float = field(default=-math.inf, init=False)
 
@@ -188,20 +233,25 @@ class NodeWatch:
             data = key.fileobj.recv(_LONGEST_LINE)
         except OSError:
             state = "silent"
+        token, name = b"".join([*key.data, data]).decode(errors="replace").rstrip("\n").partition(" ")[::2]
+        known = secrets.compare_digest(token.encode(), self.token.encode())
         if data:
             key.data.append(data)
+            if known and data.endswith(b"\n"):
+                self._gone.pop(name, None)
             return
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
-        token, _, name = b"".join(key.data).decode(errors="replace").strip().partition(" ")
-        if secrets.compare_digest(token.encode(), self.token.encode()):
+        if known:
             self._gone[name] = state
 
     def _end_attempt_of_lost_nodes(self) -> None:
         attempt = _running_attempt(self.run)
+        if attempt is None or attempt.number != self._attempt:
+            self._attempt, self._since = (0 if attempt is None else attempt.number), None
+            self._recorded.clear()
         gone = set() if attempt is None else self._gone.keys() & set(attempt.nodes)
         if attempt is None or not gone:
-            self._since = None
             return
         ended = [name for name in gone if self._gone[name] == "ended"]
         if ended and time.monotonic() - self._asked > _ASK_SECONDS:
@@ -209,21 +259,22 @@ class NodeWatch:
             shown = [node["NodeName"] for node in shown_nodes(ended, _ASK_SECONDS) if is_lost(node, attempt.started)]
             self._gone |= dict.fromkeys(shown, "silent")
         nodes = read_node_records(self.run, attempt.number)
-        for name in sorted(name for name in gone if self._gone[name] == "silent"):
-            self._gone[name] = "recorded"
-            logger.warning("%s does not answer: the attempt ends", name)
-            for node in (node for node in nodes if node.name == name):
-                # With a storage network of its own, the node may still record an end, which is none.
-                failure = observed_failure("node", Reason("slurm.node-silent"), node.node)
-                write_failure(self.run, attempt.number, f"{node.node}-silent", failure)
+        silent = {name for name in gone if self._gone[name] == "silent"}
+        if silent - self._recorded:
+            others = len(attempt.nodes) - 1
+            logger.warning("%d of %d nodes do not answer: %s", len(silent), others, listed(sorted(silent)))
+            for node in nodes if len(silent) == 1 or 2 * len(silent) <= others else ():  # else this node is cut off
+                if node.name in silent:
+                    # With a storage network of its own, the node may still record an end, which is none.
+                    failure = observed_failure("node", Reason("slurm.node-silent"), node.node)
+                    write_failure(self.run, attempt.number, f"{node.node}-silent", failure)
+            self._recorded |= silent
             announce(self.run, attempt.number, "failed")
         if not is_announced(self.run, attempt.number, "failed", "hung"):
             return
         self._since = time.monotonic() if self._since is None else self._since
-        if (
-            all(node.ended is not None or node.name in gone for node in nodes)
-            or time.monotonic() - self._since > _PATIENCE_SECONDS
-        ):
+        patient = time.monotonic() - self._since < _PATIENCE_SECONDS
+        if not patient or (self._recorded and all(node.ended is not None or node.name in silent for node in nodes)):
             announce(self.run, attempt.number, "abandoned")
             os.kill(self.script, signal.SIGUSR1)  # interrupts its wait for srun
 

@@ -234,20 +234,26 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield "# Begin an attempt: prints its number and the address of the rendezvous" + (
         ", and its nodes: the job may have more." if exchanges else "."
     )
-    yield 'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {'
+    follows = ' ${patience:+"--follows"}' if exchanges else ""
+    yield f'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run"{follows}) || {{'
     yield "    code=$?"
-    yield '    if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then break; fi # as after an outage: requeue the job'
+    yield '    if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then # as after an outage: requeue the job'
+    if exchanges:
+        yield '        read -r -a decision <<<"${began:-requeue}"'
+    yield "        break"
+    yield "    fi"
     yield '    exit "$code"'
     yield "}"
     yield '[ -n "$began" ] || exit 0 # the run has already finished'
     yield f'read -r attempt address port{" nodes names held all" if exchanges else ""} <<<"$began"'
     if exchanges:
         yield "# Slurm notices a lost node after minutes; this step, which lasts as long as the job, within seconds."
-        yield 'if [ "${#patience[@]}" = 0 ]; then'
+        yield 'kill -0 "${watch:-}" 2>/dev/null || {'
         yield '    "$(type -P srun)" --overlap --mem=0 --export=ALL --mpi=none --kill-on-bad-exit=0 --no-kill \\'
         yield '        --nodes="$held" --ntasks="$held" --ntasks-per-node=1 --nodelist="$all" \\'
         yield '        "$python" -c "$start" scaletrain_cli.launch.backends.slurm.node_watch "$run" --script $$ &'
-        yield "fi"
+        yield "    watch=$!"
+        yield "}"
     yield ""
     yield "# env instead of export: no variable of the spec can change this shell or its own commands."
     yield 'env "${dropped[@]}" \\'

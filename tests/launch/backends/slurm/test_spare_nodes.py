@@ -4,6 +4,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,15 @@ from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm import explain, job, node_watch
 from scaletrain_cli.launch.backends.slurm.job import main
-from scaletrain_cli.launch.backends.slurm.node_watch import NodeWatch, requeue_without_first_node
+from scaletrain_cli.launch.backends.slurm.node_watch import Member, NodeWatch
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.node.record import NodeRecord, announce, is_announced, write_node_record
-from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
+from scaletrain_cli.launch.node.watch import observed_failure
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.worker.failures import write_failure
 from tests.launch.backends.slurm.test_elastic_job import Slurm
 from tests.launch.backends.slurm.test_elastic_job import made as made
 from tests.launch.conftest import MadeRun, MakeRun, make_spec
@@ -50,7 +56,7 @@ def with_lost_node(made: MadeRun, monkeypatch: pytest.MonkeyPatch, index: int = 
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, differs: dict[str, str]) -> Slurm:
-    slurm = Slurm(ANSWERS | differs)
+    slurm = Slurm(differs | {command: output for command, output in ANSWERS.items() if command not in differs})
     for module in (job, explain, node_watch):
         monkeypatch.setattr(module, "call_slurm", slurm)
     return slurm
@@ -62,7 +68,8 @@ def end(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def begin(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(["begin", str(made.run.path)]) == 0
+    follows = ["--follows"] if made.run.attempts() else []
+    assert main(["begin", str(made.run.path), *follows]) == 0
     return capfd.readouterr().out.split()[3:]
 
 
@@ -108,6 +115,51 @@ def test_a_job_without_a_usable_spare_node_is_requeued(
     monkeypatch.setattr(job, "exclusion_for", lambda run, spec: job.last_exclusion(run))
     monkeypatch.setattr(job, "_changes", lambda run, record, environment: [])
     assert end(lost, capfd) == "requeue"
+
+
+def test_a_lost_node_that_the_spec_names_is_replaced_too(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = with_lost_node(make_run(*SPARE, "cluster.slurm.nodelist=n[1-3]"), monkeypatch)
+    assert end(made, capfd) == "restart"
+    assert begin(made, capfd)[1] == "n1,n3"
+
+
+def test_a_healthy_node_without_a_record_of_its_end_is_not_excluded(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its agent was still at work when the batch script left the step of the lost node."""
+    made, names = make_run(*SPARE, "cluster.nodes=3"), ("n1", "n2", "n3")
+    four = f"{UP}NodeName=n4 State=MIXED"
+    shown = {f"scontrol --oneliner show node {','.join(names)},n4": four}
+    shown |= {
+        f"scontrol --oneliner show node {','.join(names)}": UP,
+        "squeue --noheader --jobs=42 --format=%N": "n[1-4]",
+    }
+    answer(monkeypatch, shown)
+    for name, value in (JOB | {"SLURM_JOB_NODELIST": "n[1-4]"}).items():
+        monkeypatch.setenv(name, value)
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=names)
+    for rank, name in enumerate(names):
+        ended = {"ended": 1.0, "exit_code": 1} if rank == 0 else {}
+        record = NodeRecord(f"node-{rank:04d}-{name}", name, rank, 1, 1, 0.0)
+        write_node_record(made.run, 1, NodeRecord(**{**vars(record), **ended}))
+    silent = observed_failure("node", Reason("slurm.node-silent"), "node-0001-n2")
+    write_failure(made.run, 1, "node-0001-n2-silent", silent)
+    announce(made.run, 1, "abandoned")
+    assert end(made, capfd) == "restart"
+    assert [node.node for node in read_bad_nodes(made.run.path.parent, time.time())] == ["n2"]
+
+
+def test_a_new_start_of_the_job_leaves_a_bad_node_as_the_spare_one(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, now = make_run(*SPARE), time.time()
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "route_address", lambda name: "10.0.0.1")
+    remember_bad_nodes(made.run.path.parent, [BadNode("n2", "hang", "", "other", 1, now, now + 3600)], now)
+    assert begin(made, capfd)[1] == "n1,n3"
 
 
 def test_a_spare_node_that_is_known_as_bad_replaces_none(
@@ -218,8 +270,37 @@ def test_the_end_of_the_process_on_a_node_is_no_loss_of_the_node(
     watch.look()
     assert not is_announced(watch.run, 1, "failed")
     announce(watch.run, 1, "failed")  # as its ranks have lost their connections to the others
+    watch.look()
+    assert signaled == [], "its agent may still record how its ranks ended"
+    monkeypatch.setattr(node_watch, "_PATIENCE_SECONDS", 0.0)
     until_signaled(watch)
     assert failures(watch) == []
+
+
+def test_a_node_that_was_silent_for_a_moment_is_not_lost_in_the_next_attempt(watch: NodeWatch) -> None:
+    reset(connect(watch, "n2"))
+    until_signaled(watch)
+    with connect(watch, "n2"):
+        signaled.clear()
+        begin_attempt(watch.run, read_record(watch.run).spec, scheduler="slurm", job_id="42", nodes=("n1", "n2"))
+        announce(watch.run, 2, "failed")  # by an error of a rank
+        watch.look()
+    assert signaled == []
+    assert not (watch.run.attempt(2) / "failures").exists()
+
+
+def test_a_first_node_that_sees_no_other_one_blames_none(watch: NodeWatch) -> None:
+    """It is cut off itself; the others wait until Slurm says so."""
+    begin_attempt(watch.run, read_record(watch.run).spec, scheduler="slurm", job_id="42", nodes=("n1", "n2", "n3"))
+    for rank, name in enumerate(("n1", "n2", "n3")):
+        write_node_record(watch.run, 2, NodeRecord(f"node-{rank:04d}-{name}", name, rank, 1, 1, 0.0))
+    connections = [connect(watch, name) for name in ("n2", "n3")]
+    for connection in connections:
+        reset(connection)
+    while not is_announced(watch.run, 2, "failed"):
+        watch.look()
+    watch.look()
+    assert len(list((watch.run.attempt(2) / "failures").glob("*"))) <= 1
 
 
 def test_a_node_whose_process_has_ended_is_lost_once_slurm_says_so(
@@ -250,9 +331,10 @@ def test_a_job_without_its_first_node_is_requeued_by_another(
     }
     slurm = answer(monkeypatch, shown | {"scontrol requeue 42": ""})
 
-    def paused(seconds: float) -> None:
-        slurm.answers["scontrol -o show job 42"] = "JobId=42 JobState=PENDING"
-
-    monkeypatch.setattr(node_watch.time, "sleep", paused)
-    requeue_without_first_node({"SLURM_JOB_ID": "42", "SLURM_STEP_NODELIST": "n[1-3]"})
+    monkeypatch.setattr(node_watch, "_ASK_SECONDS", 0.0)
+    environment = {"SLURM_JOB_ID": "42", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_NODEID": "1"}
+    member = Member(RunDir(Path("/nowhere")), "42.0", environment)
+    assert member.is_over() is not ("RUNNING Restarts=0" in job_state)
+    assert "scontrol requeue 42" not in slurm.calls, "a restart of slurmd looks the same for a moment"
+    member.is_over()
     assert ("scontrol requeue 42" in slurm.calls) is requeued
