@@ -19,10 +19,17 @@ from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import Calibration, Layout, RunPlan, Time
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.fastest_layout import fastest
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
-from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
-from scaletrain_cli.plan.search.layouts import division_problems
+from scaletrain_cli.plan.search.layout_search import (
+    Candidate,
+    Found,
+    alternatives,
+    evaluate,
+    search,
+    search_near,
+    smallest,
+)
+from scaletrain_cli.plan.search.layouts import checkpointing_modes, division_problems
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
 from scaletrain_cli.plan.trained_parameters import check_what_trains, names_what_trains
 from scaletrain_cli.plan.workloads.registry import workload_of
@@ -93,7 +100,8 @@ def plan_within(
         rule = Rule("planner.framework", spec.planner.framework, "framework-trains-everything")
         raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
     device = find_accelerator(spec.cluster)
-    found = None if compared else fastest(spec, device, bounds, most_seconds)
+    bounds = bounds or Bounds(spec, device, checkpointing_modes(spec)[0])
+    found = None if compared else search_near(spec, device, bounds, most_seconds)
     if found is None:
         counts = RejectionCounts()
         all_axes = axes_to_try(spec, counts if counted else None)

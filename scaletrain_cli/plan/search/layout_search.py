@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from scaletrain_cli.plan.axes import CHECKPOINTING, OFFLOAD, Axes
@@ -17,7 +18,7 @@ from scaletrain_cli.plan.memory.device_memory import comfortable_bytes
 from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.layouts import accumulation_changes_loss, build_layout, checkpointing_modes, describe
-from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, groups
+from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, axes_to_try, groups
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -25,6 +26,9 @@ from scaletrain_cli.text import bytes_text
 
 # Step times within this ratio are equal within the accuracy of the time model; then the simpler layout is preferred.
 SAME_TIME = 1.02
+# A layout within a limit of time may have expected seconds above it, with which others are compared: up to a tenth for
+# the probability of running out of memory, and SAME_TIME.
+_REACH = SAME_TIME / 0.9
 MOST_ALTERNATIVES = 200
 # A layout is called faster only if its step time is less than this share of the other's: 0.0 % is not shown as faster.
 _NOT_FASTER = 0.9995
@@ -129,7 +133,7 @@ _COUNTED = {
 # Minimum number of layouts to size, for comparison, even if their bounds exclude them.
 _FEWEST_SIZED = 100
 # Maximum number of layouts to size on extreme clusters and models; the best of these is chosen.
-MOST_SIZED = 3000
+_MOST_SIZED = 3000
 # If nothing fits: how many layouts with the lowest memory bound are sized to find the smallest.
 _MOST_TOO_LARGE = 50
 # If only tight layouts fit within a limit of time: how many of the smallest are sized to find one with a margin.
@@ -156,12 +160,6 @@ class Point(NamedTuple):
     timing: tuple[Time, Network] | None = None
     memory: Memory | None = None
 
-    def layout(self, spec: RunSpec, modes: Sequence[str]) -> Layout:
-        """Return the layout; ``modes``: those of activation checkpointing that the search tries."""
-        group = self.group
-        size, offload = group.micro_batches[self.micro_batch], group.offload[self.offload]
-        return build_layout(spec, group.axes, group.zero_stage, modes[self.checkpointing], size, offload)
-
     def needs_no_more(self, other: "Point") -> bool:
         """Return whether it needs no more memory than another layout of the same group."""
         return (
@@ -169,17 +167,6 @@ class Point(NamedTuple):
             and self.checkpointing >= other.checkpointing
             and self.offload >= other.offload
         )
-
-    def recomputing(self, bounds: Bounds, modes: Sequence[str], floor: float) -> "tuple[float, Point] | None":
-        """Return the same layout with more recomputation, and a lower bound on its step; None if there is none.
-
-        It is no faster, so ``floor``, the bound of this one, holds for it too.
-        """
-        if self.offload or self.checkpointing + 1 == len(modes):
-            return None
-        size, mode = self.group.micro_batches[self.micro_batch], modes[self.checkpointing + 1]
-        bound = bounds.step_seconds(self.group.axes, [size], mode)[0]
-        return max(floor, bound), self._replace(checkpointing=self.checkpointing + 1)
 
 
 @dataclass(frozen=True)
@@ -231,8 +218,9 @@ def search(
 ) -> Found:
     """Size the layouts with these degrees that may be the fastest, and count the others in ``counts``.
 
-    The result is exact unless more than MOST_SIZED layouts have bounds below the best step time; a test compares it
-    with sizing every layout. ``compared``: size at least a hundred layouts, as alternatives to the chosen one.
+    The result is exact unless more than _MOST_SIZED layouts have bounds below the best step time; a test compares it
+    with sizing every layout. ``compared``: size at least a hundred layouts, as alternatives to the chosen one, and
+    count the layouts that do not fit one by one; else closer bounds on memory leave them out.
     ``bounds``: those of this spec, computed if None. ``most_seconds``: if the layout to choose has a longer
     step, the search may end without a choice.
     """
@@ -247,6 +235,21 @@ def search(
     if chosen is not None:
         chosen = replace(chosen, memory=run.workload.memory(spec, chosen.layout, device))
     return Found(tuple(run.fitting), tuple(run.too_large), run.considered, rejected, chosen, run.too_slow)
+
+
+def search_near(spec: RunSpec, device: Accelerator, bounds: Bounds, most_seconds: float) -> Found | None:
+    """Return what ``search`` returns without comparison, from the degrees alone that can keep to ``most_seconds``.
+
+    None if other degrees may have a layout to compare with; then the complete search decides.
+    """
+    if most_seconds == math.inf or accumulation_changes_loss(spec):
+        return None
+    reach = most_seconds * _REACH
+    near = axes_to_try(spec, worthwhile=lambda axes: bounds.least_step_seconds(axes) <= reach)
+    found = search(spec, device, near, RejectionCounts(), compared=False, bounds=bounds, most_seconds=most_seconds)
+    chosen = found.chosen
+    decides = chosen is not None and chosen.comfortable and chosen.expected_seconds * SAME_TIME <= reach
+    return found if decides or found.too_slow else None
 
 
 class _Search:
@@ -301,7 +304,7 @@ class _Search:
             ):
                 self.too_slow = True
                 return
-            enough = self.timed >= MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
+            enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
             if enough:
                 self._count_the_rest(item)
             elif isinstance(item, _Bounded):
@@ -337,19 +340,30 @@ class _Search:
     def _open(self, group: Group, floors: list[float]) -> None:
         """Queue the layouts of a group with tighter bounds, unless not even its smallest layout can fit."""
         axes, stage, sizes = group.axes, group.zero_stage, group.micro_batches
-        least = self.bounds.peak_bytes(axes, stage, sizes[0], self.modes[-1], group.offload[-1])
+        smallest = Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)
+        least = self._least_bytes(smallest)
         if least > self._most_bytes:
-            self._bounded_out.append((least, Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
-            self._rule_out_group(group, *self._bounded_out[-1])
+            self._bounded_out.append((least, smallest))
+            self._rule_out_group(group, least, smallest)
             return
-        closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors, self._last_seconds())
-        for index, floor in enumerate(closer):
-            self._push(floor, Point(group, index, 0, 0))
+        mode, last = 0, self._last_seconds()
+        if not self.fewest_sized:
+            larger = (smallest._replace(micro_batch=index) for index in range(len(sizes)))
+            sizes = sizes[: sum(1 for _ in takewhile(self._may_fit, larger))]
+            mode = next(mode for mode in range(len(self.modes)) if self._may_fit(smallest._replace(checkpointing=mode)))
+            left_out = self._count(group) - len(group.offload) * len(sizes) * (len(self.modes) - mode)
+            self._rule_out(Point(group, len(group.micro_batches) - 1, 0, 0), left_out)
+            sent = self.bounds.traffic_seconds(axes, stage, sizes)
+            floors = list(map(max, self.bounds.step_seconds(axes, sizes, self.modes[mode]), sent))
+        if min(floors) <= last:
+            floors = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors, last, self.modes[mode])
+        for index, floor in enumerate(floors):
+            self._push(floor, Point(group, index, mode, 0))
 
     def _time(self, point: Point, floor: float) -> None:
         """Compute the exact time of a layout and queue it again; its memory first if only a margin may be chosen."""
         memory = None
-        excluded = self._is_marked(point) or self._most_bytes < self._least_bytes(point, self._most_bytes)
+        excluded = self._is_marked(point) or not self._may_fit(point)
         if self._needs_margin and not excluded:
             memory = self._memory(point)
             excluded = memory.verdict != "fits"
@@ -388,17 +402,20 @@ class _Search:
 
     def _queue_recomputing(self, point: Point, floor: float) -> None:
         """Queue the same layout with more recomputation, which is no faster."""
-        if found := point.recomputing(self.bounds, self.modes, floor):
-            self._push(*found)
+        if point.offload or point.checkpointing + 1 == len(self.modes):
+            return
+        group, mode = point.group, self.modes[point.checkpointing + 1]
+        bound = self.bounds.step_seconds(group.axes, [group.micro_batches[point.micro_batch]], mode)[0]
+        self._push(max(floor, bound), point._replace(checkpointing=point.checkpointing + 1))
 
     def _queue_offloading(self, point: Point, floor: float) -> None:
         """Queue the same layout with more offload, which is no faster."""
         if point.offload + 1 < len(point.group.offload):
             self._push(floor, point._replace(offload=point.offload + 1))
 
-    def _rule_out(self, point: Point) -> None:
-        self._ruled_out += 1
-        self.counts.add(Reason("plan.does-not-fit"), lambda: describe(self._layout(point)))
+    def _rule_out(self, point: Point, count: int = 1) -> None:
+        self._ruled_out += count
+        self.counts.add(Reason("plan.does-not-fit"), lambda: describe(self._layout(point)), count)
 
     def _mark(self, point: Point) -> None:
         self._marks.setdefault((point.group.axes, point.group.zero_stage), []).append(point)
@@ -408,9 +425,13 @@ class _Search:
         marks = self._marks.get((point.group.axes, point.group.zero_stage), ())
         return any(mark.needs_no_more(point) for mark in marks)
 
+    def _may_fit(self, point: Point) -> bool:
+        return self._least_bytes(point, self._most_bytes) <= self._most_bytes
+
     def _least_bytes(self, point: Point, enough: float = math.inf) -> int:
         group = point.group
-        return self.bounds.peak_bytes(
+        bound = self.bounds.peak_bytes if self.fewest_sized else self.bounds.stage_bytes
+        return bound(
             group.axes,
             group.zero_stage,
             group.micro_batches[point.micro_batch],
@@ -430,12 +451,14 @@ class _Search:
         point = first if isinstance(first, Point) else Point(first.group, 0, 0, 0)
         rest = self.considered - self._ruled_out - len(self.fitting)
         why = Reason("plan.cannot-be-faster")
-        if self.timed >= MOST_SIZED:
-            why = Reason("plan.search-ended", {"layouts": MOST_SIZED})
+        if self.timed >= _MOST_SIZED:
+            why = Reason("plan.search-ended", {"layouts": _MOST_SIZED})
         self.counts.add(why, describe(self._layout(point)), rest)
 
     def _layout(self, point: Point) -> Layout:
-        return point.layout(self.spec, self.modes)
+        group, mode = point.group, self.modes[point.checkpointing]
+        size, offload = group.micro_batches[point.micro_batch], group.offload[point.offload]
+        return build_layout(self.spec, group.axes, group.zero_stage, mode, size, offload)
 
     def _memory(self, point: Point) -> Memory:
         return self.workload.fullest_memory(self.spec, self._layout(point), self.device)

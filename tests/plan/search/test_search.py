@@ -15,8 +15,7 @@ from scaletrain_cli.plan.planning import plan_or_raise, plan_within
 from scaletrain_cli.plan.result import Layout, RunPlan, StepSeconds
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_search import Clusters, on_cluster
-from scaletrain_cli.plan.search.fastest_layout import fastest
-from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate, search
+from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate, search, search_near
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe, zero_stages
 from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, axes_to_try, groups
 from scaletrain_cli.plan.speed.step_time import plan_time, plan_times, step_seconds
@@ -422,11 +421,12 @@ def test_the_fastest_layout_with_a_margin_is_the_one_that_the_complete_search_ch
     assert whole.comfortable or name not in SHORT
     if not whole.comfortable:
         pytest.skip("no layout has a margin")
-    seconds = whole.time.step
-    for most in (math.inf, seconds):
-        found = fastest(spec, device, None, most)
-        assert found.chosen == whole
-    late = fastest(spec, device, None, 0.9 * seconds)
+    bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
+    assert search(spec, device, axes_to_try(spec), RejectionCounts(), compared=False, bounds=bounds).chosen == whole
+    near = search_near(spec, device, bounds, whole.time.step)
+    assert near is None or near.chosen == whole
+    assert near is not None or name == "contrastive"
+    late = search_near(spec, device, bounds, 0.9 * whole.time.step)
     assert late is None or late.too_slow
 
 
