@@ -47,27 +47,16 @@ class Removed(NamedTuple):
 
 
 class Step(Protocol):
-    """A step, as ``step_of`` builds it from its section of the spec."""
+    """A step, as ``step_of`` builds it from its section of the spec.
 
-    @property
-    def version(self) -> int:
-        """Return a number that is raised with every change of the results, so that earlier outputs are not used."""
-        ...
+    ``version``: raised with every change of the results, so that earlier outputs are not used. ``changes_text``: the
+    text of a document may change. ``depends_on``: what else the results depend on: versions of libraries and of
+    Unicode, hashes of files.
+    """
 
-    @property
-    def changes_text(self) -> bool:
-        """Return True if the text of a document may change."""
-        ...
-
-    @property
-    def removes(self) -> bool:
-        """Return True if documents may be removed."""
-        ...
-
-    @property
-    def depends_on(self) -> Mapping[str, Any]:
-        """Return what else the results depend on: versions of libraries and of Unicode, hashes of files."""
-        ...
+    version: int = 1
+    changes_text: bool = False
+    depends_on: Mapping[str, Any] = NOTHING
 
     def __call__(self, document: Document) -> Kept | Removed:
         """Return what becomes of a document. Raises DocumentError if its row does not have what the step needs."""

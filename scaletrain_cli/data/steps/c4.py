@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from scaletrain_cli.data.steps.base import NOTHING, Document, Kept, Removed
+from scaletrain_cli.data.steps.base import NOTHING, Document, Kept, Removed, Step
 from scaletrain_cli.data.steps.gopher import ELLIPSES, lines_of, repeated, share
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -28,12 +28,10 @@ def sentences_in(line: str) -> int:
     return 1 + sum(not line[match.end()].islower() for match in _SENTENCE_END.finditer(line))
 
 
-class C4:
+class C4(Step):
     """Drops lines; removes a document with a forbidden phrase, or with too little left."""
 
-    version = 1
     changes_text = True
-    removes = True
 
     def __init__(self, spec: C4Spec) -> None:
         self.spec = spec
@@ -117,13 +115,8 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.lower()))
 
 
-class FineWeb:
+class FineWeb(Step):
     """Lines that end with punctuation, repeated lines, short lines."""
-
-    version = 1
-    changes_text = False
-    removes = True
-    depends_on = NOTHING
 
     def __init__(self, spec: FineWebSpec) -> None:
         self.spec = spec

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from scaletrain_cli.data.steps.base import Document, Kept, Removed
+from scaletrain_cli.data.steps.base import Document, Kept, Removed, Step
 from scaletrain_cli.data.steps.evaluation_files import evaluation_items
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -28,12 +28,10 @@ _CACHED_WORDS = 1_000_000
 _Numbers = Any  # numpy array of uint64
 
 
-class Contamination:
+class Contamination(Step):
     """The n-grams of the evaluation files, and what becomes of documents that have them."""
 
-    version = 1
     changes_text = True
-    removes = True
 
     def __init__(self, spec: ContaminationSpec) -> None:
         self.spec = spec

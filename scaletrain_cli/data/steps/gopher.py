@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from scaletrain_cli.data.steps.base import NOTHING, Document, Kept, Removed
+from scaletrain_cli.data.steps.base import Document, Kept, Removed, Step
 from scaletrain_cli.spec.preparation import GopherQualitySpec, GopherRepetitionSpec
 
 ELLIPSES = ("...", "…")
@@ -34,13 +34,8 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
     return len(parts) - len(different), sum(map(len, parts)) - sum(map(len, different))
 
 
-class GopherQuality:
+class GopherQuality(Step):
     """Length, word length, symbols, bullets, ellipses, letters and stop words."""
-
-    version = 1
-    changes_text = False
-    removes = True
-    depends_on = NOTHING
 
     def __init__(self, spec: GopherQualitySpec) -> None:
         self.spec = spec
@@ -82,7 +77,7 @@ class GopherQuality:
         yield "min_stop_words", len(found)
 
 
-class GopherRepetition:
+class GopherRepetition(Step):
     """Repeated lines, paragraphs and sequences of words.
 
     A part is repeated if an equal one comes before it, so that the first of several equal parts does not count. A
@@ -90,11 +85,6 @@ class GopherRepetition:
     occurrences, if there is more than one. Shares of lines are of the characters of all lines, shares of sequences of
     the characters of all words.
     """
-
-    version = 1
-    changes_text = False
-    removes = True
-    depends_on = NOTHING
 
     def __init__(self, spec: GopherRepetitionSpec) -> None:
         self.spec = spec

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 
-from scaletrain_cli.data.steps.base import NOTHING, Document, Kept
+from scaletrain_cli.data.steps.base import Document, Kept, Step
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.preparation import IDENTIFIERS, IdentifiersSpec
@@ -78,13 +78,10 @@ _PEM_END = re.compile(r"-----END (?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-
 _PEM_LINES = re.compile(r"(?:(?:\s|\\[nr]){0,8}[0-9A-Za-z+/=]{40,})*")
 
 
-class Identifiers:
+class Identifiers(Step):
     """Replaces keys first, then mail addresses, IP addresses and phone numbers; a second time changes nothing."""
 
-    version = 1
     changes_text = True
-    removes = False
-    depends_on = NOTHING
 
     def __init__(self, spec: IdentifiersSpec) -> None:
         order = ("key", *(name for name in IDENTIFIERS if name != "key"))

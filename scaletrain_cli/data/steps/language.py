@@ -3,18 +3,14 @@
 from functools import cache
 from typing import Any
 
-from scaletrain_cli.data.steps.base import Document, Kept, Removed
+from scaletrain_cli.data.steps.base import Document, Kept, Removed, Step
 from scaletrain_cli.errors import MissingPackageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.spec.preparation import LanguageSpec
 
 
-class Language:
+class Language(Step):
     """The most likely language of the beginning of a text, by py3langid."""
-
-    version = 1
-    changes_text = False
-    removes = True
 
     def __init__(self, spec: LanguageSpec) -> None:
         self.spec = spec

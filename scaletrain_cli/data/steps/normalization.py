@@ -5,7 +5,7 @@ import re
 import sys
 import unicodedata
 
-from scaletrain_cli.data.steps.base import Document, Kept
+from scaletrain_cli.data.steps.base import Document, Kept, Step
 from scaletrain_cli.spec.preparation import NormalizationSpec
 
 # CR LF, CR, vertical tab, form feed, next line, line separator, paragraph separator.
@@ -36,12 +36,10 @@ def stream_safe(text: str) -> str:
     return text if text.isascii() else _marks().sub(rf"\1{_JOINER}", text)
 
 
-class Normalization:
+class Normalization(Step):
     """Line ends, invisible characters, then the Unicode form; a second time changes nothing."""
 
-    version = 1
     changes_text = True
-    removes = False
 
     def __init__(self, spec: NormalizationSpec) -> None:
         self.spec = spec

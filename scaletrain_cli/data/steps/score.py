@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from scaletrain_cli.data.steps.base import NOTHING, Document, DocumentError, Kept, Removed
+from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.preparation import PreparationStep, ScoreSpec
 
@@ -14,13 +14,8 @@ if TYPE_CHECKING:
     from scaletrain_cli.data.sources.records import Record
 
 
-class Score:
+class Score(Step):
     """Limits of one column."""
-
-    version = 1
-    changes_text = False
-    removes = True
-    depends_on = NOTHING
 
     def __init__(self, spec: ScoreSpec) -> None:
         self.spec = spec
