@@ -18,7 +18,7 @@ from scaletrain_cli.plan.architecture import (
     window_keys,
 )
 from scaletrain_cli.plan.memory.activations import token_activations
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
+from scaletrain_cli.plan.memory.block_activations import BlockKernels
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.stages import engine_stages, stage_shard

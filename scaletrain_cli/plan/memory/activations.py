@@ -8,20 +8,16 @@ operations that it does not recompute.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.block_graph import WHOLE, BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.memory.frozen_activations import (
+from scaletrain_cli.plan.memory.block_activations import (
+    BlockBytes,
     BlockKernels,
-    frozen_activation_bytes,
-    indexer_bytes,
-    latent_core_bytes,
-    latent_view_bytes,
     mamba_bytes,
     materializes_scores,
-    norm_over_ranks_bytes,
-    score_bytes,
     score_gradient_bytes,
 )
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -101,6 +97,7 @@ class TokenActivations:
     working: int  # gradients alive at once while the block runs backward
 
 
+@lru_cache(maxsize=1024)
 def token_activations(
     model: ModelSpec, kernels: BlockKernels, *, experts: bool | None = None, training: BlockTraining = WHOLE
 ) -> TokenActivations:
@@ -115,52 +112,27 @@ def token_activations(
         kernels = replace(kernels, fused=False)
     if model.block_types:
         return _hybrid_activations(model, kernels, is_moe)
-    t, hidden, element_bytes, compiled = kernels.tensor, model.hidden_size, kernels.element, kernels.compiled
-    of_norm, attention = _norm(model, kernels), _attention(model, kernels)
-    # Beside their norms, attention and MLP save their inputs: the outputs of norms before them, or the hidden states.
-    norms = 2 * of_norm + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
-    if model.norm_position == "pre_and_post":
-        norms += 2 * (of_norm - element_bytes * hidden)
-    routing = 0
-    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), kernels)
-    if is_moe:
-        mlp, mlp_gradients, routing = _experts(model, kernels)
-        if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
-            norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
-    saved = norms + attention + element_bytes * mlp + routing
-
-    def working(saved: int, attention: int, *, mixes: bool) -> int:
-        """Return the gradients alive at once; ``mixes``: the core of attention has a backward pass.
-
-        When it begins, all that was saved after attention has been freed.
-        """
-        in_mlp = element_bytes * (2 * hidden + mlp_gradients)
-        if not mixes or (kernels.fused and not model.kv_lora_rank and kernels.context == 1):
-            return in_mlp
-        gradients = _attention_gradients
-        if kernels.fused:
-            gradients = _latent_gradients if kernels.context == 1 else _ring_gradients
-        freed = max(0, saved - attention - of_norm)
-        return max(in_mlp, gradients(model, element_bytes, t) - freed)
-
-    whole = TokenActivations(
-        saved=saved,
-        attention=attention + (element_bytes * hidden if compiled else 0),
-        block_input=element_bytes * hidden,
-        working=working(saved, attention, mixes=True),
-    )
-    if training.is_whole:
-        return whole
+    # Frozen weights are counted without compilation, and with this engine's kernels.
+    own = kernels if training.is_whole else replace(kernels, compiled=False, fused_norms=True, keeps_activated=False)
     products = backward_products(model, training, is_moe)
     if not products.reached:
         return TokenActivations(0, 0, 0, 0)  # no backward pass comes here
-    saved, attention = frozen_activation_bytes(model, training, is_moe, kernels)
-    return TokenActivations(
-        saved=min(saved, whole.saved) if compiled and not training.adapters else saved,
-        attention=attention,
-        block_input=whole.block_input,
-        working=working(saved, attention, mixes=products.attention),
-    )
+    hidden, element_bytes = model.hidden_size, kernels.element
+    saved, attention = BlockBytes(model, training, is_moe, own).of_block()
+    working = element_bytes * (2 * hidden + _mlp_gradients(model, kernels.tensor, is_moe))
+    if products.attention and (not kernels.fused or model.kv_lora_rank or kernels.context > 1):
+        gradients = _attention_gradients
+        if kernels.fused:
+            gradients = _latent_gradients if kernels.context == 1 else _ring_gradients
+        # When the core of attention begins its backward pass, all that was saved after attention has been freed.
+        of_norm = BlockBytes(model, WHOLE, is_moe, kernels).norm("norm", True, kept=True)
+        freed = max(0, saved - attention - of_norm)
+        working = max(working, gradients(model, element_bytes, kernels.tensor) - freed)
+    if kernels.compiled and training.is_whole:
+        attention += element_bytes * hidden
+    elif kernels.compiled and not training.adapters:
+        saved = min(saved, BlockBytes(model, WHOLE, is_moe, kernels).of_block()[0])
+    return TokenActivations(saved, attention, block_input=element_bytes * hidden, working=working)
 
 
 def _attention_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
@@ -172,32 +144,6 @@ def _attention_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     value = model.value_head_dim
     scores = heads * model.seq_len * score_gradient_bytes(model, element_bytes)
     return scores + element_bytes * (2 * model.hidden_size + 2 * heads * value)
-
-
-def _attention(model: ModelSpec, kernels: BlockKernels) -> int:
-    element_bytes, t, sequence_parallel = kernels.element, kernels.tensor, kernels.sequence
-    heads = -(-model.num_attention_heads // t)
-    if model.kv_lora_rank:
-        attention = latent_core_bytes(model, element_bytes, heads, sequence_parallel, kept=True)
-        for size in (model.q_lora_rank, model.kv_lora_rank):
-            attention += rms_norm_bytes(size, element_bytes) if size else 0
-        attention += 0 if kernels.compiled else latent_view_bytes(model, element_bytes)
-        attention += indexer_bytes(model, element_bytes)
-    else:
-        queries = heads * model.head_dim
-        keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
-        # for attention with a mask, or to divide the heads of a tensor rank over the sequence ranks
-        repeated = kernels.repeats or (sequence_parallel > 1 and keys // model.head_dim % sequence_parallel)
-        # Query, key, value, the output (which is the input of the output projection), one log-sum-exp per head.
-        attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
-        attention += element_bytes * queries if sequence_parallel > 1 else 0  # Ulysses' all-to-all copies the output
-        if model.qk_norm:
-            # RMSNorm saves its input. Its output goes into the rotary embedding, which saves nothing.
-            over_ranks = t > 1 and model.qk_norm_scope == "projection" and not kernels.compiled
-            normalized = norm_over_ranks_bytes(model, element_bytes) if over_ranks else element_bytes
-            rows = (queries + keys) // model.head_dim if model.qk_norm_scope == "head" else 2
-            attention += (queries + keys) * normalized + _FP32 * rows
-    return attention if kernels.fused else attention + score_bytes(model, element_bytes, heads)
 
 
 def _latent_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
@@ -223,24 +169,11 @@ def _ring_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     return gradients + (2 * element_bytes + 3 * _FP32) * pairs
 
 
-def _mlp(model: ModelSpec, inner: int, kernels: BlockKernels) -> tuple[int, int]:
-    """Return the elements per token of an MLP of width ``inner``: (saved, gradients alive at once)."""
-    if model.has_gated_mlp:  # gate, up, product, and the activated gate
-        return (4 if kernels.keeps_activated and not kernels.compiled else 3) * inner, 3 * inner
-    return 2 * inner, inner  # before and after GELU
-
-
-def _experts(model: ModelSpec, kernels: BlockKernels) -> tuple[int, int, int]:
-    """Return elements per token of routed and shared experts, (saved, gradients alive at once), and router bytes."""
-    routed, hidden, t = model.num_experts_per_tok, model.hidden_size, kernels.tensor
-    inner = -(-model.expert_size // t)
-    mlp, gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, kernels)
-    copies = 3 if kernels.compiled else 2  # dispatched input and output; compiled: also the output before its return
-    mlp, gradients = routed * (mlp + copies * hidden), routed * gradients
-    mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), kernels)[0]
-    mlp += hidden + 1 if model.shared_expert_gate else 0  # both factors
-    routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
-    return mlp, gradients, routing + (_FP32 * hidden if kernels.element < _FP32 else 0)
+def _mlp_gradients(model: ModelSpec, t: int, experts: bool) -> int:
+    """Return the elements per token of the gradients alive at once in an MLP, or in the routed experts."""
+    width, times = (model.expert_size, model.num_experts_per_tok) if experts else (model.intermediate_size, 1)
+    gated = model.has_gated_mlp or (experts and model.swiglu_limit)
+    return times * (3 if gated else 1) * -(-width // t)
 
 
 def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool) -> TokenActivations:
@@ -251,31 +184,24 @@ def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool) 
     """
     t, hidden, element = kernels.tensor, model.hidden_size, kernels.element
     kinds = [kind for kind in model.parts_between(0, model.num_hidden_layers) if kind[0].experts == experts]
-    mixing, scan, of_norm = _attention(model, kernels), mamba_bytes(model, element, t), _norm(model, kernels)
-    mlp, of_mlp = _mlp(model, -(-model.intermediate_size // t), kernels)
-    sparse, of_sparse, routing = _experts(model, kernels) if model.num_experts else (0, 0, 0)
+    block = BlockBytes(model, WHOLE, experts, kernels)
+    (mixing, _), (inner, _) = block.attention(True), block.mlp(True)
+    scan, of_norm = mamba_bytes(model, element, t), block.norm("norm", True, kept=True)
     saved = attention = working = blocks = 0
     for parts, times in kinds:
         own = parts.sublayers * of_norm + (mixing if parts.attention else 0)
-        own += (scan[0] if parts.mamba else 0) + (element * mlp if parts.mlp else 0)
-        own += element * sparse + routing if parts.experts else 0
+        own += (scan[0] if parts.mamba else 0) + (inner if parts.mlp or parts.experts else 0)
         saved, blocks = saved + times * own, blocks + times
         attention += times * mixing if parts.attention else 0
-        inner = element * max(of_mlp if parts.mlp else 0, of_sparse if parts.experts else 0)
-        gradients = max(inner, scan[1] if parts.mamba else 0)
+        gradients = max(
+            element * _mlp_gradients(model, t, experts) if parts.mlp or parts.experts else 0,
+            scan[1] if parts.mamba else 0,
+        )
         if parts.attention and not kernels.fused:
             gradients = max(gradients, _attention_gradients(model, element, t))
         working = max(working, 2 * element * hidden + gradients)
     count = max(blocks, 1)
     return TokenActivations(-(-saved // count), -(-attention // count), element * hidden, working)
-
-
-def _norm(model: ModelSpec, kernels: BlockKernels) -> int:
-    of_rms_norm = rms_norm_bytes(model.hidden_size, kernels.element)
-    if model.norm_kind != "rmsnorm":
-        return of_rms_norm + _FP32  # LayerNorm: also the mean
-    # Beside its output, one that is not fused saves the fp32 input and the normalized value.
-    return of_rms_norm + (0 if kernels.fused_norms or kernels.compiled else _FP32 * model.hidden_size)
 
 
 def rms_norm_bytes(size: int, element_bytes: int) -> int:

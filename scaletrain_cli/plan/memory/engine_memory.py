@@ -18,6 +18,7 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
+from scaletrain_cli.plan.memory.block_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.memory.buffers import (
     BufferBytes,
     communication_buffer_bytes,
@@ -28,7 +29,6 @@ from scaletrain_cli.plan.memory.buffers import (
     zero_buffers,
 )
 from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_bytes, trained_groups
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes

@@ -21,7 +21,7 @@ from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flop
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.plan.memory.activations import fuses_attention
-from scaletrain_cli.plan.memory.frozen_activations import indexer_bytes, mamba_bytes
+from scaletrain_cli.plan.memory.block_activations import indexer_bytes, mamba_bytes
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     MasterWeights,

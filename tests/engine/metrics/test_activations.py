@@ -8,7 +8,7 @@ from scaletrain_cli.engine.metrics.memory_measurement import watching_activation
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.plan.memory.activations import Recomputation, stage_activation_bytes, token_activations
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
+from scaletrain_cli.plan.memory.block_activations import BlockKernels
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.plan.specs import model_of

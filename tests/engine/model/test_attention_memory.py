@@ -13,8 +13,8 @@ from scaletrain_cli.engine.metrics.memory_measurement import watching_activation
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.activations import token_activations
+from scaletrain_cli.plan.memory.block_activations import BlockKernels
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.fresh_model import build_model

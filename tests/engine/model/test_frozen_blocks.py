@@ -13,7 +13,7 @@ from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.plan.architecture import block_attention_flops
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products, block_flops, block_graph
 from scaletrain_cli.plan.memory.activations import token_activations
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, materializes_scores
+from scaletrain_cli.plan.memory.block_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.trained_stages import stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.engine.fresh_model import build_model

@@ -12,7 +12,7 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels
+from scaletrain_cli.plan.memory.block_activations import BlockKernels
 from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 

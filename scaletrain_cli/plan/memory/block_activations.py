@@ -1,4 +1,4 @@
-"""Activation bytes of a block of which some weights are frozen or have adapters: what autograd saves, per token.
+"""Activation bytes of a block, of which some weights may be frozen or have adapters: what autograd saves, per token.
 
 * A product saves its input for the gradient of its weight only, so a frozen layer saves none. With ZeRO-3 it does, if
   the input has a gradient, because DeepSpeed replaces the product (``zero/linear.py`` LinearFunctionForZeroStage3).
@@ -8,7 +8,7 @@
   copy of its own if the adapter computes in another dtype, or has dropout, which also saves a mask.
 * DoRA (arXiv:2402.09353) saves both the layer's output and the update, for the gradient of the magnitudes.
 
-Without compilation. Compiled blocks save at most as much.
+Compilation is counted where all weights train; other compiled blocks save at most as much as without it.
 """
 
 from dataclasses import dataclass
@@ -143,34 +143,27 @@ def materializes_scores(model: ModelSpec) -> bool:
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
 
 
-def frozen_activation_bytes(
-    model: ModelSpec, training: BlockTraining, experts: bool, kernels: BlockKernels
-) -> tuple[int, int]:
-    """Return the bytes per token that one block saves on one rank: (all, those that its attention module saves).
-
-    The second part is not kept if only the attention module is recomputed.
-    """
-    return _Count(model, training, experts, kernels).of_block()
-
-
 @dataclass(frozen=True)
-class _Count:
+class BlockBytes:
+    """The bytes per token that one block saves on one rank."""
+
     model: ModelSpec
     training: BlockTraining
     experts: bool
     kernels: BlockKernels
 
     def of_block(self) -> tuple[int, int]:
+        """Return (all bytes, those that the attention module saves, which are not kept if only that is recomputed)."""
         model, training, graph = self.model, self.training, block_graph(self.model, self.experts)
         hidden, element = model.hidden_size, self.kernels.element
         entering = training.reached
         normed = entering or training.trains(graph.attention_norm)
         reads_norm = any(self._keeps_input(chain[0], normed) for chain in graph.branches)
-        saved = self._norm(graph.attention_norm, entering, kept=reads_norm)
-        attention, mixed = self._attention(normed)
+        saved = self.norm(graph.attention_norm, entering, kept=reads_norm)
+        attention, mixed = self.attention(normed)
         saved += attention
         if graph.after_attention:
-            saved += self._rms(graph.after_attention, mixed, hidden, 1)
+            saved += self.norm(graph.after_attention, mixed, kept=False)
             mixed = mixed or training.trains(graph.after_attention)
         if model.hidden_dropout and mixed:
             saved += hidden  # a mask is a byte
@@ -180,11 +173,12 @@ class _Count:
         readers = (*graph.mlp, *([graph.shared_gate] if graph.shared_gate is not None else []))
         kept = any(self._keeps_input(layer, normed) for layer in readers)
         if self.experts and (normed or any(training.learns(each.name) for each in first)):
-            kept = True
-        saved += self._norm(graph.mlp_norm, between, kept=kept)
-        mlp, after = self._mlp(normed)
+            # Compiled, only the router's fp32 copy of the norm's output is saved.
+            kept = not self.kernels.compiled or bool(graph.mlp) or element == _FP32
+        saved += self.norm(graph.mlp_norm, between, kept=kept)
+        mlp, after = self.mlp(normed)
         if graph.after_mlp:
-            mlp += self._rms(graph.after_mlp, after, hidden, 1)
+            mlp += self.norm(graph.after_mlp, after, kept=False)
             after = after or training.trains(graph.after_mlp)
         saved += mlp + (hidden if model.hidden_dropout and after else 0)
         if not reads_norm and saved:
@@ -207,7 +201,7 @@ class _Count:
         saved += inputs if kernels.adapter_dropout else 0  # a mask is a byte
         return saved + (outputs * (kernels.element + kernels.adapter_bytes) if kernels.dora else 0)
 
-    def _norm(self, name: str, arriving: bool, *, kept: bool) -> int:
+    def norm(self, name: str, arriving: bool, *, kept: bool) -> int:
         """Return what a norm saves; ``kept``: a layer that reads its output saves that."""
         size, element = self.model.hidden_size, self.kernels.element
         output = element * size if kept else 0
@@ -215,17 +209,19 @@ class _Count:
             return output
         if self.model.norm_kind == "layernorm":
             return output + (element * size + 2 * _FP32 if arriving or self.training.trains(name) else 0)
-        return output + self._rms(name, arriving, size, 1)
+        # One that is not fused also saves the fp32 input and the normalized value.
+        unfused = 0 if self.kernels.fused_norms or self.kernels.compiled else _FP32 * size
+        return output + self._rms(name, arriving, size, 1) + unfused
 
     def _rms(self, name: str, arriving: bool, size: int, rows: int) -> int:
         """Return what RMSNorm saves of ``rows`` rows in all ``size`` channels, without its output."""
         kept = arriving or self.training.trains(name)
         return self.kernels.element * size + _FP32 * rows if kept else 0
 
-    def _attention(self, normed: bool) -> tuple[int, bool]:
+    def attention(self, normed: bool) -> tuple[int, bool]:
         """Return (bytes that the attention module saves, whether its output has a gradient)."""
         model, training, graph = self.model, self.training, block_graph(self.model, self.experts)
-        element, t = self.kernels.element, self.kernels.tensor
+        element, t, compiled = self.kernels.element, self.kernels.tensor, self.kernels.compiled
         heads = -(-model.num_attention_heads // t)
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
@@ -235,7 +231,7 @@ class _Count:
             for number, layer in enumerate(chain):
                 if number:
                     keeps = arriving or training.trains(graph.latent_norm(branch))
-                    saved += latent_view_bytes(model, element) if keeps and branch > 0 else 0
+                    saved += latent_view_bytes(model, element) if keeps and branch > 0 and not compiled else 0
                     arriving, kept = self._latent(graph.latent_norm(branch), layer, arriving)
                     saved += kept
                 whole = number + 1 < len(chain)  # latents are on every tensor rank
@@ -245,7 +241,7 @@ class _Count:
         arrived = arrived * 3 if model.fused_projections else arrived
         over_heads = model.qk_norm_scope == "head"
         for index, (name, size) in enumerate(zip(graph.head_norms, (queries, keys), strict=False)):
-            if over_heads or t == 1:
+            if t == 1 or compiled or model.qk_norm_scope != "projection":
                 saved += self._rms(name, arrived[index], size, size // model.head_dim if over_heads else 1)
             elif arrived[index] or training.trains(name):
                 saved += size * norm_over_ranks_bytes(model, element, trains=training.trains(name)) + _FP32
@@ -256,8 +252,9 @@ class _Count:
             queries = heads * model.value_head_dim
             core = latent_core_bytes(model, element, heads, self.kernels.sequence, kept=reads)
             saved += core if mixing else element * queries if reads else 0
-            if mixing and not self.kernels.fused:
-                saved += score_bytes(model, element, heads)
+            if mixing:
+                saved += indexer_bytes(model, element)
+                saved += 0 if self.kernels.fused else score_bytes(model, element, heads)
         elif mixing:
             repeated = self.kernels.sequence > 1 and keys // model.head_dim % self.kernels.sequence
             repeated = repeated or self.kernels.repeats
@@ -278,7 +275,7 @@ class _Count:
         arriving = arriving or self.training.trains(norm)
         return arriving, saved + (element * size if self._keeps_input(layer, arriving) else 0)
 
-    def _mlp(self, normed: bool) -> tuple[int, bool]:
+    def mlp(self, normed: bool) -> tuple[int, bool]:
         """Return (bytes that the MLP saves, whether its output has a gradient)."""
         model, training, graph = self.model, self.training, block_graph(self.model, self.experts)
         element, t = self.kernels.element, self.kernels.tensor
@@ -303,9 +300,12 @@ class _Count:
             routes = normed or training.learns(graph.router.name)
             arriving = normed or training.learns(layer.name)
             learns = arriving or training.learns(down.name)
-            rows = (model.hidden_size if arriving else 0) + (model.hidden_size if routes else 0)
+            # dispatched input and output; compiled: also the output before its return
+            rows = (arriving + routes + self.kernels.compiled) * model.hidden_size
             arrived = [arriving] * (2 if model.has_gated_mlp else 1)
-            saved += layer.copies * element * (rows + width * self._gates(arrived, learns))
+            saved += (
+                layer.copies * element * (rows + width * self._gates(arrived, learns, activated=not model.swiglu_limit))
+            )
             saved += self._adapter(layer, model.hidden_size, 0) + self._adapter(down, width, 0)
             saved += 2 * _FP32 * model.num_experts if routes else 0
             if element < _FP32 and training.learns(graph.router.name):
@@ -313,9 +313,13 @@ class _Count:
             after = after or learns or routes
         return saved, after
 
-    def _gates(self, arrived: list[bool], kept: bool) -> int:
-        """Return how many values of the MLP's width are saved, of which the last product's input only if ``kept``."""
+    def _gates(self, arrived: list[bool], kept: bool, *, activated: bool = True) -> int:
+        """Return how many values of the MLP's width are saved, of which the last product's input only if ``kept``.
+
+        ``activated``: an eager MLP may save its activated gate.
+        """
         if len(arrived) == 1:  # the input of GELU
             return arrived[0] + kept
         gate, up = arrived  # gate and up, or the gate alone for the gradient of up
-        return (2 if gate else 1 if up else 0) + kept
+        activated = activated and gate and self.kernels.keeps_activated and not self.kernels.compiled
+        return (2 if gate else 1 if up else 0) + kept + activated
