@@ -33,7 +33,6 @@ _PROFILE = FrameworkProfile(
     backward_host=1.1e-3,
     tensor_host=0.4e-3,
     experts_host=5.0e-3,
-    socket_host=0.0,
     micro_batch_host=1.5e-3,
     end_host=1.5e-3,
     step_host=25e-3,
@@ -47,7 +46,6 @@ _PROFILE = FrameworkProfile(
     accumulate=12.0,
     optimizer=50.0,
     tensor_collectives=(4, 4),
-    tensor_overlap=0.0,
     gradient_reduced=2,
     reduce_overlap=0.7,
     zero_3_most=_ZERO_3_MOST,
@@ -55,9 +53,6 @@ _PROFILE = FrameworkProfile(
     # A forward pass with its hooks takes four times the host time of one without (stage 3 and stage 0 of a block with
     # nine modules with weights, on a CPU).
     gather_host=4e-3,
-    gather_overlap=0.0,
-    attention_speed=1.0,
-    pipeline_overlap=0.0,
     zero_host=5e-3,
     skips_windows=False,  # with a mask; without one see RankWork.by_document
 )

@@ -20,7 +20,7 @@ MIB = 2**20
 Selective = Literal["blocks", "attention module", "attention core", "operations"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
     """Memory that a framework holds around a transformer's blocks. Bytes per element are for 16-bit elements."""
 
@@ -36,11 +36,11 @@ class MemoryProfile:
     # Bytes per token and vocabulary entry at the peak of the loss.
     logits: int
     # Bytes per parameter of the data-parallel reducer's buckets.
-    bucket: int
+    bucket: int = 0
     # Bytes per parameter of the gradients that one backward pass allocates before they are added.
-    fresh_gradient: int
+    fresh_gradient: int = 0
     # Bytes per updated parameter that exist only during the optimizer's step.
-    step_temporary: int
+    step_temporary: int = 0
     # Blocks whose weights are gathered at the same time under ZeRO-3.
     gathered_blocks: int
     # Bytes of cuBLAS and Transformer Engine workspaces in the caching allocator, and the additional bytes on Hopper and
@@ -56,7 +56,7 @@ class MemoryProfile:
     deferred: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
     """Time that a framework takes beside matrix products and attention.
 
@@ -73,7 +73,7 @@ class FrameworkProfile:
     experts_host: float
     # Host seconds per block if tensor parallelism spans both CPU sockets of a node: all ranks wait for the slowest
     # core.
-    socket_host: float
+    socket_host: float = 0.0
     # Host seconds per micro-batch on every stage (schedule), per micro-batch of embedding or of head and loss, and per
     # step (clipping, optimizer).
     micro_batch_host: float
@@ -98,17 +98,17 @@ class FrameworkProfile:
     # Number of all-gathers and reduce-scatters of one block's tensor parallelism, if norms are sharded too.
     tensor_collectives: tuple[int, int]
     # Share of the tensor-parallel communication that overlaps matrix products.
-    tensor_overlap: float
+    tensor_overlap: float = 0.0
     # Bytes per parameter of a gradient when it is reduced; None: as accumulated (training.grad_dtype).
-    gradient_reduced: int | None
+    gradient_reduced: int | None = None
     # Share of the data-parallel gradient reduction that may overlap the last backward pass.
-    reduce_overlap: float
+    reduce_overlap: float = 0.0
     # Share of the weight all-gather of ZeRO-1 and 2 that may overlap the next forward pass.
-    gather_overlap: float
+    gather_overlap: float = 0.0
     # Share of the sends and receives between stages that overlaps compute.
-    pipeline_overlap: float
+    pipeline_overlap: float = 0.0
     # Speed of its fused attention relative to FlashAttention-2.
-    attention_speed: float
+    attention_speed: float = 1.0
     # Host seconds per step that a sharded optimizer adds.
     zero_host: float
     # Bytes/s between nodes that the all-gathers and reduce-scatters of ZeRO-3 reach at most, and the share of them that
