@@ -178,3 +178,22 @@ class VisionModel(TrainedModel):
     or the features that nt_xent compares. ``samples``: [images] int64, unique numbers of the images in the run, which
     key stochastic depth; None in evaluation. One for pairs is called with ``forward(pixels, tokens, *, output=None)``.
     """
+
+
+class ImageClassifier(VisionModel):
+    """A network for images with a linear classifier; without classes its features are returned.
+
+    ``samples`` is needed in training with ``drop_path_rate`` above 0, and has no effect in a network without it.
+    """
+
+    classifier: nn.Module
+
+    def features(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
+        """Return the features of each image, [images, features]."""
+        raise NotImplementedError
+
+    def forward(
+        self, pixels: Tensor, samples: Tensor | None = None, output: Callable[[Any, Tensor], Any] | None = None
+    ) -> Any:
+        result = self.classifier(self.features(pixels, samples))
+        return result if output is None else output(self, result)

@@ -3,7 +3,6 @@
 Modules have the names of Hugging Face's files of ``ConvNextForImageClassification``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import KeyedDropPath
-from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.base import ImageClassifier
 from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.spec import ConvNextSpec
 
@@ -113,8 +112,8 @@ class ConvNextModel(nn.Module):
         return self.layernorm(hidden.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-class ConvNextForImageClassification(VisionModel):
-    """A ConvNeXt with a linear classifier; without classes its features are returned."""
+class ConvNextForImageClassification(ImageClassifier):
+    """A ConvNeXt, in the parts of ``ImageClassifier``."""
 
     spec: ConvNextSpec
 
@@ -139,17 +138,5 @@ class ConvNextForImageClassification(VisionModel):
             return Initial(0.0 if name.endswith("bias") else 1.0)
         return Initial(std=self.spec.initializer_range)
 
-    def forward(
-        self,
-        pixels: Tensor,
-        samples: Tensor | None = None,
-        output: "Callable[[ConvNextForImageClassification, Tensor], Any] | None" = None,
-    ) -> Any:
-        """Return logits [batch, num_labels].
-
-        ``pixels``: [batch, channels, height, width]. ``samples``: [batch], unique numbers of the images in the run,
-        which the dropped paths are a function of; needed in training with ``drop_path_rate`` above 0.
-        """
-        hidden = self.convnext(pixels.contiguous(memory_format=torch.channels_last), samples)
-        result = self.classifier(hidden)
-        return result if output is None else output(self, result)
+    def features(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
+        return self.convnext(pixels.contiguous(memory_format=torch.channels_last), samples)  # type: ignore[no-any-return]

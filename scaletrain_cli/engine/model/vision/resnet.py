@@ -4,14 +4,11 @@ Modules have the names of Hugging Face's files of ``ResNetForImageClassification
 (arXiv:1803.08494) takes the place of BatchNorm, and no Hugging Face model has these weights.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.base import ImageClassifier
 from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.batch_norm import BatchNorm2d, update_statistics
 from scaletrain_cli.spec import ResNetSpec
@@ -114,8 +111,8 @@ class ResNetModel(nn.Module):
         return hidden.mean((2, 3))  # type: ignore[no-any-return]
 
 
-class ResNetForImageClassification(VisionModel):
-    """A ResNet with a linear classifier; without classes its features are returned."""
+class ResNetForImageClassification(ImageClassifier):
+    """A ResNet, in the parts of ``ImageClassifier``."""
 
     spec: ResNetSpec
 
@@ -144,18 +141,8 @@ class ResNetForImageClassification(VisionModel):
             return Initial(0.0)
         return Initial(1.0 if name.endswith((".weight", ".running_var")) else 0.0)
 
-    def forward(
-        self,
-        pixels: Tensor,
-        samples: Tensor | None = None,
-        output: "Callable[[ResNetForImageClassification, Tensor], Any] | None" = None,
-    ) -> Any:
-        """Return logits [batch, num_labels].
-
-        ``pixels``: [batch, channels, height, width]. ``samples`` has no effect.
-        """
-        features = self.resnet(pixels.contiguous(memory_format=_FORMATS[self.spec.memory_format]))
+    def features(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
+        features: Tensor = self.resnet(pixels.contiguous(memory_format=_FORMATS[self.spec.memory_format]))
         if self.training:
             update_statistics(self)
-        result = self.classifier(features)
-        return result if output is None else output(self, result)
+        return features

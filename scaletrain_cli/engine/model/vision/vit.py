@@ -3,14 +3,11 @@
 Modules have the names of Hugging Face's files of ``ViTForImageClassification``.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import KeyedDropPath
-from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.base import ImageClassifier
 from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS, attention_of_heads
 from scaletrain_cli.spec import VitSpec
@@ -133,8 +130,8 @@ class ViTModel(nn.Module):
         return self.layernorm(hidden[:, 0])  # type: ignore[no-any-return]
 
 
-class ViTForImageClassification(VisionModel):
-    """A ViT with a linear classifier of the class token; without classes its features are returned."""
+class ViTForImageClassification(ImageClassifier):
+    """A ViT, in the parts of ``ImageClassifier``."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
@@ -157,16 +154,5 @@ class ViTForImageClassification(VisionModel):
     def never_decays(self, name: str) -> bool:
         return name in (POSITIONS, f"{_EMBEDDINGS}cls_token")
 
-    def forward(
-        self,
-        pixels: Tensor,
-        samples: Tensor | None = None,
-        output: "Callable[[ViTForImageClassification, Tensor], Any] | None" = None,
-    ) -> Any:
-        """Return logits [batch, num_labels].
-
-        ``pixels``: [batch, channels, image_size, image_size]. ``samples``: [batch], unique numbers of the images in
-        the run, which the dropped paths are a function of; needed in training with ``drop_path_rate`` above 0.
-        """
-        result = self.classifier(self.vit(pixels, samples))
-        return result if output is None else output(self, result)
+    def features(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
+        return self.vit(pixels, samples)  # type: ignore[no-any-return]
