@@ -154,32 +154,27 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     start = (first_norm, branches, Linear("self_attn.o_proj", queries, hidden), second_norm)
     norms = ("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else ()
     sinks = "self_attn" if model.attention_sinks else ""
-    if not experts or not model.num_experts:
-        return BlockGraph(
-            *start,
-            *mlp("mlp", model.intermediate_size),
-            head_norms=norms,
-            sinks=sinks,
-            latent_norms=latent_norms,
-            after_attention=after_attention,
-            after_mlp=after_mlp,
-        )
-    shared = model.shared_expert_intermediate_size
-    first, down = mlp(f"mlp.{model.shared_expert_name}", shared) if shared else ((), None)
-    inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
-    return BlockGraph(
+    graph = BlockGraph(
         *start,
-        first,
-        down,
-        router=Linear("mlp.gate", hidden, model.num_experts),
-        routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
-        routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
-        shared_gate=Linear("mlp.shared_expert_gate", hidden, 1) if model.shared_expert_gate else None,
+        *mlp("mlp", model.intermediate_size),
         head_norms=norms,
         sinks=sinks,
         latent_norms=latent_norms,
         after_attention=after_attention,
         after_mlp=after_mlp,
+    )
+    if not experts or not model.num_experts:
+        return graph
+    shared = model.shared_expert_intermediate_size
+    first, down = mlp(f"mlp.{model.shared_expert_name}", shared) if shared else ((), None)
+    inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
+    return graph._replace(
+        mlp=first,
+        down=down,
+        router=Linear("mlp.gate", hidden, model.num_experts),
+        routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
+        routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
+        shared_gate=Linear("mlp.shared_expert_gate", hidden, 1) if model.shared_expert_gate else None,
     )
 
 
