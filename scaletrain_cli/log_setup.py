@@ -4,7 +4,7 @@
     2026-03-01T12:00:04.020Z WARNING rank 3 [DeepSpeed]: a line of a library
 
 Modules log with ``logging.getLogger(__name__)``; the entry point of a process calls ``set_up_logging`` once. Lines of
-libraries stay in the same log and carry the library's name, so that a reader can leave them out (``library_of``).
+libraries stay in the same log and carry the library's name, so that a reader can leave them out.
 ``SCALETRAIN_LOG=debug`` (or warning, error) sets the level of this package. Standard library only.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 LEVEL_VARIABLE = "SCALETRAIN_LOG"
 _PACKAGE = "scaletrain_cli"
 _LEVELS = ("debug", "info", "warning", "error")
-_LIBRARY_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) [^:[]+ \[([^]\s]+)\]: ")
+_LIBRARY_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) [^:[]+ \[[^]\s]+\]: ")
 
 
 def set_up_logging(source: str, *, descriptor: int = 2, environment: Mapping[str, str] | None = None) -> None:
@@ -47,12 +47,6 @@ def take_over_library_logger(name: str) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.propagate = True
-
-
-def library_of(line: str) -> str | None:
-    """Return the logger's name where a line of a log was written for a library; None for any other line."""
-    found = _LIBRARY_LINE.match(line)
-    return found[2] if found else None
 
 
 def is_library_noise(line: str) -> bool:

@@ -16,12 +16,17 @@ import pytest
 from scaletrain_cli.log_setup import (
     DescriptorHandler,
     is_library_noise,
-    library_of,
     set_up_logging,
     take_over_library_logger,
 )
 
+LIBRARY_LINE = re.compile(r"\S+Z [A-Z]+ [^:[]+ \[([^]\s]+)\]: ")
 OWN = logging.getLogger("scaletrain_cli.somewhere")
+
+
+def library_of(line: str) -> str | None:
+    found = LIBRARY_LINE.match(line)
+    return found[1] if found else None
 
 
 @pytest.fixture(autouse=True)

@@ -68,12 +68,6 @@ def orthogonalized_shapes(model: ModelSpec, start: int, blocks: int) -> Shapes:
     return tuple(found.items())
 
 
-def orthogonalized_elements(model: ModelSpec) -> int:
-    """Return the number of parameters that Muon updates in the whole model."""
-    shapes = orthogonalized_shapes(model, 0, model.num_hidden_layers)
-    return sum(rows * columns * count for (rows, columns), count in shapes)
-
-
 def muon_temporary_bytes(model: ModelSpec, settings: MuonSpec, layout: Layout, start: int, blocks: int) -> int:
     """Return the temporary bytes on a rank while it orthogonalizes its share of the matrices of a stage.
 

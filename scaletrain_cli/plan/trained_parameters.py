@@ -67,10 +67,6 @@ class Stage(NamedTuple):
     phases: tuple[Phase, ...]
     since: Mapping[str, int]
 
-    def settings_at(self, step: int) -> Mapping[str, Settings]:
-        """Return the settings of each trained parameter at a step of this stage."""
-        return next(phase.settings for phase in self.phases if step <= phase.last_step)
-
 
 class _Recipe(NamedTuple):
     """The settings that decide what trains; hashable, as a cache key."""

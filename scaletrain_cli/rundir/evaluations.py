@@ -175,11 +175,6 @@ def write_validation(run: RunDir, step: int, metrics: Mapping[str, float], detai
     write_document(validation_path(run, step), {"schema": VALIDATION_SCHEMA, **asdict(found)})
 
 
-def read_validation(run: RunDir, step: int) -> Validation | None:
-    """Return the validation after ``step`` steps; None if it has no file. Raises UsageError for a damaged file."""
-    return read_as(Validation, validation_path(run, step))
-
-
 def read_validations(run: RunDir) -> list[Validation]:
     """Return all validations with a file, by step, without files that are damaged."""
     return undamaged_in(Validation, run.path / "evaluations", _VALIDATION_FILE)

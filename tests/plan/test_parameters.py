@@ -46,7 +46,8 @@ def run_of(model: ModelSpec, *groups: dict[str, Any], steps: int = 10, **optimiz
 
 
 def settings(spec: RunSpec, step: int = 1) -> dict[str, Settings]:
-    return dict(next(s for s in training_stages(spec) if step <= s.last_step).settings_at(step))
+    phases = (phase for stage in training_stages(spec) for phase in stage.phases)
+    return dict(next(phase.settings for phase in phases if step <= phase.last_step))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MIXTURES])

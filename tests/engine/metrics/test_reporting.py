@@ -6,7 +6,7 @@ import torch
 
 from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.evaluations import read_validation
+from scaletrain_cli.rundir.evaluations import read_validations
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.worker.progress import read_progress
 from tests.launch.conftest import make_plan, make_spec
@@ -33,7 +33,7 @@ def test_a_run_on_images_logs_images_and_accuracy(
     (line,) = read_metrics(made.run)
     assert (line["samples_per_second"], line["validation_images"], line["validation_top1"]) == (8.0, 64, 0.5)
     assert not {"tokens_per_second", "validation_sequences"} & line.keys()
-    validation = read_validation(made.run, 1)
+    (validation,) = read_validations(made.run)
     assert (validation.metrics, validation.details) == ({"top1": 0.5}, classes)
     progress = read_progress(capsys.readouterr().out.splitlines()[0])
     assert progress == {"step": 1, "total_steps": 20, "loss": 2.25, "samples_per_second": 8.0}

@@ -14,7 +14,7 @@ from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.plan.trained_parameters import trained_at
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.rundir.evaluations import read_validation
+from scaletrain_cli.rundir.evaluations import read_validations
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import scaletrain
@@ -74,7 +74,7 @@ def test_both_stages_learn_and_the_export_answers_in_transformers(tmp_path: Path
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     (measured,) = (event for event in events if event["event"] == "measured")
     assert measured["model_states"] == measured["planned"]
-    validation = read_validation(run, 60)
+    (validation,) = (one for one in read_validations(run) if one.step == 60)
     answers = validation.details["answers"]
     assert [Path(answer["sample"]).stem for answer in answers] == [answer["expected"] for answer in answers]
     assert all("Which color has" in answer["prompt"] for answer in answers)

@@ -11,16 +11,21 @@ from scaletrain_cli.plan.muon import (
     muon_sent_bytes,
     muon_temporary_bytes,
     newton_schulz_flops,
-    orthogonalized_elements,
     orthogonalized_shapes,
 )
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.speed.kernels import rates
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.training import MuonSpec
 from tests.plan.specs import DATA_ALONE, spec_of
 
 # Gradients take less memory in 16 bits, because DeepSpeed copies fp32 ones for their reduction.
 MUON = {"training__optimizer": {"name": "muon"}, "training__grad_dtype": "bf16"}
+
+
+def orthogonalized_elements(model: ModelSpec) -> int:
+    shapes = orthogonalized_shapes(model, 0, model.num_hidden_layers)
+    return sum(rows * columns * count for (rows, columns), count in shapes)
 
 
 @pytest.mark.parametrize("preset", ["llama-7b", "gpt2", "mixtral-8x7b"])

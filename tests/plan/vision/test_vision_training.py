@@ -67,10 +67,10 @@ def test_a_spec_of_images_may_set_what_trains_in_which_steps_and_rates_by_layer(
     assert not [key for key, _ in run_inconsistencies(spec) if key.startswith("training")]
     late = spec_of("vit-base-patch16", training__trainable=[{**HEAD[0], "start_step": 1001}])
     assert "training.trainable.0.start_step" in dict(run_inconsistencies(late))
-    rates = {settings.lr_factor for settings in stage_at(spec, 1).settings_at(1).values()}
+    rates = {settings.lr_factor for settings in stage_at(spec, 1).phases[0].settings.values()}
     assert rates == {1.0}
     whole_model = spec_of("vit-base-patch16", training__optimizer={"layer_decay": 0.75})
-    by_name = stage_at(whole_model, 1).settings_at(1)
+    by_name = stage_at(whole_model, 1).phases[0].settings
     assert by_name["vit.encoder.layer.11.output.dense.weight"].lr_factor == pytest.approx(0.75)
     assert by_name["vit.embeddings.cls_token"].lr_factor == pytest.approx(0.75**13)
     assert by_name["vit.embeddings.position_embeddings"].weight_decay == 0
