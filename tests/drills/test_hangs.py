@@ -170,7 +170,8 @@ def test_the_rank_that_does_not_enter_a_collective_is_named(name: str, dataset: 
     found = finding(outcome)
     assert found.code == "launch.hang-not-entered", outcome.message
     assert (found.params["rank"], found.params["collective"]) == (case.rank, case.collective), outcome.message
-    assert outcome.against == (NODES[case.rank // 2],)
+    # The storage system may be the cause of a rank that waits for its batch.
+    assert outcome.against == (() if name == "data" else (NODES[case.rank // 2],))
     assert f"rank {case.rank} on node-{case.rank // 2:04d}-{NODES[case.rank // 2]} did not enter" in outcome.message
     assert "hanging_engine.py" in found.params["doing"].params["function"]
 
