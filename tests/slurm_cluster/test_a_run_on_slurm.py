@@ -228,7 +228,7 @@ def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> 
 
 @pytest.mark.long
 def test_a_spare_node_replaces_one_that_hangs_in_the_same_job(login: Login) -> None:
-    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s", "cluster.spare_nodes=1")
+    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s", "cluster.spare_nodes=1", "checkpoint.every=5")
     before = login.wait_for_steps(run_id, 1, more=8)
     run = RunDir(Path(before["run_dir"]))
     hung = read_node_records(run, 1)[1]
