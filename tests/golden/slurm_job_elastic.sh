@@ -65,6 +65,7 @@ while :; do
             --nodes="$held" --ntasks="$held" --ntasks-per-node=1 --nodelist="$all" \
             "$python" -c "$start" scaletrain_cli.launch.backends.slurm.node_watch "$run" --script $$ &
         watch=$!
+        trap 'kill -KILL "$watch" 2>/dev/null' EXIT # or srun reports each task that ends with the job
     }
 
     # env instead of export: no variable of the spec can change this shell or its own commands.

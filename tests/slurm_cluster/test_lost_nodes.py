@@ -112,12 +112,15 @@ def test_a_job_with_spare_nodes_that_loses_its_first_node_is_requeued_by_another
 
 
 def test_a_run_with_a_range_of_nodes_goes_on_in_its_job_without_a_lost_one(site: Site) -> None:
-    run_id = site.submit(FOREVER, "cluster.nodes={min: 1, max: 2, grow: false}")
+    """It can use 1 or 4 nodes."""
+    run_id = site.submit(FOREVER, "cluster.nodes={min: 1, max: 4, grow: false}")
     before = site.trains(run_id)
-    lost = before["nodes"][-1]
-    site.cluster.node_down(lost)
+    nodes = site.attempts(run_id)[0]["nodes"]
+    assert len(nodes) == 4
+    site.cluster.node_down(nodes[-1])
     after = site.trains(run_id, attempt=2)
-    site.cluster.node_up(lost)
-    assert (after["job_id"], site.attempts(run_id)[1]["nodes"]) == (before["job_id"], before["nodes"][:1])
+    site.cluster.node_up(nodes[-1])
+    assert (after["job_id"], site.attempts(run_id)[1]["nodes"]) == (before["job_id"], nodes[:1])
     assert site.ends(run_id)[0] == (1, "node")
+    assert "Restarts=0" in site.cluster.run("scontrol", "show", "job", after["job_id"]).stdout
     site.cancel(run_id)

@@ -253,6 +253,7 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
         yield '        --nodes="$held" --ntasks="$held" --ntasks-per-node=1 --nodelist="$all" \\'
         yield '        "$python" -c "$start" scaletrain_cli.launch.backends.slurm.node_watch "$run" --script $$ &'
         yield "    watch=$!"
+        yield "    trap 'kill -KILL \"$watch\" 2>/dev/null' EXIT # or srun reports each task that ends with the job"
         yield "}"
     yield ""
     yield "# env instead of export: no variable of the spec can change this shell or its own commands."
