@@ -52,7 +52,7 @@ def run_figures(run: RunDir, record: RunRecord, case: Case, *, step: int, is_ove
     return RunFigures(
         eta_seconds=eta,
         cost_so_far_usd=goodput.cost_so_far(run, record, is_over=is_over, now=now),
-        cost_to_come_usd=goodput.cost_to_come(record.plan, eta),
+        cost_to_come_usd=goodput.cost_to_come(record, eta),
         planned_step_seconds=planned_step_seconds(case),
         measured_step_seconds=measured,
         planned_step_range=goodput.planned_step_range(case.plan, case.history.last_step),

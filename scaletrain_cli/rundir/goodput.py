@@ -258,10 +258,10 @@ def planned_step_range(plan: RunPlan, step: int) -> Range | None:
     return Range(scale * found.p10, scale * found.p90)
 
 
-def cost_to_come(plan: RunPlan, remaining: float | None) -> float | None:
-    """Return the dollars of the seconds that remain, for all GPUs of the plan; None without a price."""
-    price = plan.cost.price_per_gpu_hour
-    return None if price is None or remaining is None else price * plan.layout.world_size * remaining / 3600
+def cost_to_come(record: RunRecord, remaining: float | None) -> float | None:
+    """Return the dollars of the seconds that remain, for all GPUs of the job; None without a price."""
+    price = record.plan.cost.price_per_gpu_hour
+    return None if price is None or remaining is None else price * record.spec.allocated_devices * remaining / 3600
 
 
 def cost_so_far(run: RunDir, record: RunRecord, *, is_over: bool, now: float) -> float | None:

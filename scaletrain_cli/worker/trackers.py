@@ -94,7 +94,7 @@ def run_figures(run: RunDir, record: RunRecord) -> RunFigures:
         goodput=None if goodput is None else goodput.share,
         remaining_seconds=remaining,
         cost_usd=cost_so_far(run, record, is_over=False, now=time.time()),
-        cost_to_come_usd=cost_to_come(plan, remaining),
+        cost_to_come_usd=cost_to_come(record, remaining),
         findings=Counter(finding.severity for finding in raised_findings(read_events(run)).values()),
         spreads=_spreads(telemetry),
         measured_ranks=len(telemetry.ranks) or None,

@@ -18,7 +18,7 @@ from scaletrain_cli.worker.trackers import run_figures
 def record_of(price: float | None = 2.0) -> Any:
     cost, layout = SimpleNamespace(price_per_gpu_hour=price), SimpleNamespace(world_size=4)
     plan = SimpleNamespace(cost=cost, layout=layout, time=SimpleNamespace(step=0.5), training_stages=())
-    return SimpleNamespace(plan=plan, spec=SimpleNamespace(total_steps=100), revision=0)
+    return SimpleNamespace(plan=plan, spec=SimpleNamespace(total_steps=100, allocated_devices=4), revision=0)
 
 
 @pytest.fixture
