@@ -3,7 +3,7 @@
 ``python benchmarks/restart.py`` trains a small network on this machine, ``--scheduler slurm`` on the nodes of the Slurm
 that ``sbatch`` reaches (``slurm/dev_cluster.py`` starts one on this machine). Kills a rank by SIGKILL, the ranks in
 turn, each time once the attempt has committed a checkpoint, and prints a table of the seconds since the kill at which
-all nodes had been told, the attempt had ended, the next one had begun, its last rank had started, and its first step
+all nodes knew of it, the attempt had ended, the next one had begun, its last rank had started, and its first step
 was done; with the requeues that Slurm counts. Target: 5 s for a step (median), without a requeue.
 
 ``--lose-nodes DIR``, with the folder of a cluster of ``slurm/dev_cluster.py --netns`` of four nodes and one more for

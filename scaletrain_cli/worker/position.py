@@ -95,9 +95,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is. ``function``: the innermost of its main thread; ``layer``: the module that it computes, if any.
+    """Where a rank is. ``function``: the one that its main thread executes; ``layer``: the module that it computes.
 
-    ``entered``: the number of the last collective that it entered, by group.
+    ``layer`` is empty outside of a model. ``entered``: the number of the last collective that it entered, by group.
     """
 
     function: str

@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 
 mcp = pytest.importorskip("mcp", reason="needs mcp, of the extra mcp")
 PAGE = PROJECT / "docs" / "agents.md"
-# A rank that saves step 2 and stays until it is told to stop; when resumed it saves step 4 and ends.
+# The rank saves step 2 and runs until it gets a signal; when it is resumed, it saves step 4 and ends.
 PROGRAM = """
 import os, sys, time
 from scaletrain_cli.worker import ExitCode, Rank
@@ -158,7 +158,7 @@ def test_a_client_submits_a_run_that_is_killed_explains_resumes_and_cancels_anot
         drive(first_session)
         drive(second_session)
     except BaseException:
-        for name in ("killed", "stopped"):  # a rank stays until it is told to stop
+        for name in ("killed", "stopped"):  # each of their ranks runs until it gets a signal
             scaletrain("cancel", name)
         raise
 

@@ -24,10 +24,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOPPED_SECONDS = 60.0  # until a process that a signal has stopped counts as hung
 _LONGEST_PAUSE_SECONDS = 10.0  # between two polls of a process that was not stopped
-_ESTABLISHED, _STALLED_TRIES = (
-    "01",
-    3,
-)  # in /proc/net/tcp; the third try comes after 1.4 seconds
+_ESTABLISHED = "01"  # in /proc/net/tcp
+_STALLED_TRIES = 3  # the third one comes after 1.4 seconds
 _SIGSET_BYTES = 128  # sigset_t of every C library on Linux
 _NICE = 19
 _FIRST_TO_KILL = "1000"

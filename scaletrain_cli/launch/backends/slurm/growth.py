@@ -187,7 +187,8 @@ class GrowthWatch:
     def _candidate(self) -> Growth | None:
         """Return the restart on the nodes that are idle now; None if there is none, or it does not pay.
 
-        Asks Slurm once if too few nodes are idle, as is usual, and queries the limits of the site once per attempt.
+        The nodes of the job itself come first. If too few nodes are idle, as is usual, that takes three calls of Slurm;
+        the limits of the site are queried once per attempt.
         Raises SchedulerError.
         """
         names, now = node_names(self.environment["SLURM_JOB_NODELIST"]), self.record.spec.cluster.nodes

@@ -105,7 +105,7 @@ def _probe(connection: socket.socket) -> None:
 
 @dataclass
 class Member:
-    """The process on another node: keeps a connection to the first one, and looks after the job if that is lost."""
+    """The process on another node: is connected to the first one, and requeues the job if that one is lost."""
 
     run: RunDir
     start: str
@@ -217,12 +217,6 @@ class NodeWatch:
                 self._read(key)
         with contextlib.suppress(OSError, ScaletrainError):
             self._end_attempt_of_lost_nodes()
-
-    def close(self) -> None:
-        """Close all connections."""
-        for key in [*self._selector.get_map().values()]:
-            assert isinstance(key.fileobj, socket.socket), "nothing else is registered"
-            key.fileobj.close()
 
     def _read(self, key: selectors.SelectorKey) -> None:
         """Take the name of a node, or note that its connection has broken."""

@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -206,7 +207,8 @@ def watch(lost: MadeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeWatch]
     signaled.clear()
     watch = NodeWatch(lost.run, 4711, socket.create_server(("127.0.0.1", 0)))
     yield watch
-    watch.close()
+    for key in [*watch._selector.get_map().values()]:
+        cast(socket.socket, key.fileobj).close()
 
 
 signaled: list[int] = []
@@ -290,7 +292,7 @@ def test_a_node_that_was_silent_for_a_moment_is_not_lost_in_the_next_attempt(wat
 
 
 def test_a_first_node_that_sees_no_other_one_blames_none(watch: NodeWatch) -> None:
-    """It is cut off itself; the others wait until Slurm says so."""
+    """It has lost its own network; another node requeues the job once Slurm reports the first one as down."""
     begin_attempt(watch.run, read_record(watch.run).spec, scheduler="slurm", job_id="42", nodes=("n1", "n2", "n3"))
     for rank, name in enumerate(("n1", "n2", "n3")):
         write_node_record(watch.run, 2, NodeRecord(f"node-{rank:04d}-{name}", name, rank, 1, 1, 0.0))
