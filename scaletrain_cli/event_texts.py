@@ -209,6 +209,7 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
     "finding-cleared": "after {seconds:seconds}, at step {step}: {text}",
     "unreachable": "node {node} does not reach the first node, {address} port {port}: {error}",
     "hang": lambda event: f"{event.get('message') or 'no progress'} (attempt {event['attempt']})",
+    "corruption": "{message} (attempt {attempt})",
     "idle": (
         "the {measured} of the run have done nothing for {seconds:seconds}; unless they do, its ranks save and exit in "
         "{ends_in_seconds:seconds}"

@@ -73,6 +73,7 @@ CHECKS: tuple[Check, ...] = (
     memory.above_plan,
     durability.restarts,
     durability.hangs,
+    durability.corruption,
     durability.slow_saves,
     durability.interval,
     durability.mirror,

@@ -126,6 +126,14 @@ def hangs(case: Case) -> Iterator[Finding]:
         yield Finding(why, "warning", "high", (case.cause("diagnosis.cause-hung-rank", attempt=last["attempt"]),))
 
 
+def corruption(case: Case) -> Iterator[Finding]:
+    """Yield an error with the latest corruption of the state of a rank."""
+    *_, last = [None, *case.events_named("corruption")]
+    if last is not None:
+        why = Reason("diagnosis.state-corrupted", {"attempt": last["attempt"], "corruption": reason_from(last)})
+        yield Finding(why, "error", "high", (case.cause("diagnosis.cause-corrupting-node", ranks=last["ranks"]),))
+
+
 def mirror(case: Case) -> Iterator[Finding]:
     """Yield a finding if the mirror fails, or if it is more than three checkpoints and ten minutes behind."""
     state = case.mirror

@@ -28,6 +28,7 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions
+from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
@@ -158,7 +159,22 @@ def assemble(
     profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat, preempted=lambda: flag.raised)
     planned = record.plan.durability
     due = CheckpointSchedule(spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
-    step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler)
+    state_check = StateCheck(
+        run,
+        ranks,
+        attempt,
+        layout,
+        composed,
+        checkpointer,
+        consensus,
+        heartbeat,
+        device,
+        every=None if spec.guard.checksum == "auto" else min(spec.guard.checksum, due.interval_steps),
+        most_steps=due.interval_steps,
+        clean_step=resume_point.step,
+        swapped=layout.offload != "none" and spec.layout.offload_device == "nvme",
+    )
+    step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler, state_check)
 
     def goes_on() -> bool:
         """Return False on every rank after a preemption signal; called between micro-batches of the reference."""
@@ -405,7 +421,7 @@ def _sample_answers(
 
 def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> None:
     """Raise PreemptedError on every rank if any rank got a preemption signal. Set-up may outlast the grace period."""
-    decision, _, _ = long_consensus.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
+    decision, *_ = long_consensus.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
     if decision is StepDecision.PREEMPT:
         raise PreemptedError(Reason("engine.preempted-in-set-up"))
 

@@ -65,6 +65,8 @@ class Fault:
     factor: float = 1.0
     write: int | None = None  # the first write that fails on a full disk
     offset: int | None = None  # from a token to its label
+    part: str = "weights"  # in which a bit is flipped
+    bit: int = 0
 
 
 class InjectedError(RuntimeError):
@@ -112,6 +114,8 @@ class FaultKind(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
+# The weights that replicas have alike, those of experts, and what belongs to the update.
+STATE_PARTS = ("weights", "expert-weights", "fp32-weights", "optimizer-state")
 _IN_CHECKPOINT = "in the latest checkpoint, from the step on and once there are two, and the rank kills itself"
 KINDS: dict[str, FaultKind] = {
     "sigkill": FaultKind("the rank kills itself before the step"),
@@ -143,6 +147,11 @@ KINDS: dict[str, FaultKind] = {
         "the label of a token is the `offset`-th one after it (1 in correct data): with 2 as in data that were shifted "
         "twice, with 0 as in data that were not",
         ("offset",),
+    ),
+    "bit-flip": FaultKind(
+        f"bit number `bit` (0) of a `part` of the rank's state ({', '.join(STATE_PARTS)}) is flipped before the update "
+        "of the step",
+        ("part", "bit"),
     ),
     "non-causal": FaultKind("each token also has the embedding of the next one"),
 }
@@ -215,6 +224,10 @@ class Faults:
             elif fault.kind == "exception":
                 raise InjectedError(f"injected before step {step}")
 
+    def bit_flips(self, step: int) -> list[tuple[str, int]]:
+        """Return the part of the state and the number of each bit to flip before the update of ``step`` (1-based)."""
+        return [(fault.part, fault.bit) for fault in self._due(step) if fault.kind == "bit-flip"]
+
     def injects_nan(self, step: int) -> bool:
         """Return True if this rank's loss is to become NaN at ``step``."""
         return any(fault.kind == "nan" for fault in self._due(step))
@@ -246,7 +259,7 @@ def _parse(text: str) -> Fault:
         given = dict(setting.split("=", 1) for setting in settings)
         names = list(given)
         first, _, last = given.pop("step", "").partition("-")
-        whole = {key: int(given.pop(key)) for key in ("rank", "attempt", "write", "offset") if key in given}
+        whole = {key: int(given.pop(key)) for key in ("rank", "attempt", "write", "offset", "bit") if key in given}
         step, last_step = int(first) if first else None, int(last) if last else None
         seconds, factor = float(given.pop("seconds", 0)), float(given.pop("factor", 20))
     except ValueError as error:
@@ -260,4 +273,7 @@ def _parse(text: str) -> Fault:
         raise UsageError(Reason("engine.fault-key-unknown", {**place, "unknown": unknown, "kind": kind, "keys": keys}))
     if kind == "spike" and last_step is None:
         last_step = step
-    return Fault(kind, step=step, last=last_step, seconds=seconds, factor=factor, **whole)
+    part = given.get("part", Fault.part)
+    if part not in STATE_PARTS:
+        raise UsageError(Reason("engine.fault-part-unknown", {**place, "part": part, "parts": list(STATE_PARTS)}))
+    return Fault(kind, step=step, last=last_step, seconds=seconds, factor=factor, part=part, **whole)

@@ -197,9 +197,10 @@ class RankConsensus:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def reach(
-        self, request: StepDecision, writing: bool, values: Sequence[float] = ()
-    ) -> tuple[StepDecision, bool, list[float]]:
-        """Return the largest request of any rank, whether any rank is writing a checkpoint, and rank 0's values.
+        self, request: StepDecision, writing: bool, values: Sequence[float] = (), whole: Sequence[int] = ()
+    ) -> tuple[StepDecision, bool, list[float], list[int]]:
+        """Return the largest request of any rank, whether any is writing a checkpoint, rank 0's values, and the largest
+        ``whole`` numbers of any rank.
 
         One all-reduce with MAX. Values travel as int64 bit patterns; other ranks contribute the smallest integer, so
         that a NaN arrives unchanged.
@@ -207,13 +208,14 @@ class RankConsensus:
         count = len(values)
         bits = struct.unpack(f"{count}q", struct.pack(f"{count}d", *values))
         mine = bits if dist.get_rank() == 0 else (_LEAST_INTEGER,) * count
-        requests = torch.tensor([int(request), int(writing), *mine])
+        requests = torch.tensor([int(request), int(writing), *mine, *whole])
         dist.all_reduce(requests, op=dist.ReduceOp.MAX, group=self._group)
         largest, anyone_writing, *agreed = requests.tolist()
         return (
             StepDecision(largest),
             bool(anyone_writing),
-            list(struct.unpack(f"{count}d", struct.pack(f"{count}q", *agreed))),
+            list(struct.unpack(f"{count}d", struct.pack(f"{count}q", *agreed[:count]))),
+            agreed[count:],
         )
 
     def least(self, value: float) -> float:

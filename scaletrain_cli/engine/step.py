@@ -52,6 +52,7 @@ class Stepper(ABC):
         self.split: StepSplit | None = None  # gets the beginning of each phase of a step
         self.noise_scale: NoiseScale | None = None
         self.measures_noise = False  # in the next step
+        self.before_update: Callable[[], None] = lambda: None
         self.largest_norm = 0.0  # of the last update; 0: not limited
         self.engine_was_built()
         adaptive = training.gradient_clipping_by == "adaptive"
@@ -245,6 +246,7 @@ class ModelStepper(Stepper):
 
         From stage 1 on DeepSpeed does both; in stage 0 with fp32 it neither checks nor reports.
         """
+        self.before_update()
         engine = self._engine
         if engine.zero_optimization_stage() > 0:
             engine.step()
@@ -325,6 +327,8 @@ class PipelineStepper(Stepper):
 
         def in_phase(engine: Any, *arguments: Any, **named: Any) -> None:
             self._enter(phase)
+            if phase == "optimizer":
+                self.before_update()
             method(engine, *arguments, **named)
             self._enter("other")
 

@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
+from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
@@ -34,20 +35,23 @@ class StepSync:
     heartbeat: Heartbeat
     ledger: LedgerClock
     profiler: StepProfiler
+    state_check: StateCheck
     _checked: float = field(default=0.0, init=False)
     _requested: bool = field(default=False, init=False)
 
     def agree(self, step: int, measures: Sequence[StepMeasures] = ()) -> tuple[StepDecision, list[StepMeasures]]:
         """Return what all ranks do after ``step`` steps, the largest request of any rank; and rank 0's measures.
 
-        Sums over other groups of ranks may differ in their last bits, so all ranks use the values of rank 0.
+        Sums over other groups of ranks may differ in their last bits, so all ranks use the values of rank 0. Raises
+        StateCorruptedError.
         """
         self.heartbeat.wait_for_ranks()
         slots = [in_slots(measured.values) for measured in measures]
         values = [float(self.profiler.is_requested()), *chain.from_iterable(slots)]
-        decision, anyone_writing, (profile_requested, *agreed) = self.consensus.reach(
-            self._own_request(step), self.checkpointer.writing, values
+        decision, anyone_writing, (profile_requested, *agreed), largest = self.consensus.reach(
+            self._own_request(step), self.checkpointer.writing, values, self.state_check.for_consensus(step)
         )
+        self.state_check.compare(largest)
         agreed_measures = [
             measured._replace(values=from_slots(measured.values, agreed[start:]))
             for measured, start in zip(measures, accumulate(map(len, slots), initial=0), strict=False)

@@ -19,6 +19,7 @@ from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, rounds_r
 from scaletrain_cli.engine.data.splits import Reader, RunData
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
+from scaletrain_cli.engine.health.state_check import flip_bit
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
@@ -202,6 +203,7 @@ class Trainer:
         if step == state.step:
             return False
         self.step_sync.schedule.begin_at(step)
+        self.step_sync.state_check.forget(step)
         self.deferred_metrics.remaining()  # discards the measures of undone steps
         state.step, state.last_step, state.evaluation_due = step, self._last_step, False
         every = self.record.spec.evaluation.every
@@ -266,12 +268,14 @@ class Trainer:
                 waited = time.perf_counter() - began
             self.heartbeat.has_batch()
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
+            self.stepper.before_update = partial(self._before_update, step)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
         self.data_waits.add(step, waited, workers=self.readers, prefetch=self.record.spec.data.loader.prefetch)
         if self.local_sgd is not None:
             self.local_sgd.after_step(step)
         if self.average is not None:
             self.average.update(step)
+        self.step_sync.state_check.after_step(step)
         measured: dict[str, Tensor | float] = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -289,6 +293,11 @@ class Trainer:
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.measures.end(step, waited, result.grad_norm)
         self.deferred_metrics.end(step, measured)
+
+    def _before_update(self, step: int) -> None:
+        for part, bit in self.faults.bit_flips(step):
+            flip_bit(self.composed, part, bit)
+        self.step_sync.state_check.before_update()
 
     @property
     def _last_step(self) -> int:
@@ -312,6 +321,7 @@ class Trainer:
             return
         self.heartbeat.beat(step, "set-up")
         self.stages.enter(step, rate)
+        self.step_sync.state_check.forget(step - 1)
         self._report("stage", step=step, **self.stages.summary())
         self.heartbeat.beat(step, "step", self.heartbeat.first_step_seconds)
 

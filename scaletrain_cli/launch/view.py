@@ -31,6 +31,7 @@ GUARD_EVENTS = (
     "flat-loss",
     "stopped-early",
     "hang",
+    "corruption",
     "stragglers",
     "data-wait",
     "node-agent-stopped",

@@ -92,6 +92,7 @@ _FINDINGS: Texts = {
     "memory-nearly-full": "{share:percent} of the memory of a GPU is used: {used:bytes} of {capacity:bytes}",
     "memory-above-plan": "{part} take {measured:bytes}, planned are {planned:bytes}",
     "hung": "attempt {attempt} hung: {hang}",
+    "state-corrupted": "silent corruption in attempt {attempt}: {corruption}",
     "restarts": "{restarts:of restart} took {share:percent} of the time: lost work {lost_work:seconds}, set-up "
     "{set_up:seconds}, waiting {idle:seconds}",
     "mirror-failing": "checkpoints are not copied to the mirror {to}, whose newest one is of step {step:whole}",
@@ -193,6 +194,8 @@ _CAUSES: Texts = {
     "cause-short-warm-up": "the warm-up ({steps:of step}) is too short",
     "cause-slow-checkpoint-storage": "the storage wrote {bytes:bytes} in {seconds:seconds}",
     "cause-slow-node": "the node or device of rank {rank} is slow or shared; `scaletrain preflight` measures it",
+    "cause-corrupting-node": "the memory or the device of the node of rank {ranks:list}: an event in its log "
+    "(`dmesg`, `nvidia-smi -q`), or a test of the device, shows which",
     "cause-hung-rank": "what the rank does instead: see its stacks in attempts/{attempt:04d}/stacks",
     "cause-slow-rank-holds": "a slow rank explains {share:percent} of the excess",
     "cause-slow-second-moment": "Adam's beta2 of {beta:g} follows larger gradients slowly (arXiv:2304.13013)",

@@ -30,6 +30,29 @@ TEXTS: Texts = {
         "{skipped} did not help, so the data is not the cause",
         "Lower the learning rate, or resume with other settings.",
     ),
+    "state-changed": (
+        "the {parts:list} of rank {ranks:list} changed between two updates, found in step {step}, where nothing may "
+        "change them: the memory or the device of its node is at fault. The state after step {clean_step} was clean; "
+        "later checkpoints are set aside",
+        "Have the node drained and tested; runs exclude it for a week (scaletrain nodes list)",
+    ),
+    "state-changed-on-several": (
+        "the {parts:list} of ranks {ranks:list} changed between two updates, found in step {step}. The state after "
+        "step {clean_step} was clean; later checkpoints are set aside",
+        "Memory seldom fails on several ranks at once: if something other than the optimizer changes weights, set "
+        "guard.checksum: 0",
+    ),
+    "replica-differs": (
+        "after step {step} rank {ranks:list} has other weights than its replicas, which agree with each other: its "
+        "memory or its device is at fault. The state after step {clean_step} was clean; later checkpoints are set "
+        "aside",
+        "Have the node drained and tested; runs exclude it for a week (scaletrain nodes list)",
+    ),
+    "replicas-differ": (
+        "after step {step} the weights of ranks {ranks:list} differ, which should be equal to the bit; which of them "
+        "are corrupt cannot be told. The state after step {clean_step} was clean; later checkpoints are set aside",
+        "Run scaletrain preflight on the nodes of these ranks; with three or more replicas the corrupt one is named",
+    ),
     "loss-scale-at-floor": (
         "the gradient is not finite at loss scale {loss_scale:g}, the smallest that training.loss_scale.minimum "
         "allows; the weights are unchanged",
@@ -265,6 +288,7 @@ TEXTS: Texts = {
     "record-unreadable": "{path} cannot be read",
     "fault-invalid": "{variable}: {text!r} cannot be parsed: {error}",
     "fault-unknown": "{variable}: {text!r} is of no known kind; kinds are {kinds:every}",
+    "fault-part-unknown": "{variable}: {text!r} has the part {part!r}; parts are {parts:every}",
     "fault-key-unknown": "{variable}: {text!r} has unknown keys ({unknown:every}); keys of {kind} are {keys:every}",
     "world-size-differs": "planned for {planned:of rank}, started with {found}",
     "gpu-missing": "the rank needs GPU {local_rank} and torch finds {found:of GPU} on this node",

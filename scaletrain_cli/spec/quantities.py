@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -159,6 +160,11 @@ AutoBytes = Annotated[int | Literal["auto"], or_word("auto", _above_zero(parse_b
 AutoSeconds = Annotated[float | Literal["auto"], or_word("auto", _above_zero(parse_seconds)), WithJsonSchema(_QUANTITY)]
 AutoWhole = Annotated[
     int | Literal["auto"], or_word("auto", parse_whole), WithJsonSchema({"anyOf": [_WHOLE, {"const": "auto"}]})
+]
+AutoWholeOrZero = Annotated[
+    int | Literal["auto"],
+    or_word("auto", partial(parse_whole, minimum=0)),
+    WithJsonSchema({"anyOf": [{**_WHOLE, "minimum": 0}, {"const": "auto"}]}),
 ]
 
 # Strict, so that YAML's `true` is not 1; bounded, so that arithmetic on a typing error ends in a message.

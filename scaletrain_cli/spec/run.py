@@ -19,9 +19,9 @@ from scaletrain_cli.spec.mirror import MirrorSpec
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.notify import NotifySpec
 from scaletrain_cli.spec.quantities import (
-    LARGEST_WHOLE,
     AutoSeconds,
     AutoWhole,
+    AutoWholeOrZero,
     EnvName,
     EnvValue,
     Positive,
@@ -88,7 +88,7 @@ class SpikeSpec(Section):
 
 
 class GuardSpec(Section):
-    """Reactions to NaN, spikes and hangs. ``hang`` is the maximum time without a heartbeat in a step.
+    """Reactions to NaN, spikes, hangs and corruption. ``hang`` is the maximum time without a heartbeat in a step.
 
     ``preflight``: measure devices and links before step 1; ``auto`` does so on GPUs.
     """
@@ -96,6 +96,11 @@ class GuardSpec(Section):
     nan: Literal["stop", "rollback"] = "stop"
     spike: SpikeSpec = LEFT_OUT
     hang: AutoSeconds = "auto"
+    checksum: AutoWholeOrZero = Field(
+        default="auto",
+        description="steps between two comparisons of the state of the ranks; auto: as often as 0.5 % of the time "
+        "permits, 0: never",
+    )
     preflight: Literal["auto", "always", "never"] = "auto"
 
 
@@ -122,12 +127,9 @@ class TelemetrySpec(Section):
     interval: Annotated[PositiveSeconds, _MEASURED] = Field(
         default=1.0, description="time between two measurements of a node, and between two rows of a rank"
     )
-    layers_every: Annotated[
-        int | Literal["auto"],
-        or_word("auto", partial(parse_whole, minimum=0)),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}, {"const": "auto"}]}),
-        _MEASURED,
-    ] = Field(default="auto", description="steps between two measurements of all layers; 0: never")
+    layers_every: Annotated[AutoWholeOrZero, _MEASURED] = Field(
+        default="auto", description="steps between two measurements of all layers; 0: never"
+    )
     noise_scale: Annotated[bool, _MEASURED] = Field(
         default=True, description="estimate the gradient noise scale where the ranks' gradients show it"
     )

@@ -44,12 +44,16 @@ def profiler_of(tmp_path: Path, clock: Clock | None = None) -> tuple[RunDir, Ste
 def sync_of(found: StepProfiler, agreed: StepDecision) -> StepSync:
     """The step synchronization of a rank that requests nothing itself, among ranks that agree on this decision."""
     nothing: Any = SimpleNamespace(
-        reach=lambda request, writing, values: (agreed, False, values),
+        reach=lambda request, writing, values, sums: (agreed, False, values, sums),
+        for_consensus=lambda step: [],
+        compare=lambda largest: None,
         **{"writing": False, "advance": lambda anyone_writing: None, "take_costs": list},
         during=lambda category: contextlib.nullcontext(),
         raised=False,
     )
-    return StepSync(found._run, Ranks(1, 2, 0), nothing, nothing, nothing, nothing, Heartbeat(), nothing, found)
+    return StepSync(
+        found._run, Ranks(1, 2, 0), nothing, nothing, nothing, nothing, Heartbeat(), nothing, found, nothing
+    )
 
 
 def test_a_look_costs_nothing_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     measured = []
     for step in range(begin.step + 1, last):
         trainer.optimizer_step(step)
+        trainer.step_sync.agree(step)  # no state check finds anything
         measured += trainer.deferred_metrics.remaining()
     composed = trainer.composed
     trainer.stages.enter(last, 0.0)  # what is watched must not be replaced meanwhile

@@ -27,6 +27,7 @@ evaluation: {{every: 0}}
 layout: {{virtual_pipeline: 1, expert_parallel: 1}}
 cluster: {{gpu: cpu}}
 checkpoint: {{every: 1000}}
+guard: {{checksum: 1}}
 """
 _GLOBAL_BATCH_SIZE = 8
 # Overrides under these keys change how a run is trained, and not what should come of it.

@@ -1,0 +1,274 @@
+"""Detect silent corruption: state that changes between two updates, and replicas whose weights differ.
+
+Nothing may change the weights and the state of the optimizer between two updates, and replicas apply the same updates
+to the same bits. A checksum is the sum of the bytes as 64-bit integers modulo 2^64: exact in any order, and a single
+flipped bit changes it by a power of two. The sums are computed on the device and travel in the all-reduce of the step
+consensus; ranks exchange more only where they differ.
+
+Not detected: a wrong gradient that the ranks have added up, because all of them then apply it; and between two checks
+a change of what one rank alone holds, as the shards of ZeRO.
+"""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.faults import STATE_PARTS
+from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
+from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
+from scaletrain_cli.engine.parallel.mesh import coordinates_of
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import ScaletrainError
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
+from scaletrain_cli.worker.heartbeat import Heartbeat
+
+_COST = 0.005  # of the time of a step, which ``auto`` may take
+_CALIBRATED_IN = 3  # the step of an attempt whose time is compared with that of a check
+_WORD = 8  # bytes
+_MASK = (1 << 62) - 1
+
+
+class StateCorruptedError(ScaletrainError):
+    """The state of some rank is corrupt (exit 1). The failure is that of the node with the corrupt rank."""
+
+    def __init__(self, reason: Reason, failure_reason: Literal["hardware", "communication", "crash"]) -> None:
+        super().__init__(reason)
+        self.failure_reason = failure_reason
+
+
+@torch.no_grad()
+def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the bytes of tensors as 64-bit integers, modulo 2^64: int64 [] on ``device``.
+
+    Bytes before the first and after the last whole word of a tensor are summed one by one, so that nothing is copied.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        values = tensor.detach().reshape(-1)
+        data = values.view(torch.uint8)
+        head = min(-(values.storage_offset() * values.element_size()) % _WORD, data.numel())
+        end = head + (data.numel() - head) // _WORD * _WORD
+        found = data[:head].sum(dtype=torch.int64) + data[end:].sum(dtype=torch.int64)
+        if head < end:  # a slice of no bytes at an odd place has no words
+            found += data[head:end].view(torch.int64).sum()
+        total += found.to(device, non_blocking=True)
+    return total
+
+
+def held_tensors(composed: Composed, *, swapped: bool) -> tuple[list[Tensor], ...]:
+    """Return the tensors of this rank that an update alone changes, by part of ``STATE_PARTS``.
+
+    ``swapped``: DeepSpeed moves weights or states to disk, where nothing is read.
+    """
+    engine, optimizer = composed.engine, getattr(composed.engine.optimizer, "optimizer", composed.engine.optimizer)
+    weights: tuple[list[Tensor], list[Tensor]] = [], []
+    for parameter in composed.model.parameters():
+        weights[is_sharded_over_experts(parameter)].append(getattr(parameter, "ds_tensor", parameter))
+    if swapped:
+        return *weights, [], []
+    flat, known = master_weights(engine), set(map(id, chain(*weights)))
+    # A state without dimensions counts steps.
+    states = [each for weight in flat for each in optimizer.state.get(weight, {}).values()]
+    states = [each for each in states if isinstance(each, Tensor) and each.dim() > 0]
+    return *weights, [weight for weight in flat if id(weight) not in known], states
+
+
+@torch.no_grad()
+def flip_bit(composed: Composed, part: str, bit: int) -> None:
+    """Flip bit number ``bit``, modulo their number, of a part of the state of this rank: the fault to be found."""
+    tensors = held_tensors(composed, swapped=False)[STATE_PARTS.index(part)]
+    parts = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    byte = bit // 8 % sum(part.numel() for part in parts)
+    for part in parts:
+        if byte < part.numel():
+            part[byte] ^= 1 << bit % 8
+            return
+        byte -= part.numel()
+
+
+class _Checked(NamedTuple):
+    """The sums after a step, and by part whether it had changed before the update; ``fetch`` waits for the device."""
+
+    step: int
+    fetch: Callable[[], list[int]]
+
+
+@dataclass
+class StateCheck:
+    """One rank's part in the checks, one in ``every`` steps (None: as often as ``_COST`` permits; 0: never).
+
+    ``before_update`` and ``after_step`` enclose what may change the state. ``most_steps``: between two checks; as
+    between two checkpoints, so that one from before the last clean check is kept. ``clean_step``: the last step after
+    which the state was clean.
+    """
+
+    run: RunDir
+    ranks: Ranks
+    attempt: int
+    layout: Layout
+    composed: Composed
+    checkpointer: Checkpointer
+    consensus: RankConsensus
+    heartbeat: Heartbeat
+    device: torch.device
+    every: int | None
+    most_steps: int
+    clean_step: int
+    swapped: bool = False
+    _after: Tensor | None = field(default=None, init=False)
+    _changed: Tensor | None = field(default=None, init=False)
+    _checked: deque[_Checked] = field(default_factory=deque, init=False)
+    _compared: _Checked | None = field(default=None, init=False)
+    _steps: int = field(default=0, init=False)  # of this attempt
+    _next_step: int = field(default=0, init=False)
+    _began: float = field(default=0.0, init=False)  # of a step
+    _cost_seconds: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        ranks = range(self.ranks.world_size)
+        self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in (0, 1)]
+
+    def before_update(self) -> None:
+        """Compare the state with that after the last step. On a GPU this only enqueues work."""
+        if self._after is not None and self._next_step % (self.every or 1) == 0:
+            began = self._now()
+            self._changed = self._sums().ne(self._after).to(torch.int64)
+            self._cost_seconds = 2 * (self._now() - began)  # as much again after the step
+
+    def after_step(self, step: int) -> None:
+        """Compute the sums that are due after ``step``. Collective."""
+        if self.every == 0:
+            return
+        self._steps, self._next_step = self._steps + 1, step + 1
+        if self.every is None and self._steps == _CALIBRATED_IN:
+            share = self._cost_seconds / max(self._now() - self._began - self._cost_seconds / 2, 1e-9)
+            share = -self.consensus.least(-share)  # the same on every rank
+            self.every = max(1, min(self.most_steps, int(share / _COST) + 1))
+        every, changed = self.every or 1, self._changed
+        self._after = self._changed = None
+        if step % every == 0 or (step + 1) % every == 0:
+            self._after = self._sums()
+        if self._after is not None and step % every == 0:
+            changed = torch.zeros_like(self._after) if changed is None else changed
+            self._checked.append(_Checked(step, self._fetched(torch.cat((self._after, changed)))))
+        self._began = self._now()
+
+    def forget(self, step: int) -> None:
+        """Begin again with the state after ``step`` steps, which a checkpoint or another engine has replaced."""
+        self._after = self._changed = None
+        self._checked.clear()
+        self.clean_step = min(self.clean_step, step)
+
+    def for_consensus(self, step: int) -> list[int]:
+        """Return what ``compare`` gets back as the largest values of all ranks; on a GPU those of the step before."""
+        last = step - (self.device.type == "cuda")
+        self._compared = self._checked.popleft() if self._checked and self._checked[0].step <= last else None
+        if self._compared is None:
+            return []
+        values = self._compared.fetch()
+        slots = [int(any(values[len(STATE_PARTS) :]))]
+        for groups, value in zip(self._groups, values, strict=False):
+            names = sorted(set(groups))
+            if len(names) == len(groups):
+                continue  # no rank has a replica
+            for name in names:
+                own = name == groups[self.ranks.rank]
+                slots += [_in_62_bits(value), -_in_62_bits(value)] if own else [-_MASK, -_MASK]
+        return slots
+
+    def compare(self, largest: Sequence[int]) -> None:
+        """Compare the replicas; collective where they differ. Raises StateCorruptedError on every rank."""
+        if self._compared is None:
+            return
+        changed, *pairs = largest
+        if not changed and all(one == -other for one, other in zip(pairs[::2], pairs[1::2], strict=True)):
+            self.clean_step = self._compared.step
+            return
+        found = self.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
+        verdict = None if found is None else self._blamed(self._compared.step, found)
+        verdict = self.consensus.follow_rank_zero(verdict)
+        assert verdict is not None
+        reason, named = verdict
+        self.heartbeat.beat(self._compared.step, "save")
+        self.checkpointer.finish()
+        if self.ranks.rank == 0:
+            set_aside_newer(self.checkpointer.folder, self.clean_step, self.attempt)
+        details = {"attempt": self.attempt, "clean_step": self.clean_step, "ranks": named, "message": str(reason)}
+        step = self._compared.step
+        report_event(self.run, self.ranks.rank, "corruption", step=step, **details, **reason.to_document())
+        self.consensus.barrier()
+        if len(named) != 1:
+            raise StateCorruptedError(reason, "crash")
+        raise StateCorruptedError(reason, "hardware" if named == [self.ranks.rank] else "communication")
+
+    def _blamed(self, step: int, found: Sequence[Sequence[int]]) -> tuple[Reason, list[int]]:
+        """Return why the state of some ranks is corrupt, and these ranks; ``found``: sums and changes of every rank.
+
+        A rank is named if its state changed between two updates, else if most of its replicas agree with each other.
+        """
+        params = {"step": step, "clean_step": self.clean_step}
+        changes = [values[len(STATE_PARTS) :] for values in found]
+        if changed := [rank for rank, parts in enumerate(changes) if any(parts)]:
+            parts = [name for place, name in enumerate(STATE_PARTS) if any(each[place] for each in changes)]
+            code = "engine.state-changed" if len(changed) == 1 else "engine.state-changed-on-several"
+            return Reason(code, {**params, "ranks": changed, "parts": parts}), changed
+        differing: set[int] = set()
+        for part, groups in enumerate(self._groups):
+            members: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for rank, group in enumerate(groups):
+                members[group].append(rank)
+            for replicas in members.values():
+                (usual, times), *others = Counter(found[rank][part] for rank in replicas).most_common()
+                minority = [rank for rank in replicas if found[rank][part] != usual]
+                differing.update(minority if others and 2 * times > len(replicas) else replicas if others else ())
+        named = sorted(differing)
+        code = "engine.replica-differs" if len(named) == 1 else "engine.replicas-differ"
+        return Reason(code, {**params, "ranks": named}), named
+
+    def _sums(self) -> Tensor:
+        """Return the sums of the parts, int64 [parts]."""
+        return torch.stack([bit_sum(part, self.device) for part in held_tensors(self.composed, swapped=self.swapped)])
+
+    def _fetched(self, values: Tensor) -> Callable[[], list[int]]:
+        if self.device.type != "cuda":
+            known = values.tolist()
+            return lambda: known
+        host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def fetch() -> list[int]:
+            copied.synchronize()
+            return host.tolist()
+
+        return fetch
+
+    def _now(self) -> float:
+        if self.every is None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _replica_key(layout: Layout, rank: int, part: int) -> tuple[int, ...]:
+    """Return a key that is equal for the ranks that hold the same values of the weights (0) or of the experts (1)."""
+    place = coordinates_of(layout, rank)
+    further = (["shard"] if layout.zero_stage == 3 else []) + (["expert"] if part else [])
+    return tuple(place[name] for name in ("pipeline", "tensor", "group", *further))
+
+
+def _in_62_bits(value: int) -> int:
+    """Return a sum as a number whose negative is an int64, too; each bit still counts."""
+    unsigned = value % (1 << 64)
+    return (unsigned ^ unsigned >> 62) & _MASK

@@ -1,0 +1,57 @@
+"""A run in which memory fails on one rank ends in the state of a run on sound memory."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from tests.drills.conftest import Undisturbed
+from tests.drills.training_runs import assert_same_run, submit_drill
+
+pytestmark = pytest.mark.drill
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "reasons", "found"),
+    [
+        pytest.param(
+            "bit-flip rank=1 step=33 part=optimizer-state bit=12345 attempt=1",
+            {"layout__zero_stage": 2, "guard__checksum": 1},
+            ["hardware", "done"],
+            {"step": 33, "clean_step": 32, "ranks": [1], "code": "engine.state-changed"},
+            id="named",
+        ),
+        pytest.param(
+            "bit-flip rank=1 step=16 part=weights bit=12345 attempt=1",
+            {"layout__zero_stage": 0, "guard__checksum": 7},
+            ["crash", "done"],
+            {"step": 21, "clean_step": 14, "ranks": [0, 1], "code": "engine.replicas-differ"},
+            id="two replicas",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_run_resumes_from_before_the_corruption(
+    fault: str,
+    kind: dict[str, Any],
+    reasons: list[str],
+    found: dict[str, Any],
+    dataset: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, fault)
+    drill = submit_drill(dataset, **kind)
+    drill.wait_for_end()
+    (event,) = drill.events("corruption")
+    assert {key: event[key] for key in found} == found
+    assert [each["reason"] for each in drill.events("attempt-ended")] == reasons
+    (resumed,) = drill.events("resumed")
+    assert resumed["step"] == found["clean_step"] // 10 * 10
+    assert drill.run.checkpoints.joinpath("damaged-step-00000020").exists() == (found["step"] == 21)
+    assert len(read_bad_nodes(drill.run.path.parent, time.time())) == reasons.count("hardware")
+    monkeypatch.delenv(VARIABLE)
+    assert_same_run(drill, undisturbed(**kind))

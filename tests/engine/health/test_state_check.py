@@ -1,0 +1,151 @@
+"""Bits flipped in the state of one rank, in real engines of several layouts: each is found, and the rank named."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scaletrain_cli.engine.faults import STATE_PARTS
+from scaletrain_cli.engine.health.state_check import StateCorruptedError, bit_sum, flip_bit, held_tensors
+from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
+from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import assembled
+from tests.engine.parity.rows import Row, features
+from tests.engine.ranks import on_ranks
+
+BF16 = ("training.precision=bf16",)
+
+
+class Flip(NamedTuple):
+    """A bit that is flipped on a rank; ``late``: after the comparison with the last step, as in the update itself."""
+
+    part: str
+    rank: int
+    bit: int
+    late: bool = False
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data"))
+
+
+def flips_of(*parts: str, ranks: int, late: bool = False) -> list[Flip]:
+    """One flip per part and rank, in the first words, in the middle of nowhere, and near the end."""
+    bits = (5, 77_777, 131, 1_000_003)
+    return [Flip(part, rank, bits[(rank + n) % 4], late) for n, part in enumerate(parts) for rank in range(ranks)]
+
+
+def found_by(row: Row, dataset: Path, flips: list[Flip], clean_steps: int) -> list[tuple[str, list[int]]]:
+    """Train clean steps, then one step for each flip; return the code and the ranks of each corruption event."""
+    created = create_run(spec := row.spec(dataset, steps=1000), make_plan(spec))
+    open_attempt(created.run.checkpoints, 1)
+    on_ranks(spec.world_size, train_with_flips, created.run.path, flips, clean_steps, connected=False)
+    events = [event for event in read_events(created.run) if event["event"] == "corruption"]
+    return [(str(event["code"]), event["ranks"]) for event in events]
+
+
+def train_with_flips(path: Path, flips: list[Flip], clean_steps: int) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = assembled(path)
+        assert trainer.prepare_batches(trainer.resume().step)
+    step = 0
+    for _ in range(clean_steps):
+        step = trained(trainer, step + 1)
+    for flip in flips:
+        step = trained(trainer, trained(trainer, step + 1) + 1)  # two clean steps before each
+        with pytest.raises(StateCorruptedError) as caught:
+            trained(trainer, step + 1, flip)
+        assert trainer.step_sync.state_check.clean_step == step
+        named = caught.value.reason.params["ranks"] if caught.value.reason is not None else []
+        reason = "crash" if len(named) != 1 else "hardware" if named == [trainer.ranks.rank] else "communication"
+        assert caught.value.failure_reason == reason
+        step += 1
+        heal(trainer, flip)
+        trainer.step_sync.state_check.forget(step)
+
+
+def trained(trainer: Trainer, step: int, flip: Flip | None = None) -> int:
+    check = trainer.step_sync.state_check
+    mine = flip is not None and flip.rank == trainer.ranks.rank
+
+    def before_update(compare: object = type(check).before_update) -> None:
+        if mine and not flip.late:
+            flip_bit(trainer.composed, flip.part, flip.bit)
+        type(check).before_update(check)
+        if mine and flip.late:
+            flip_bit(trainer.composed, flip.part, flip.bit)
+
+    check.before_update = before_update  # type: ignore[method-assign]
+    trainer.optimizer_step(step)
+    trainer.step_sync.agree(step)
+    return step
+
+
+def heal(trainer: Trainer, flip: Flip) -> None:
+    """Give every replica the weights and states of a healthy one, where each rank has all of them."""
+    if trainer.record.plan.layout.zero_stage == 0:
+        for tensor in (tensor for part in held_tensors(trainer.composed, swapped=False) for tensor in part):
+            dist.broadcast(tensor, src=(flip.rank + 1) % dist.get_world_size())
+
+
+def test_a_flipped_bit_of_what_an_update_alone_changes_is_found_in_the_same_step_and_its_rank_named(
+    dataset: Path,
+) -> None:
+    three = Row(0, data=3, overrides=("training.global_batch_size=6", "training.micro_batch_size=2"))
+    for row, parts in (
+        (three, ("weights", "optimizer-state")),
+        (Row(2, data=2, overrides=BF16), ("weights", "fp32-weights", "optimizer-state")),
+        (Row(3, data=2), ("weights", "fp32-weights", "optimizer-state")),
+    ):
+        flips = flips_of(*parts, ranks=row.ranks)
+        assert found_by(row, dataset, flips, 4) == [("engine.state-changed", [flip.rank]) for flip in flips]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(1, data=2, pipeline=2, accumulation=4, overrides=BF16),
+        Row(1, data=2, tensor=2),
+        Row(2, data=2, sequence=2),
+        *(row for row in features() if row.name in ("zero2 dp2 sp2 experts", "zero3 dp4 groups of shards")),
+    ],
+    ids=lambda row: row.name,
+)
+def test_it_is_found_in_every_kind_of_layout(row: Row, dataset: Path) -> None:
+    parts = [part for part in STATE_PARTS if part != "expert-weights" or "experts" in row.name]
+    flips = flips_of(*parts, ranks=row.ranks)
+    assert found_by(row, dataset, flips, 20) == [("engine.state-changed", [flip.rank]) for flip in flips]
+
+
+def test_a_replica_that_updates_wrongly_is_named_by_the_others_and_of_two_neither_can_be(dataset: Path) -> None:
+    three = Row(0, data=3, overrides=("training.global_batch_size=6", "training.micro_batch_size=2"))
+    flips = flips_of("weights", ranks=3, late=True)
+    assert found_by(three, dataset, flips, 0) == [("engine.replica-differs", [flip.rank]) for flip in flips]
+    two = found_by(Row(0, data=2), dataset, flips_of("weights", ranks=1, late=True), 0)
+    assert two == [("engine.replicas-differ", [0, 1])]
+
+
+def test_the_sum_changes_with_every_bit_and_reads_all_bytes_of_any_slice() -> None:
+    whole = torch.arange(61, dtype=torch.int16)
+    for start, stop in ((0, 61), (1, 61), (3, 8), (5, 6), (7, 7)):
+        part = whole[start:stop].clone() if start == 5 else whole[start:stop]
+        before = int(bit_sum([part], torch.device("cpu")))
+        seen = {before}
+        for place in range(len(part)):
+            for bit in range(16):
+                mask = torch.tensor(-(1 << 15) if bit == 15 else 1 << bit, dtype=torch.int16)
+                part[place] ^= mask
+                seen.add(int(bit_sum([part], torch.device("cpu"))))
+                part[place] ^= mask
+        assert int(bit_sum([part], torch.device("cpu"))) == before
+        assert (len(seen) == 1) == (start == stop)
