@@ -297,6 +297,12 @@ ILL: dict[str, tuple[Case, str]] = {
         case(events=[{"event": "hang", "attempt": 1, "code": "launch.hung", "params": {"silent_seconds": 6}}]),
         "hung",
     ),
+    "a corrupt rank": (
+        case(
+            events=[{"event": "corruption", "attempt": 1, "ranks": [3], "code": "engine.replica-differs", "params": {}}]
+        ),
+        "state-corrupted",
+    ),
     "restarts": (
         replace(
             case(events=[{"event": "started", "attempt": n, "step": 0} for n in (1, 2, 3)]),

@@ -89,13 +89,13 @@ def held_tensors(composed: Composed, *, swapped: bool) -> tuple[list[Tensor], ..
 def flip_bit(composed: Composed, part: str, bit: int) -> None:
     """Flip bit number ``bit``, modulo their number, of a part of the state of this rank: the fault to be found."""
     tensors = held_tensors(composed, swapped=False)[STATE_PARTS.index(part)]
-    parts = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
-    byte = bit // 8 % sum(part.numel() for part in parts)
-    for part in parts:
-        if byte < part.numel():
-            part[byte] ^= 1 << bit % 8
+    pieces = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    byte = bit // 8 % sum(piece.numel() for piece in pieces)
+    for piece in pieces:
+        if byte < piece.numel():
+            piece[byte] ^= 1 << bit % 8
             return
-        byte -= part.numel()
+        byte -= piece.numel()
 
 
 class _Checked(NamedTuple):

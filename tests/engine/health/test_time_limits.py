@@ -58,6 +58,7 @@ def test_a_new_training_stage_has_the_limits_of_a_set_up_and_of_a_first_step(pip
     heart = Heartbeat(pipe[1], clock=lambda: now[0])
     heart.allow(hang_seconds=None, step_seconds=2.0, bytes_per_node=5e9, compiled=False)
     entered: list[int] = []
+    forgotten: list[int] = []
     stages = SimpleNamespace(
         is_due=lambda step: step == 7, enter=lambda step, rate: entered.append(step), summary=lambda: {"stage": 2}
     )
@@ -65,6 +66,7 @@ def test_a_new_training_stage_has_the_limits_of_a_set_up_and_of_a_first_step(pip
         heartbeat=heart,
         stages=stages,
         profiler=SimpleNamespace(allowed_seconds=None),
+        step_sync=SimpleNamespace(state_check=SimpleNamespace(forget=forgotten.append)),
         _report=lambda event, **values: None,
     )
     for step in range(1, 10):
@@ -72,6 +74,7 @@ def test_a_new_training_stage_has_the_limits_of_a_set_up_and_of_a_first_step(pip
         now[0] += 1.0
     found = beats(pipe[0])
     assert entered == list(range(1, 10))
+    assert forgotten == [6]  # what a check of the state compares with the next update
     assert found[5] == (6, "step", 30.0)
     assert found[6:8] == [(7, "set-up", 700.0), (7, "step", 340.0)]
     assert found[8] == (8, "step", 30.0)
