@@ -43,13 +43,13 @@ TEXTS: Texts = {
         "guard.checksum: 0",
     ),
     "replica-differs": (
-        "after step {step} rank {ranks:list} has other weights than its replicas, which agree with each other: its "
+        "after step {step} rank {ranks:list} has another state than its replicas, which agree with each other: its "
         "memory or its device is at fault. The state after step {clean_step} was clean; later checkpoints are set "
         "aside",
         "Have the node drained and tested; runs exclude it for a week (scaletrain nodes list)",
     ),
     "replicas-differ": (
-        "after step {step} the weights of ranks {ranks:list} differ, which should be equal to the bit; which of them "
+        "after step {step} the states of ranks {ranks:list} differ, which should be equal to the bit; which of them "
         "are corrupt cannot be told. The state after step {clean_step} was clean; later checkpoints are set aside",
         "Run scaletrain preflight on the nodes of these ranks; with three or more replicas the corrupt one is named",
     ),

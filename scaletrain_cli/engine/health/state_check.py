@@ -1,4 +1,4 @@
-"""Detect silent corruption: state that changes between two updates, and replicas whose weights differ.
+"""Detect silent corruption: state that changes between two updates, and replicas whose state differs.
 
 Nothing may change the weights and the state of the optimizer between two updates, and replicas apply the same updates
 to the same bits. A checksum is the sum of the bytes as 64-bit integers modulo 2^64: exact in any order, and a single
@@ -85,10 +85,14 @@ def held_tensors(composed: Composed, *, swapped: bool) -> tuple[list[Tensor], ..
     return *weights, [weight for weight in flat if id(weight) not in known], states
 
 
-@torch.no_grad()
 def flip_bit(composed: Composed, part: str, bit: int) -> None:
     """Flip bit number ``bit``, modulo their number, of a part of the state of this rank: the fault to be found."""
-    tensors = held_tensors(composed, swapped=False)[STATE_PARTS.index(part)]
+    flip_one_of(held_tensors(composed, swapped=False)[STATE_PARTS.index(part)], bit)
+
+
+@torch.no_grad()
+def flip_one_of(tensors: Sequence[Tensor], bit: int) -> None:
+    """Flip bit number ``bit``, modulo their number, of tensors one after the other."""
     pieces = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
     byte = bit // 8 % sum(piece.numel() for piece in pieces)
     for piece in pieces:
@@ -138,7 +142,7 @@ class StateCheck:
 
     def __post_init__(self) -> None:
         ranks = range(self.ranks.world_size)
-        self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in (0, 1)]
+        self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in STATE_PARTS]
 
     def before_update(self) -> None:
         """Compare the state with that after the last step. On a GPU this only enqueues work."""
@@ -181,8 +185,8 @@ class StateCheck:
         slots = [int(any(values[len(STATE_PARTS) :]))]
         for groups, value in zip(self._groups, values, strict=False):
             names = sorted(set(groups))
-            if len(names) == len(groups):
-                continue  # no rank has a replica
+            if len(names) == len(groups):  # no rank has a replica
+                continue
             for name in names:
                 own = name == groups[self.ranks.rank]
                 slots += [_in_62_bits(value), -_in_62_bits(value)] if own else [-_MASK, -_MASK]
@@ -261,10 +265,12 @@ class StateCheck:
         return time.perf_counter()
 
 
-def _replica_key(layout: Layout, rank: int, part: int) -> tuple[int, ...]:
-    """Return a key that is equal for the ranks that hold the same values of the weights (0) or of the experts (1)."""
+def _replica_key(layout: Layout, rank: int, part: str) -> tuple[int, ...]:
+    """Return a key that is equal for the ranks that hold the same values of a part of the state."""
+    if layout.zero_stage > 0 and part in ("fp32-weights", "optimizer-state"):
+        return (rank,)
     place = coordinates_of(layout, rank)
-    further = (["shard"] if layout.zero_stage == 3 else []) + (["expert"] if part else [])
+    further = ["shard"] if layout.zero_stage == 3 else [] if part == "weights" else ["expert"]
     return tuple(place[name] for name in ("pipeline", "tensor", "group", *further))
 
 
