@@ -16,7 +16,7 @@ _PREEMPTIONS, _PREEMPTED_WITHIN_SECONDS = 3, 3600.0
 _PREEMPTED = ("preempted", "out-of-grace")
 _TOO_OFTEN = ("launch.stop-no-progress-preempted", "launch.stop-budget-used-up")
 _MOST_PENDING = 50
-_SEVERITIES = {"failed": "error", "hang": "error", "finished": "note", "test": "note"}
+_SEVERITIES = {"failed": "error", "hang": "error", "corruption": "error", "finished": "note", "test": "note"}
 _WARNINGS = ("preempted-too-often", "idle", "rolled-back", "nodes-excluded", "spike", "stragglers", "tracker-off")
 
 

@@ -260,7 +260,7 @@ def last_logged_step(run: RunDir) -> int | None:
 
 
 BRANCH_EVENT = "branched"
-ROLLBACK_EVENT = "rolled-back"
+ROLLBACK_EVENT, CORRUPTION_EVENT = "rolled-back", "corruption"
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Rollback:
 
 
 def invalidated_steps(events: Iterable[Mapping[str, Any]], steps: Collection[int]) -> set[int]:
-    """Return those of ``steps`` whose mirrored checkpoints were discarded: by a rollback or a start from scratch.
+    """Return those of ``steps`` whose mirrored checkpoints were discarded: rolled back, corrupt, or before a new start.
 
     A step is valid again after its next event ``mirrored``. One without such an event is older than all ``events``.
     """
@@ -283,8 +283,9 @@ def invalidated_steps(events: Iterable[Mapping[str, Any]], steps: Collection[int
             invalid.discard(event.get("step") or 0)
         elif event["event"] == "from-scratch":
             invalid.update(steps)
-        elif event["event"] == ROLLBACK_EVENT:
-            invalid.update(step for step in steps if step > event["to_step"])
+        elif event["event"] in (ROLLBACK_EVENT, CORRUPTION_EVENT):
+            last = event["to_step" if event["event"] == ROLLBACK_EVENT else "clean_step"]
+            invalid.update(step for step in steps if step > last)
     return invalid
 
 

@@ -14,7 +14,7 @@ from scaletrain_cli.text import did_you_mean
 # Kinds that stand for one or more events of events.jsonl; any other kind is the name of an event.
 KINDS = ("finding", "finished", "failed", "preempted-too-often", "idle")
 CLEARED = "finding-cleared"  # sent to those who got the finding
-DEFAULT_KINDS = (*KINDS, "hang", "rolled-back", "nodes-excluded")
+DEFAULT_KINDS = (*KINDS, "hang", "corruption", "rolled-back", "nodes-excluded")
 
 EventName = Annotated[
     str, Matching(r"[a-z0-9]+(-[a-z0-9]+)*", 64, "must be the name of an event, such as checkpoint or finding")

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -156,9 +157,20 @@ def test_a_checkpoint_that_training_marks_clean_is_clean_in_the_mirror(mirrored:
 
 
 @at_both_places
-def test_rolled_back_checkpoints_leave_the_mirror(mirrored: MirroredRun) -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "rolled-back", "from_step": 25, "to_step": 10, "skip": [11, 12]},
+        {"event": "corruption", "step": 25, "clean_step": 14},
+    ],
+    ids=lambda event: event["event"],
+)
+def test_checkpoints_that_were_rolled_back_or_corrupt_leave_the_mirror(
+    mirrored: MirroredRun, event: dict[str, Any]
+) -> None:
     mirror = mirrored.mirror_of(10, 20)
-    record_event(mirrored.run, "rolled-back", from_step=25, to_step=10, skip=[11, 12])
+    details = dict(event)
+    record_event(mirrored.run, details.pop("event"), **details)
     mirrored.remove(20)
     mirrored.commit(15)
     mirror.look()

@@ -30,6 +30,8 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.evaluations import forget_newer
+from scaletrain_cli.rundir.journal import CORRUPTION_EVENT
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
 from scaletrain_cli.worker.heartbeat import Heartbeat
@@ -209,9 +211,10 @@ class StateCheck:
         self.checkpointer.finish()
         if self.ranks.rank == 0:
             set_aside_newer(self.checkpointer.folder, self.clean_step, self.attempt)
+            forget_newer(self.run, self.clean_step)
         details = {"attempt": self.attempt, "clean_step": self.clean_step, "ranks": named, "message": str(reason)}
         step = self._compared.step
-        report_event(self.run, self.ranks.rank, "corruption", step=step, **details, **reason.to_document())
+        report_event(self.run, self.ranks.rank, CORRUPTION_EVENT, step=step, **details, **reason.to_document())
         self.consensus.barrier()
         if len(named) != 1:
             raise StateCorruptedError(reason, "crash")
