@@ -37,6 +37,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn each link into one between places of the site, where docs/ is the top."""
+    if page.file.abs_src_path is None:  # written by docs_commands.py as a page of docs/
+        return markdown
     source = Path(page.file.abs_src_path)
     here = _place(source).parent
 

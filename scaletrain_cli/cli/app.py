@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("image", "Write a Containerfile for training pods from a lock file."),
         Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
         Verb("rehearse", "Try a run for minutes on its nodes: labels, learning rate, speed, checkpoints."),
-        Verb("data", "Prepare, show, report on and upload training data: data prepare SPEC."),
+        Verb("data", "Prepare, show, report on and upload training data."),
     ),
     "Run": (
         Verb("submit", "Plan a run and submit it to its scheduler."),
@@ -65,10 +65,10 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("list", "List runs."),
         Verb("logs", "Show the output of a run."),
         Verb("events", "Show the events of a run."),
-        Verb("notify", "Test receivers of notifications: notify test|list|send."),
-        Verb("nodes", "Manage excluded nodes: nodes list|clear."),
-        Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|average|prune."),
-        Verb("evaluation", "Evaluate checkpoints: evaluation submit|list|show."),
+        Verb("notify", "Test the receivers of notifications, and send what is waiting."),
+        Verb("nodes", "List or clear excluded nodes."),
+        Verb("checkpoint", "List, verify, export, sample, average, mirror and prune checkpoints."),
+        Verb("evaluation", "Evaluate checkpoints in jobs of their own."),
     ),
 }
 

@@ -213,9 +213,9 @@ def sample(
         int, typer.Option("--max-tokens", metavar="N", min=1, help="Maximum number of tokens of an answer.")
     ] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Temperature of the sampling; 0: the likeliest tokens.")
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0: likeliest tokens.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the sampling.")] = 0,
     trust_owner: TrustOwner = False,
     as_json: AsJson = False,
 ) -> None:

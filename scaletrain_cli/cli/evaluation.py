@@ -25,7 +25,7 @@ def submit(
     run: RunName,
     steps: Annotated[
         list[int] | None,
-        typer.Option("--step", metavar="N", min=1, help="Checkpoint to evaluate (default: all without); repeatable."),
+        typer.Option("--step", metavar="N", min=1, help="Checkpoint to evaluate (default: all new ones); repeatable."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Submit one for each new checkpoint until the run has ended.")

@@ -124,9 +124,9 @@ def command(
     If the run does not fit, the exit code is 3 and the output has the reason, the smallest layout and what would make
     it fit. The keys of --json (scaletrain.plan/v1) are stable.
 
-    Files that the run would read are looked at as far as they are visible here: the plan has tokens and epochs of each
-    source of text, and the exit code is 2 if a file is there and the run could not use it. Files that are missing are
-    warnings, because a plan may be made before the data are there.
+    Data files are read if this machine can see them: the plan then shows tokens and epochs of each source of text, and
+    the exit code is 2 if the run could not use a file. Files that are missing are warnings, because a plan may be made
+    before the data are there.
 
     Several specs, or --vary, are compared side by side with the first one; --json lists them under `runs`. The exit
     code is 3 only if none of them fits.
