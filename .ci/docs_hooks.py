@@ -16,7 +16,8 @@ from mkdocs.structure.files import File
 PROJECT = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
-_PICTURE = re.compile(r'(?<=src=")docs/|(?<=srcset=")docs/')  # in HTML of the README
+# In HTML of the README: its folder, and what is for dark pages, which the site has not.
+_PICTURE = re.compile(r'(?<=src=")docs/|^ *<source .*dark.*>\n', re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
