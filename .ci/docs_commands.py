@@ -8,6 +8,7 @@ and "See also" names the pages that have most of them.
 from __future__ import annotations
 
 import html
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from mkdocs.structure.files import File
 from scaletrain_cli.cli.app import GROUPS, app
 
 PROJECT = Path(__file__).parents[1]
+DOCS = PROJECT / "docs"
 GUIDES = {
-    path.relative_to(PROJECT / "docs" if (PROJECT / "docs") in path.parents else PROJECT): path.read_text("utf-8")
-    for path in (*sorted((PROJECT / "docs").rglob("*.md")), PROJECT / "slurm/README.md", PROJECT / "k8s/README.md")
+    path: path.read_text(encoding="utf-8")
+    for path in (*sorted(DOCS.rglob("*.md")), PROJECT / "slurm" / "README.md", PROJECT / "k8s" / "README.md")
 }
 _BLOCKS = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _EXAMPLES, _SEE_ALSO = 8, 5
@@ -91,7 +93,7 @@ def _definition(kind: str, name: str, text: str) -> str:
 
 def _exit_codes(epilog: str, name: str) -> str:
     codes = epilog.removeprefix("Exit codes: ").rstrip(".").split("; ")
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", GUIDES[Path("exit-codes.md")].split("## By verb")[1], re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", GUIDES[DOCS / "exit-codes.md"].split("## By verb")[1], re.MULTILINE)
     detail = next(text for verbs, text in rows if f"`{name}`" in verbs)
     detail = re.sub(r"\]\((?=#)", "](../exit-codes.md", re.sub(r"\]\((?=\w)", "](../", detail))
     listed = "".join(f"- `{code.partition(' ')[0]}` {code.partition(' ')[2]}\n" for code in codes)
@@ -117,7 +119,8 @@ def _guides(words: str) -> list[Path]:
 
 def _see_also(words: str) -> str:
     titles = {path: GUIDES[path].splitlines()[0].strip("# ") for path in _guides(words)[:_SEE_ALSO]}
-    return "## See also\n\n" + "".join(f"- [{title}](../{path})\n" for path, title in titles.items())
+    links = (f"- [{title}]({os.path.relpath(path, DOCS / 'commands')})\n" for path, title in titles.items())
+    return f"## See also\n\n{''.join(links)}"
 
 
 def _prose(text: str) -> str:

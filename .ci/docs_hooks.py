@@ -1,7 +1,8 @@
 """For mkdocs: pages of the project outside docs/ are pages of the site too, so that each link between them is checked.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md stand at the top of the site; every other file that a page links to stands
-below the same path as in the project. The pages that llms.txt links to are also there as Markdown, for agents.
+below the same path as in the project, a README as about.md: slurm/README.md would replace docs/slurm.md. The pages that
+llms.txt links to are also there as Markdown, for agents.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File
 
 PROJECT = Path(__file__).parents[1]
@@ -30,7 +32,10 @@ def on_files(files: Any, config: Any) -> Any:
         if path in seen or not path.is_file() or path.is_relative_to(PROJECT / "docs"):
             continue
         seen.add(path)
-        files.append(File.generated(config, str(path.relative_to(PROJECT)), abs_src_path=str(path)))
+        file = File.generated(config, str(_place(path)), abs_src_path=str(path))
+        if any(other.dest_uri == file.dest_uri for other in files):
+            raise BuildError(f"{path} would replace another page of the site, {file.dest_uri}.")
+        files.append(file)
         if path.suffix == ".md":
             waiting += _linked(path)
     return files
@@ -38,9 +43,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn each link into one between places of the site, where docs/ is the top."""
-    if page.file.abs_src_path is None:  # written by docs_commands.py as a page of docs/
-        return markdown
-    source = Path(page.file.abs_src_path)
+    source = Path(page.file.abs_src_path or PROJECT / "docs" / page.file.src_uri)  # the latter: by docs_commands.py
     here = _place(source).parent
 
     def moved(found: re.Match[str]) -> str:
@@ -64,8 +67,10 @@ def _linked(page: Path) -> list[Path]:
 
 def _place(path: Path) -> Path:
     """Return where a file of the project stands in the site."""
-    docs = PROJECT / "docs"
-    return path.relative_to(docs if path.is_relative_to(docs) else PROJECT)
+    if path.is_relative_to(PROJECT / "docs"):
+        return path.relative_to(PROJECT / "docs")
+    place = path.relative_to(PROJECT)
+    return place.with_name("about.md") if place.name == "README.md" and place.parts[:-1] else place
 
 
 def _relative(target: Path, folder: Path) -> str:
