@@ -27,6 +27,10 @@ GUIDES = {
     for path in (*sorted(DOCS.rglob("*.md")), PROJECT / "slurm" / "README.md", PROJECT / "k8s" / "README.md")
 }
 _BLOCKS = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Typer sets marks of its own around those that a verb has in the name of an argument.
+_TYPER_BRACKETS = ((r"\{(.*?)\}", r"\1"), (r"\[(\[.*\])\]", r"\1"), (r"\.{3}(\]?)\.{3}", r"...\1"))
+# The default and the range of a value, as Typer shows them, and in words.
+_VALUES = ((r"  \[(.*)\]$", r" (\1)"), (r"\b([\d.]+)<=x<=([\d.]+)", r"\1 to \2"), (r"\bx>=([\d.]+)", r"at least \1"))
 _EXAMPLES, _SEE_ALSO = 8, 5
 
 
@@ -68,8 +72,10 @@ def _sections(command: Any, parent: Any, words: str, name: str, level: int) -> I
     yield f"{'#' * level} {words}\n\n{_prose(command.help)}\n\n"
     subcommands = getattr(command, "commands", {})
     if not subcommands:
-        parts = [re.sub(r"^\{(.*?)\}", r"\1", part) for part in command.collect_usage_pieces(context)]
-        yield f"```text\n{words} {' '.join(parts)}\n```\n\n"
+        usage = " ".join([words, *command.collect_usage_pieces(context)])
+        for brackets, without in _TYPER_BRACKETS:
+            usage = re.sub(brackets, without, usage)
+        yield f"```text\n{usage}\n```\n\n"
         for title, kind in (("Arguments", "argument"), ("Options", "option")):
             if rows := [each.get_help_record(context) for each in command.params if each.param_type_name == kind]:
                 yield _heading(level, title) + "".join(_definition(kind, *row) for row in rows)
@@ -87,8 +93,9 @@ def _heading(level: int, title: str) -> str:
 def _definition(kind: str, name: str, text: str) -> str:
     if kind == "argument":
         name = re.sub(r" <[^>]*>$", "", name)  # its Python type
-    default_at_end = re.sub(r"  \[(.*)\]$", r" (\1)", text)
-    return f"`{name}`\n:   {_prose(default_at_end)}\n\n"
+    for shown, words in _VALUES:
+        text = re.sub(shown, words, text)
+    return f"`{name}`\n:   {_prose(text)}\n\n"
 
 
 def _exit_codes(epilog: str, name: str) -> str:
@@ -97,7 +104,7 @@ def _exit_codes(epilog: str, name: str) -> str:
     detail = next(text for verbs, text in rows if f"`{name}`" in verbs)
     detail = re.sub(r"\]\((?=#)", "](../exit-codes.md", re.sub(r"\]\((?=\w)", "](../", detail))
     listed = "".join(f"- `{code.partition(' ')[0]}` {code.partition(' ')[2]}\n" for code in codes)
-    return listed + f"\nIn detail: {detail}.\n\n" * bool(re.search("[a-z]", detail))
+    return listed + (f"\nIn detail: {detail}.\n\n" if re.search("[a-z]", detail) else "\n")
 
 
 def _examples(words: str) -> list[str]:
