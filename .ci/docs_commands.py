@@ -116,7 +116,7 @@ def _examples(words: str) -> list[str]:
                 line = line.removeprefix("$ ")
                 if re.match(rf"{words}(?= |$)", line):
                     found.setdefault(re.split(r"\s+#", line)[0], re.sub(r"\s+# ", "  # ", line))
-    return list(found.values())[:_EXAMPLES]
+    return [line if len(line) < 120 else line.replace(" --", " \\\n    --") for line in [*found.values()][:_EXAMPLES]]
 
 
 def _guides(words: str) -> list[Path]:
