@@ -159,6 +159,9 @@ def assemble(
     profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat, preempted=lambda: flag.raised)
     planned = record.plan.durability
     due = CheckpointSchedule(spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
+    every = None if spec.guard.checksum == "auto" else min(spec.guard.checksum, due.interval_steps)
+    if layout.offload != "none" and spec.layout.offload_device == "nvme":
+        every = 0  # DeepSpeed moves weights and states to disk and back between updates
     state_check = StateCheck(
         run,
         ranks,
@@ -169,10 +172,9 @@ def assemble(
         consensus,
         heartbeat,
         device,
-        every=None if spec.guard.checksum == "auto" else min(spec.guard.checksum, due.interval_steps),
+        every=every,
         most_steps=due.interval_steps,
         clean_step=resume_point.step,
-        swapped=layout.offload != "none" and spec.layout.offload_device == "nvme",
     )
     step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler, state_check)
 

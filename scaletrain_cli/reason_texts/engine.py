@@ -52,6 +52,7 @@ TEXTS: Texts = {
         "after step {step} the states of ranks {ranks:list} differ, which should be equal to the bit; which of them "
         "are corrupt cannot be told. The state after step {clean_step} was clean; later checkpoints are set aside",
         "Run scaletrain preflight on the nodes of these ranks; with three or more replicas the corrupt one is named",
+        "GPUs of different types may round differently in ZeRO-0: then set guard.checksum: 0",
     ),
     "loss-scale-at-floor": (
         "the gradient is not finite at loss scale {loss_scale:g}, the smallest that training.loss_scale.minimum "

@@ -69,17 +69,12 @@ def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def held_tensors(composed: Composed, *, swapped: bool) -> tuple[list[Tensor], ...]:
-    """Return the tensors of this rank that an update alone changes, by part of ``STATE_PARTS``.
-
-    ``swapped``: DeepSpeed moves weights or states to disk, where nothing is read.
-    """
+def held_tensors(composed: Composed) -> tuple[list[Tensor], ...]:
+    """Return the tensors of this rank that an update alone changes, by part of ``STATE_PARTS``."""
     engine, optimizer = composed.engine, getattr(composed.engine.optimizer, "optimizer", composed.engine.optimizer)
     weights: tuple[list[Tensor], list[Tensor]] = [], []
     for parameter in composed.model.parameters():
         weights[is_sharded_over_experts(parameter)].append(getattr(parameter, "ds_tensor", parameter))
-    if swapped:
-        return *weights, [], []
     flat, known = master_weights(engine), set(map(id, chain(*weights)))
     # A state without dimensions counts steps.
     states = [each for weight in flat for each in optimizer.state.get(weight, {}).values()]
@@ -89,7 +84,7 @@ def held_tensors(composed: Composed, *, swapped: bool) -> tuple[list[Tensor], ..
 
 def flip_bit(composed: Composed, part: str, bit: int) -> None:
     """Flip bit number ``bit``, modulo their number, of a part of the state of this rank: the fault to be found."""
-    flip_one_of(held_tensors(composed, swapped=False)[STATE_PARTS.index(part)], bit)
+    flip_one_of(held_tensors(composed)[STATE_PARTS.index(part)], bit)
 
 
 @torch.no_grad()
@@ -132,7 +127,6 @@ class StateCheck:
     every: int | None
     most_steps: int
     clean_step: int
-    swapped: bool = False
     _after: Tensor | None = field(default=None, init=False)
     _changed: Tensor | None = field(default=None, init=False)
     _checked: deque[_Checked] = field(default_factory=deque, init=False)
@@ -246,7 +240,7 @@ class StateCheck:
 
     def _sums(self) -> Tensor:
         """Return the sums of the parts, int64 [parts]."""
-        return torch.stack([bit_sum(part, self.device) for part in held_tensors(self.composed, swapped=self.swapped)])
+        return torch.stack([bit_sum(part, self.device) for part in held_tensors(self.composed)])
 
     def _fetched(self, values: Tensor) -> Callable[[], list[int]]:
         if self.device.type != "cuda":

@@ -199,6 +199,7 @@ class Trials:
         for buffer, values in zip(states.buffers, copy.buffers, strict=True):
             buffer.values.copy_(values)
         use_master_weights(engine)
+        trainer.step_sync.state_check.forget(0)
         set_counters(engine, copy.counters)
         engine.micro_steps = copy.micro_steps
         if trainer.average is not None:

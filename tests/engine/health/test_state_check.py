@@ -107,7 +107,7 @@ def heal(trainer: Trainer, flip: Flip) -> None:
     axis = mesh.synchronous if trainer.record.plan.layout.zero_stage == 0 else mesh.copies
     if axis.group is not None:
         source = next(rank for rank in dist.get_process_group_ranks(axis.group) if rank != flip.rank)
-        for tensor in (tensor for part in held_tensors(trainer.composed, swapped=False) for tensor in part):
+        for tensor in (tensor for part in held_tensors(trainer.composed) for tensor in part):
             dist.broadcast(tensor, source, group=axis.group)
 
 
