@@ -101,12 +101,13 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a complete, commented run spec that is valid as written.
+    """Write a complete, commented run spec that is valid as written; with --preset, once data.source is set.
 
     Without options: a Llama with 10 million parameters that trains on two CPU processes in minutes.
-    With --from DIR or hf://org/name: fine-tuning of that model, by its config.json, on the rows of --data; the columns
-    of the first row decide the objective: sft, or dpo for pairs. With --preset: that model from random weights. Both
-    are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if there is a kubeconfig. A
+    With --from DIR or hf://org/name: fine-tuning of that model, by its config.json, on the rows of --data; the
+    columns of the first row decide the objective: sft, or dpo for pairs. With --preset: that model from random
+    weights, with the learning rate, batch and schedule of its authors, on 20 tokens per parameter. Both are on the
+    fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if there is a kubeconfig. A
     fine-tuning that fits is for this machine if there is neither.
     With --scheduler kubernetes: add your queue and image to the spec.
     Never overwrites an existing file.
@@ -164,6 +165,8 @@ def command(
     for traits in installed_backends():
         if traits.section.starting_note and f"scheduler: {traits.name}" in contents[target]:
             say(traits.section.starting_note)
+    if preset is not None:
+        say("Set data.source to your corpus; python-stdlib is enough to try the spec.")
     here = f"scheduler: {DEFAULT}" in contents[target]
     has_rows = any(f"objective: {each}" in contents[target] for each in ("sft", "dpo"))
     suggest(
@@ -263,6 +266,7 @@ def _fitting_spec(
     """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
     from scaletrain_cli.launch.backends.registry import all_backends
     from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.plan.advice.recipe_checks import starting_preset
     from scaletrain_cli.plan.data_size import data_size
     from scaletrain_cli.spec import parse_spec, set_steps
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
@@ -300,9 +304,10 @@ def _fitting_spec(
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
     count = nodes or 1
     model, data, lora = tuned or (None, None, False)
+    given_preset = None if preset is None else starting_preset(preset)
     while True:
         settings: dict[str, Any] = {"gpu": gpu, "scheduler": scheduler, "nodes": count, "gpus_per_node": per_node}
-        text = starting_spec(preset=preset, model=model, data=data, lora=lora, **settings)
+        text = starting_spec(preset=given_preset, model=model, data=data, lora=lora, **settings)
         spec = parse_spec(text, file="the starting spec", base_dir=Path())
         if data is not None and not data.samples and (size := data_size(spec)) is not None and size.train:
             data = replace(data, samples=size.train)

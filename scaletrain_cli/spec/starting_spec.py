@@ -11,13 +11,15 @@ from typing import Any
 
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.spec.backend_traits import backend_traits
-from scaletrain_cli.spec.presets import presets
+from scaletrain_cli.spec.presets import LONGEST_DEFAULT_SEQ_LEN, presets
 
 _COMMENT_COLUMN = 36
 _LONGEST_ROWS = 4096  # as the sequences of Tulu 3 (arXiv:2411.15124)
 _EPOCHS = 3  # of fine-tuning
 _STEPS, _STEPS_PER_EPOCH = 1000, 20
+_EVALUATION_BATCHES, _MOST_VALIDATION = 20, 0.01
 _LONGEST_LINE = 110
+_PLACEHOLDER = "/path/to/your/corpus"  # which validate and submit reject
 
 _HEAD = """\
 # ScaleTrain run spec. Keys that are left out have defaults; `scaletrain validate FILE --json` shows all of them.
@@ -44,6 +46,7 @@ model:
 """
 
 _PRESET_MODEL = """\
+$recipe
 model:
   preset: $preset  # keys set here take precedence over those of the preset:
 $dimensions
@@ -63,14 +66,14 @@ _TRAINING = """\
 data:
   source: $source
   tokenizer: $tokenizer
-$packing
+$more_data
 training:
 $objective  global_batch_size: $global_batch_size  # sequences per optimizer step, over the whole job
   micro_batch_size: $micro_batch_size  # sequences per device and pass
   $length
   precision: $precision  # fp32 | bf16
   optimizer: {name: adamw, lr: $lr, betas: [0.9, 0.95], weight_decay: 0.1}
-  schedule: {name: cosine, warmup_steps: $warmup_steps, min_lr: $min_lr}
+  schedule: {name: $schedule, warmup_steps: $warmup_steps, min_lr: $min_lr}
   gradient_clipping: 1.0  # maximum gradient norm; 0: no clipping
   seed: 42
 
@@ -164,9 +167,37 @@ class GivenModel:
     tokenizer_class: str | None = None
 
 
+@dataclass(frozen=True)
+class GivenPreset:
+    """A preset to train from random weights: how its authors train it, or a model of its size.
+
+    ``batch``, ``tokens``: of a step and of the run, in tokens. ``source``: of these settings, as text.
+    """
+
+    name: str
+    batch: float
+    tokens: float
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    schedule: str
+    source: str
+
+    @property
+    def seq_len(self) -> int:
+        """The tokens of a sequence."""
+        return min(int(presets()[self.name]["max_position_embeddings"]), LONGEST_DEFAULT_SEQ_LEN)
+
+    def batch_of(self, nodes: int, gpus_per_node: int) -> int:
+        """Return the global batch size in sequences, a multiple of the ranks; of the nodes if it is below the ranks."""
+        whole = int(self.batch // self.seq_len)
+        unit = next((each for each in (nodes * gpus_per_node, nodes) if each <= whole), 1)
+        return whole // unit * unit
+
+
 def starting_spec(
     *,
-    preset: str | None = None,
+    preset: GivenPreset | None = None,
     model: GivenModel | None = None,
     data: GivenData | None = None,
     lora: bool = False,
@@ -181,11 +212,15 @@ def starting_spec(
     LoRA at ten times that, as in its documentation. DPO has the rates of the Zephyr recipes (arXiv:2310.16944).
     """
     ranks = nodes * gpus_per_node
-    steps = 100 if preset is None and model is None else _STEPS if data is None else data.steps_of(ranks)
-    small, on_cpu = preset is None and model is None, gpu == "cpu"
-    known = model.dimensions if model is not None else {} if preset is None else presets()[preset]
+    small, on_cpu, tuned = preset is None and model is None, gpu == "cpu", model is not None
+    batch = max(16, ranks * (8 if small else 16)) if data is None else data.batch_of(ranks)
+    steps = 100 if small else _STEPS if data is None else data.steps_of(ranks)
+    length = f"steps: {steps}  # or  {'tokens: 300B' if data is None else f'epochs: {_EPOCHS}'}"
+    if data is not None and data.samples:
+        length = f"epochs: {_EPOCHS}  # passes over the data, about {steps} steps"
+    warmup, schedule = 10 if small else min(100, max(1, steps // 10)), "cosine"
+    known = model.dimensions if model is not None else {} if preset is None else presets()[preset.name]
     vocabulary = min(int(known["vocab_size"]), 32000) if known else 4096
-    tuned = model is not None
     tokenizer = f"{{kind: bpe, vocab_size: {vocabulary}}}"
     explained = "trained on the source; or {kind: file, path: tokenizer.json}"
     if model is not None and model.has_tokenizer:
@@ -201,36 +236,43 @@ def starting_spec(
     secrets = _HUB_SECRETS if model is not None and model.restricted else _SECRETS
     text += _TAIL + (secrets if traits.secrets_from_submitter else "")
     own: dict[str, object] = {}
+    source = "python-stdlib  # the source of the standard library; or text, jsonl or parquet files"
+    objective = "causal_lm" if data is None else data.objective
+    rate = (5e-7 if objective == "dpo" else 2e-5) * (10 if lora else 1) if tuned else 2e-3
+    least = rate / 10
+    more_data = "  packing: best_fit  # several rows in a sequence, each with attention of its own\n"
+    more_data = more_data if objective == "sft" else ""
     if preset is not None:
-        known = presets()[preset]
-        own = {"preset": preset, **_dimensions(known, min(int(known["max_position_embeddings"]), 8192))}
+        recipe = textwrap.fill(preset.source, _LONGEST_LINE, initial_indent="# ", subsequent_indent="# ")
+        own = {"preset": preset.name, "recipe": recipe, **_dimensions(known, preset.seq_len)}
+        source = f"{_PLACEHOLDER}  # text, jsonl or parquet files; python-stdlib to try it"
+        batch, rate, least, schedule = preset.batch_of(nodes, gpus_per_node), preset.lr, preset.min_lr, preset.schedule
+        steps = math.ceil(preset.tokens / (batch * preset.seq_len))
+        warmup = min(preset.warmup_steps, max(1, steps // 20))
+        held = min(_MOST_VALIDATION, 15 * _EVALUATION_BATCHES / steps)
+        more_data = f"  validation_split: {held:.1g}  # of the documents: about 15 evaluations' worth of tokens\n"
+        length = f"tokens: {_tokens(preset.tokens)}  # 20 per active parameter (arXiv:2203.15556), {steps:,} steps"
     if model is not None:
         longest = model.seq_len if data is None else min(model.seq_len, _LONGEST_ROWS)
         adapter = "  adapter: {name: lora, rank: 16, alpha: 32, targets: all-linear}  # of PEFT\n" if lora else ""
         own = {"reference": model.reference, "adapter": adapter, **_dimensions(model.dimensions, longest)}
-    source = "python-stdlib  # the source of the standard library; or text, jsonl or parquet files"
-    objective = "causal_lm" if data is None else data.objective
-    rate = (5e-7 if objective == "dpo" else 2e-5) * (10 if lora else 1) if tuned else 2e-3 if small else 3e-4
     filled = Template(text).substitute(
         **own,
-        name=model.name if model is not None else preset or "llama-10m",
+        name=model.name if model is not None else "llama-10m" if preset is None else preset.name,
         tokenizer=f"{tokenizer}  # {explained}",
-        global_batch_size=max(16, ranks * (8 if small else 16)) if data is None else data.batch_of(ranks),
+        global_batch_size=batch,
         micro_batch_size=8 if small else "auto",
-        length=f"steps: {steps}  # or  {'tokens: 300B' if data is None else f'epochs: {_EPOCHS}'}"
-        if data is None or not data.samples
-        else f"epochs: {_EPOCHS}  # passes over the data, about {steps} steps",
+        length=length,
         precision="fp32" if on_cpu else "bf16",
         lr=_rate(rate),
-        min_lr=_rate(rate / 10),
-        warmup_steps=10 if small else min(100, max(1, steps // 10)),
+        min_lr=_rate(least),
+        schedule=schedule,
+        warmup_steps=warmup,
         evaluate_every=40 if small else min(500, max(1, steps // 4)),
         source=source if data is None else data.path,
-        packing="  packing: best_fit  # several rows in a sequence, each with attention of its own\n"
-        if objective == "sft"
-        else "",
+        more_data=more_data,
         objective="" if objective == "causal_lm" else f"  objective: {objective}\n",
-        evaluation_batches=4 if small else 20,
+        evaluation_batches=4 if small else _EVALUATION_BATCHES,
         zero_stage=2 if small else "auto",
         scheduler=scheduler,
         gpus_per_node=gpus_per_node,
@@ -239,6 +281,11 @@ def starting_spec(
         checkpoint_every=20 if small else "auto",
     )
     return "".join(f"{_aligned(line)}\n" for line in filled.splitlines())
+
+
+def _tokens(tokens: float) -> str:
+    """Return a count that a spec takes: ``1.4T``, ``140B``, ``2.5B``."""
+    return f"{tokens / 1e12:g}T" if tokens >= 1e12 else f"{tokens / 1e9:g}B"
 
 
 def _rate(rate: float) -> str:

@@ -298,10 +298,14 @@ def range_lines(plan: RunPlan) -> list[Text]:
 
 
 def memory_range_lines(plan: RunPlan) -> list[Text]:
-    """Return the range of the peak memory with its source; that it is not calibrated if it has none."""
+    """Return the range of the peak memory with its source; that it is not calibrated if it has none.
+
+    Nothing where the lines of the time, which follow if the plan fits, say the same.
+    """
     ranges = plan.ranges
     if ranges.peak_bytes is None:
-        return [escaped_text(f"  {_not_calibrated(ranges.memory)}", "dim")]
+        lines = [escaped_text(f"  {_not_calibrated(ranges.memory)}", "dim")]
+        return [] if plan.memory.fits and lines == range_lines(plan) else lines
     span = span_text(ranges.peak_bytes.p10, ranges.peak_bytes.p90, bytes_text)
     return [escaped_text(f"  p10 to p90: {span} ({_measured_on(ranges.memory)})", "dim")]
 
@@ -323,9 +327,14 @@ def _not_calibrated(error: MeasuredError) -> str:
     return f"not calibrated: no published run of {error.framework} was measured with {error.regime} on {error.hardware}"
 
 
-def warning_rows(plan: RunPlan) -> list[Row]:
-    """Return the row of warnings, if there are any."""
-    return [("Warnings", bullets((each, "yellow") for each in condensed(plan.warnings)))] if plan.warnings else []
+def warning_rows(plan: RunPlan, *, everything: bool = False) -> list[Row]:
+    """Return the rows of what is unusual in the recipe and of warnings, where there is any."""
+    checks = plan.sanity if everything else [check for check in plan.sanity if check.verdict != "ok"]
+    warnings = [f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings)
+    return [
+        *([("Recipe", sanity_view(checks))] if checks else []),
+        *([("Warnings", bullets((each, "yellow") for each in warnings))] if warnings else []),
+    ]
 
 
 def headline(spec: RunSpec, plan: RunPlan) -> Text:
@@ -378,12 +387,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     yield "Network", escaped_text(_network(plan))
     yield "Durability", durability_view(spec, plan.durability)
     yield "Cost", cost_view(plan)
-    checks = plan.sanity if everything else [check for check in plan.sanity if check.verdict != "ok"]
-    if checks:
-        yield "Recipe", sanity_view(checks)
-    if plan.warnings:
-        warnings = [f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings)
-        yield "Warnings", bullets((each, "yellow") for each in warnings)
+    yield from warning_rows(plan, everything=everything)
     if plan.alternatives:
         shown = plan.alternatives if everything else plan.alternatives[:_FEW_ALTERNATIVES]
         yield "Considered", alternatives_view(plan.layout, shown, hidden=len(plan.alternatives) - len(shown))

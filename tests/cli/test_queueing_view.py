@@ -6,9 +6,10 @@ import time
 import pytest
 
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
-from scaletrain_cli.plan.result import Cost
+from scaletrain_cli.plan.result import Cost, Sanity
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.record import CodeRecord
+from scaletrain_cli.ui.plan import show_plan_summary
 from scaletrain_cli.ui.submission import (
     cost_text,
     job_rows,
@@ -88,6 +89,19 @@ def test_the_submitted_code_is_shown_by_hash_and_commit(capsys: pytest.CaptureFi
     shown = capsys.readouterr().err
     assert "Code" in shown
     assert "ffffffffffff (commit 0123456789 and 2 uncommitted, 41 files, 123,456 bytes)" in shown
+
+
+@pytest.mark.parametrize("shown_before", ["train", "submit"])
+def test_what_is_unusual_in_a_recipe_is_shown_before_it_is_paid_for(
+    shown_before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    high = Sanity("learning rate", "0.01", "warning", recorded("the recipe scales to 0.001"))
+    one = prospect()
+    one = dataclasses.replace(one, plan=dataclasses.replace(one.plan, sanity=(high,)))
+    show_plan_summary(one.spec, one.plan) if shown_before == "train" else show_before_submission(one, None)
+    shown = capsys.readouterr().err
+    assert "learning rate 0.01: the recipe scales to 0.001." in shown
+    assert shown.count("not calibrated") == 1
 
 
 def test_the_hourly_cost_of_a_sweep_is_that_of_its_concurrent_runs() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan.advice.recipe_checks import starting_preset
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.presets import presets
 from scaletrain_cli.spec.starting_spec import starting_spec
@@ -24,19 +25,21 @@ def every_form() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("preset", "gpu", "scheduler"), [*every_form()])
 def test_every_starting_spec_loads(preset: str | None, gpu: str, scheduler: str) -> None:
-    spec = load(starting_spec(preset=preset, gpu=gpu, scheduler=scheduler, gpus_per_node=4))
+    spec = load(
+        starting_spec(preset=starting_preset(preset) if preset else None, gpu=gpu, scheduler=scheduler, gpus_per_node=4)
+    )
     assert (spec.cluster.gpu, spec.cluster.scheduler, spec.world_size) == (gpu, scheduler, 4)
 
 
 def test_a_starting_spec_has_short_lines_and_no_blanks_at_their_ends() -> None:
     for preset in (None, *presets()):
-        for line in starting_spec(preset=preset).splitlines():
+        for line in starting_spec(preset=starting_preset(preset) if preset else None).splitlines():
             assert line == line.rstrip()
             assert len(line) <= 120, line
 
 
 def test_commented_lines_of_a_starting_spec_are_valid() -> None:
-    text = starting_spec(preset="llama-3-8b", gpu="h100-sxm-80gb", scheduler="slurm", gpus_per_node=8)
+    text = starting_spec(preset=starting_preset("llama-3-8b"), gpu="h100-sxm-80gb", scheduler="slurm", gpus_per_node=8)
     commented = re.sub(r"^( *)# (?=\w+: )", r"\1", text, flags=re.MULTILINE)
     assert commented.count("#") < text.count("#")
     spec = load(commented)
@@ -46,7 +49,9 @@ def test_commented_lines_of_a_starting_spec_are_valid() -> None:
 
 
 def test_commented_lines_of_a_kubernetes_starting_spec_are_valid() -> None:
-    text = starting_spec(preset="llama-3-8b", gpu="h100-sxm-80gb", scheduler="kubernetes", nodes=2, gpus_per_node=8)
+    text = starting_spec(
+        preset=starting_preset("llama-3-8b"), gpu="h100-sxm-80gb", scheduler="kubernetes", nodes=2, gpus_per_node=8
+    )
     kubernetes = load(re.sub(r"^( *)# (?=\w+: )", r"\1", text, flags=re.MULTILINE)).cluster.kubernetes
     assert (kubernetes.queue, kubernetes.priority) == ("team-a", "training-normal")
     assert kubernetes.image is not None

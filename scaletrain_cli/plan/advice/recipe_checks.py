@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
@@ -22,7 +23,9 @@ from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.result import Layout, ModelSize, Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.loading import complete
+from scaletrain_cli.spec.starting_spec import GivenPreset
 
 # Learning rates of large models are lower in Tulu 3 and QLoRA; "large" begins between their 13B and 33B.
 _LARGE_PARAMETERS = 30e9
@@ -60,6 +63,8 @@ _LEAST_SCALE, _MOST_SCALE = 1 / 32, 8.0
 # A language model stores about 2 bits per parameter (arXiv:2404.05405); at a loss of 0.7 nats a token has one bit.
 _BITS_PER_PARAMETER, _BITS_PER_TOKEN = 2.0, 1.0
 _HIGHEST_RANK = 256  # that is advised, as in TRL's guide to LoRA Without Regret
+# The Llama whose recipe a model without one takes: below as many active parameters.
+_LIKE = {"llama-7b": _LARGE_PARAMETERS, "llama-3-70b": 100e9, "llama-405b": math.inf}
 _SGD = ("sgd", "momentum")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
 
@@ -195,13 +200,18 @@ _LINEAR_SCALING_LIMIT = 32.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """The published training settings of a preset: ``batch`` in tokens, images or pairs."""
+    """The published training settings of a preset: ``batch`` in tokens, images or pairs; ``final``: rate at the end
+    as a share of ``lr``. What is left out is that of Llama 2, arXiv:2307.09288, section 2.2.
+    """
 
     batch: int
     unit: str
     lr: float
     optimizer: str
     source: str
+    warmup_steps: int = 2000
+    schedule: str = "cosine"
+    final: float = 0.1
 
 
 def published_recipe(preset: str | None) -> Recipe | None:
@@ -216,6 +226,34 @@ def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
         return None
     ratio = batch / recipe.batch
     return recipe.lr * (ratio if optimizer in _LINEAR else math.sqrt(ratio))
+
+
+def starting_preset(name: str) -> GivenPreset:
+    """Return how to train a preset of a language model on 20 tokens per active parameter.
+
+    As its authors, or as Llama does a model of as many active parameters. A batch above the critical one, which that of
+    a longer run may be, is cut to it, and the rate with it.
+    """
+    model = ModelSpec.model_validate(complete({"preset": name}, Path(), {}))
+    size = workload_of(model).size(model)
+    tokens = float(f"{_OPTIMAL_TOKENS_PER_PARAMETER * size.active_parameters:.2g}")
+    recipe, like = published_recipe(name), next(each for each, most in _LIKE.items() if size.active_parameters < most)
+    near = recipe or Recipe(**_recipes()[like])
+    batch = min(near.batch, critical_batch_tokens(size.parameters, tokens))
+    lr = near.lr * math.sqrt(batch / near.batch)
+    source = near.source if recipe else f"no recipe is published: that of {like}, {near.source}"
+    if batch < near.batch:
+        source += f"; cut from {near.lr:g} at {near.batch / 1e6:.1f}M tokens to the critical batch size of this length"
+    return GivenPreset(
+        name,
+        batch,
+        tokens,
+        lr,
+        lr * near.final,
+        near.warmup_steps,
+        near.schedule,
+        f"Learning rate, batch and schedule: {source}.",
+    )
 
 
 def critical_batch_tokens(parameters: int, tokens: float) -> float:

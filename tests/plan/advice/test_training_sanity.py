@@ -12,13 +12,18 @@ from scaletrain_cli.plan.advice.recipe_checks import (
     check_fine_tuning,
     check_learning_rate,
     check_rate,
+    check_recipe,
     critical_batch_tokens,
     published_recipe,
     scaled_lr,
+    starting_preset,
 )
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.result import Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.spec.presets import presets, vision_presets
+from scaletrain_cli.spec.starting_spec import starting_spec
 from tests.plan.specs import ONE_LAYOUT, spec_of
 
 LLAMA = {"training__global_batch_size": 1024, "cluster__nodes": 4}  # 4 M tokens, as the authors
@@ -48,6 +53,36 @@ def test_adam_scales_by_the_square_root_and_sgd_linearly() -> None:
     assert scaled_lr(llama, 4 * llama.batch, "adamw") == pytest.approx(2 * 3e-4)
     assert scaled_lr(resnet, 8192, "momentum") == pytest.approx(3.2)  # Goyal et al., section 5.1
     assert scaled_lr(resnet, 8192, "adamw") is None
+
+
+@pytest.mark.parametrize("nodes", [1, 12])
+def test_the_spec_that_init_writes_for_a_preset_has_no_recipe_that_its_plan_criticizes(nodes: int) -> None:
+    layout = make_plan(spec_of("gpt2", **ONE_LAYOUT)).layout
+    of_published_dimensions = {"matrix dimensions", "router balance loss"}
+    found = {}
+    for name in presets():
+        text = starting_spec(
+            preset=starting_preset(name), gpu="h100-sxm-80gb", scheduler="slurm", nodes=nodes, gpus_per_node=8
+        )
+        spec = parse_spec(text, file="run.yaml", base_dir=Path())
+        size = workload_of(spec.model).training_size(spec)
+        checks = check_recipe(spec, layout, size, find_accelerator(spec.cluster))
+        found |= {
+            (name, row.topic): str(row.message)
+            for row in checks
+            if row.verdict != "ok" and row.topic not in of_published_dimensions
+        }
+        assert {row.topic for row in checks} > {"learning rate", "critical batch size", "warm-up"}
+    assert not found
+
+
+def test_the_spec_that_init_writes_for_a_preset_names_its_source_and_no_data() -> None:
+    text = starting_spec(preset=starting_preset("llama-3-70b"), nodes=32, gpus_per_node=8)
+    assert "arXiv:2407.21783" in text
+    spec = parse_spec(text, file="run.yaml", base_dir=Path())
+    assert spec.training.optimizer.lr == 1.5e-4
+    assert spec.training.global_batch_size * 8192 == 4_194_304
+    assert spec.data.source == "/path/to/your/corpus"
 
 
 def test_the_published_learning_rate_is_ok() -> None:
