@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, complete_run, confirm
+from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, complete_run, confirm, run_to_change
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
 from scaletrain_cli.rundir.paths import Sweep, find_run_or_sweep
 from scaletrain_cli.text import counted, listed
@@ -22,14 +22,15 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 def command(
     run: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="RUN",
-            help="Run id, unique prefix of a run id, run directory, or sweep (all of its runs).",
+            help="Run id, unique prefix of a run id, run directory, or sweep (all of its runs). Default: the newest "
+            "run, once confirmed.",
             show_default=False,
             autocompletion=complete_run,
         ),
-    ],
+    ] = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -48,7 +49,7 @@ def command(
     """
     from scaletrain_cli.launch.cancel import cancel, require_cancel
 
-    named = find_run_or_sweep(run)
+    named = find_run_or_sweep(run_to_change(run, yes))
     if isinstance(named, Sweep):
         _cancel_sweep(named, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return

@@ -18,7 +18,9 @@ import typer
 
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import find_run_or_newest
 from scaletrain_cli.text import bytes_text
+from scaletrain_cli.ui.console import say
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.hub_fetch import FetchProgress
@@ -149,11 +151,29 @@ def confirm(question: str, yes: bool) -> None:
 
     Does not ask with ``yes``, or without a terminal.
     """
-    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if yes or not _can_ask():
         return
     if not typer.confirm(question, default=True, err=True):
         typer.echo("Nothing was done.", err=True)
         raise DeclinedError("not confirmed. Nothing was done.")
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def run_to_change(run: str | None, yes: bool) -> str:
+    """Return the run that a verb changes: the named one, or the newest, which is shown.
+
+    Raises UsageError for the newest one without ``yes`` where nobody can be asked.
+    """
+    if run is not None:
+        return run
+    newest = find_run_or_newest(None)
+    if not yes and not _can_ask():
+        raise UsageError(f"RUN is missing. The newest run is {newest.run_id}: name it, or add --yes.")
+    say(f"the newest run is {newest.run_id}")
+    return str(newest.path)
 
 
 # Shown by --help; docs/exit-codes.md has the full definitions.

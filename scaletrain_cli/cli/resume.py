@@ -12,11 +12,12 @@ from scaletrain_cli.cli.options import (
     GpusPerNode,
     Overrides,
     Prepare,
-    RunName,
+    RunOrNewest,
     TrustOwner,
     Yes,
     as_choice,
     confirm,
+    run_to_change,
 )
 from scaletrain_cli.errors import ExitCode, UsageError, sentences
 from scaletrain_cli.text import bytes_text, seconds_text, visible
@@ -31,7 +32,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIB
 
 
 def command(
-    run: RunName,
+    run: RunOrNewest = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes to resume on.")
     ] = None,
@@ -108,6 +109,9 @@ def command(
     given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
     if at is not None and branch is None:
         raise UsageError("--at requires --branch NEW_ID. A resume continues from the latest valid checkpoint.")
+    if from_mirror is not None and run is None:
+        raise UsageError("--from-mirror requires RUN, the id of the run in the mirror.")
+    run = run_to_change(run, yes or dry_run)
     if branch is not None:
         others = {"--from-mirror": from_mirror, "--take-over": take_over, "--from-scratch": from_scratch}
         if wrong := [option for option, value in others.items() if value]:
@@ -156,7 +160,7 @@ def command(
         warn(sentences(warning))
     if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(summary, changed or None if resize is not None and resize.changes else changed)
-    confirm("Resume?", yes)
+    confirm(f"Resume {found.run_id}?", yes)
     done = prepared.submit(as_choice(prepare), say)
     if as_json:
         print_json(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})

@@ -12,6 +12,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, Problem, SpecError
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
+from tests.cli.prepared_runs import living_process, prepare
 
 COMMAND = [sys.executable, "-m", "scaletrain_cli"]
 
@@ -81,6 +82,21 @@ def test_confirmation_is_requested_only_on_a_terminal(tmp_path: Path) -> None:
     assert "Submit to local? [Y/n]" in shown
     assert "Nothing was done." in shown
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["cancel", "resume"])
+def test_a_verb_that_changes_a_run_takes_the_newest_only_if_a_person_confirms_it(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    with living_process() as supervisor:
+        prepare("running" if verb == "cancel" else "failed", "mine", supervisor)
+        missing = scaletrain(verb, code=ExitCode.USAGE)
+        assert "RUN is missing. The newest run is mine: name it, or add --yes." in missing.err
+        env = {"SCALETRAIN_RUNS": str(tmp_path / "runs")}
+        shown = on_a_terminal([*COMMAND, verb], answer="n\n", env=env)
+    assert f"{verb.capitalize()} mine" in shown
+    assert "Nothing was done." in shown
 
 
 def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: dict[str, str] | None = None) -> str:
