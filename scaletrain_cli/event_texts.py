@@ -239,7 +239,7 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
     "schedule-changed": _schedule_changed,
     "branched": "from step {step} of {from_run} in {from_run_dir}",
     "resized": "from {before} to {nodes:of node}: {why}",
-    "cancelled": "canceled by the user",
+    "cancelled": "cancelled by the user",
     "stopped": "not requeued: {why} (exit code {exit_code})",
     "from-scratch": "training restarts at step 0 without a checkpoint",
     "pods-force-deleted": "force-deleted the pods {pods:every} of unreachable nodes",

@@ -1,7 +1,7 @@
 """Read what another machine sent with this command: variables, and the state of a run for a view of its files.
 
 Pods have no access to the scheduler, and the run directory of the submitter has files that theirs lacks. The machine
-that asks for the view sends both: the job as the scheduler reports it, whether the run was canceled, its own events,
+that asks for the view sends both: the job as the scheduler reports it, whether the run was cancelled, its own events,
 and its small documents. They are in one file (launch/node/view.py), which is replaced while the view lasts.
 """
 

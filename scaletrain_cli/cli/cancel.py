@@ -44,7 +44,7 @@ def command(
 ) -> None:
     """Cancel a run. A running attempt saves a checkpoint first; `scaletrain resume` can continue the run later.
 
-    For a sweep, cancel every run that has not ended, after one confirmation. If one cannot be canceled, the others
+    For a sweep, cancel every run that has not ended, after one confirmation. If one cannot be cancelled, the others
     still are.
     """
     from scaletrain_cli.launch.cancel import cancel, require_cancel
@@ -81,19 +81,19 @@ def _done(status: RunStatus) -> str:
         gone = f"`scaletrain status {status.run_id}` shows when its pods are gone"  # their volume is not seen here
         return f"{status.run_id} was asked to save and stop; {gone}"
     if status.job.state == "queued":
-        return f"canceled {status.run_id}, which was queued; {kept}"
+        return f"cancelled {status.run_id}, which was queued; {kept}"
     if status.job.may_be_active:
         asked = "resumed and asked to save and stop" if status.job.state == "suspended" else "asked to save and stop"
         return (
             f"{status.run_id} was {asked}; now {kept}, and `scaletrain status {status.run_id}` shows the one it saves"
         )
-    return f"canceled {status.run_id}; {kept}"
+    return f"cancelled {status.run_id}; {kept}"
 
 
 _ENDS = {
     "finished": "has finished",
     "failed": "has failed",
-    "cancelled": "was already canceled",
+    "cancelled": "was already cancelled",
     "ended-idle": "was already ended, as it did nothing",
 }
 
@@ -101,7 +101,7 @@ _ENDS = {
 def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:
     """Cancel every active run of a sweep after one confirmation.
 
-    Raises SchedulerError, after canceling the others, if the scheduler rejected a run.
+    Raises SchedulerError, after cancelling the others, if the scheduler rejected a run.
     """
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.run_status import OVER
@@ -129,14 +129,14 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
         one = len(done.cancelled) == 1
         over = f"; {len(done.over)} had already ended" if done.over else ""
         say(
-            f"canceled {counted(len(done.cancelled), 'run')} of the sweep {sweep.name}{over}; "
+            f"cancelled {counted(len(done.cancelled), 'run')} of the sweep {sweep.name}{over}; "
             f"those that were running save a checkpoint and stop. `scaletrain resume {done.cancelled[0]}` continues "
             f"{'it' if one else 'the first of them'}."
         )
     if done.refused:
         problems = tuple(Problem(name, "", why) for name, why in done.refused)
         raise SchedulerError(
-            f"{counted(len(problems), 'run')} of the sweep {sweep.name} could not be canceled", problems
+            f"{counted(len(problems), 'run')} of the sweep {sweep.name} could not be cancelled", problems
         )
 
 

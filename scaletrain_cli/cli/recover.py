@@ -41,8 +41,9 @@ def command(
     """Resume runs whose jobs were lost, where their spec asks for it with restarts.lost.
 
     A job is lost if a node failed without a requeue, if another user or the site deleted it, or if its nodes did not
-    match the plan (code 5) as often as restarts.node allows. A run that you canceled is never resumed. The first resume
-    comes a minute after the loss, each further one after twice the time. Prints the ids of the runs that it resumes.
+    match the plan (code 5) as often as restarts.node allows. A run that you cancelled is never resumed. The first
+    resume comes a minute after the loss, each further one after twice the time. Prints the ids of the runs that it
+    resumes.
     """
     from scaletrain_cli.launch.recover import own_runs, recover_runs
     from scaletrain_cli.rundir.record import require_own_run

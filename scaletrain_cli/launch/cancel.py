@@ -1,6 +1,6 @@
 """`scaletrain cancel`: let the ranks of a run save and stop; with force, remove its remains on dead nodes.
 
-And wait for the end of a run that this process has submitted, which is canceled at a timeout.
+And wait for the end of a run that this process has submitted, which is cancelled at a timeout.
 """
 
 import time

@@ -160,7 +160,7 @@ def run_rehearsal(
     timeout_seconds: float,
     on_status: Callable[[RunStatus], None],
 ) -> RehearsalResult:
-    """Submit the job, wait for its end, and return the verdicts; a late job is canceled.
+    """Submit the job, wait for its end, and return the verdicts; a late job is cancelled.
 
     ``spec``: as the user wrote it, whose lines are named; ``small``: of the job (``rehearsal_spec``); ``plan``: of the
     job.

@@ -121,6 +121,8 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     job = _ask(run, record, last, scheduler) if job is None else job
     measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
     state = _state(run, record, job, last)
+    saved, events = newest_checkpoint_step(run, record.spec), read_events(run)
+    unsaved = 0 if state == "finished" or record.spec.code.own_program else measured.get("step", 0) - (saved or 0)
     files_seen = not is_elsewhere(run, record)
     nodes = read_node_records(run, last.number) if last is not None and last.ended is None else ()
     return RunStatus(
@@ -135,8 +137,8 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         loss=measured.get("loss"),
         validation_loss=measured.get("validation_loss"),
         tokens_per_second=measured.get("tokens_per_second"),
-        last_checkpoint_step=newest_checkpoint_step(run, record.spec),
-        steps_lost_total=steps_lost(read_events(run)),
+        last_checkpoint_step=saved,
+        steps_lost_total=steps_lost(events) + (max(0, unsaved) if _is_between_attempts(events) else 0),
         restarts=max(0, len(attempts) - 1),
         nodes=job.nodes or (last.nodes if last else ()),
         agent_pids=tuple(node.agent_pid for node in nodes if node.ended is None),
@@ -163,6 +165,12 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         files_seen=files_seen,
         branch_of=record.branch_of,
     )
+
+
+def _is_between_attempts(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether an attempt has ended and none has begun to train since: the next records what is lost."""
+    names = (event["event"] for event in reversed(events))
+    return next((name for name in names if name in ("started", "resumed", "attempt-ended")), "") == "attempt-ended"
 
 
 def _by_source(measured: Mapping[str, Any], prefix: str) -> dict[str, float]:

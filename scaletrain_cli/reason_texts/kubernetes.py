@@ -325,7 +325,7 @@ TEXTS: Texts = {
     "request-lost": "never submitted: the API server did not answer, and has no {job}",
     "other-job-active": "{job}, another job of this run, is active",
     # A job that ends or has ended.
-    "cancelled": "canceled",
+    "cancelled": "cancelled",
     "workload-gone": "the workload no longer exists",
     "deleting": "being deleted",
     "jobset-deleting": "its JobSet is being deleted",
@@ -473,7 +473,7 @@ TEXTS: Texts = {
         "scaletrain resume {run} continues it; pods that find the run finished end at once",
     ),
     "ended-finished": "the job has finished",
-    "ended-cancelled": ("the job was canceled", _RESUME),
+    "ended-cancelled": ("the job was cancelled", _RESUME),
     "ended-refused-spec": (
         "the job ended with exit code {exit_code}: it cannot run with this spec",
         _LOGS,

@@ -25,5 +25,5 @@ TEXTS: Texts = {
     "supervisor-exists": "{run} already has a supervisor",
     "supervisor-failed": "the supervisor cannot continue: {error}. No attempt follows; correct that, then `scaletrain "
     "resume`",
-    "supervisor-stopped": "the supervisor was stopped; `scaletrain resume` continues the run",
+    "supervisor-stopped": "the supervisor was stopped",
 }

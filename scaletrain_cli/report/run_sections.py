@@ -132,7 +132,7 @@ def _verdict(run: Mapping[str, Any]) -> str:
     """Return the state of the run in one or two sentences."""
     status, findings = run["status"], run["diagnosis"]["findings"]
     rollbacks = sum(mark["kind"] == "rollback" for mark in run["marks"])
-    state = {"finished": "Finished", "failed": "Failed", "cancelled": "Canceled", "ended-idle": "Ended idle"}.get(
+    state = {"finished": "Finished", "failed": "Failed", "cancelled": "Cancelled", "ended-idle": "Ended idle"}.get(
         status["state"], status["state"].capitalize()
     )
     attempts = f" in {counted(len(run['attempts']), 'attempt')}" if run["attempts"] else ""

@@ -104,7 +104,7 @@ class RunDir:
 
     @property
     def is_cancelled(self) -> bool:
-        """Return True if the run was canceled, by the command or by a stop file, or continues in another place."""
+        """Return True if the run was cancelled, by the command or by a stop file, or continues in another place."""
         if self.stop_file.exists() or self.manual_stop_file.exists() or self.superseded_file.exists():
             return True
         return (known := sent_run(self.path)) is not None and known.is_cancelled

@@ -385,7 +385,7 @@ def require_changeable(run: RunDir, purpose: str) -> None:
 def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
     """Raise UsageError if this user may not or cannot stop the run. Call it before signaling a process or a job."""
     require_own_run(run, trust_owner=trust_owner, remedy="Ask that user to cancel it")
-    require_changeable(run, f"{run.run_id} cannot be canceled")
+    require_changeable(run, f"{run.run_id} cannot be cancelled")
 
 
 def is_elsewhere(run: RunDir, record: RunRecord) -> bool:

@@ -157,7 +157,7 @@ def test_a_cancelled_run_keeps_its_state_and_can_be_resumed() -> None:
     assert "asked to save and stop" in scaletrain("cancel", "r1").err
     waited = ended()
     assert (waited.code, waited.data["state"]) == (ExitCode.PREEMPTED, "cancelled")
-    assert "was already canceled. Nothing was done." in scaletrain("cancel", "r1").err
+    assert "was already cancelled. Nothing was done." in scaletrain("cancel", "r1").err
     resumed = scaletrain("resume", "r1")
     assert (resumed.code, resumed.out) == (0, "r1\n"), resumed.err
     assert "cancelled" in resumed.err
@@ -270,7 +270,7 @@ def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     assert scaletrain("status", "s", "--wait", "0.1s").code == 124
     cancelled = scaletrain("cancel", "s", "--yes")
     assert (cancelled.code, cancelled.out) == (0, ""), cancelled.err
-    assert "canceled 3 runs of the sweep s" in cancelled.err
+    assert "cancelled 3 runs of the sweep s" in cancelled.err
     waited = scaletrain("status", "s", "--wait", "1h", "--json")
     assert (waited.code, waited.data["states"]) == (ExitCode.PREEMPTED, {"cancelled": 3})
     again = scaletrain("cancel", "s", "--yes")

@@ -194,11 +194,13 @@ def test_ranks_that_stopped_on_a_signal_saved_what_is_on_disk(make_run: MakeRun)
     unsaved = attempt_outcome(made.run, made.record.spec, number, cancelled=False)
     assert (unsaved.reason, unsaved.message) == (
         "preempted",
-        "preempted; the ranks stopped before there was a checkpoint",
+        "the ranks stopped before there was a checkpoint",
     )
     save(made.run.checkpoints, 4)
     saved = attempt_outcome(made.run, made.record.spec, number, cancelled=False)
-    assert saved.message == "preempted; the ranks stopped, and the latest checkpoint is at step 4"
+    assert saved.message == "the ranks stopped, and the latest checkpoint is at step 4"
+    stopped = attempt_outcome(made.run, made.record.spec, number, cancelled=True)
+    assert stopped.message == "cancelled; the ranks stopped, and the latest checkpoint is at step 4"
 
 
 def test_the_exit_code_of_a_program_counts_after_its_last_step(make_run: MakeRun) -> None:

@@ -60,7 +60,7 @@ NOT_LOST = {
     "it crashed too often": ("crash", decided("launch.stop-budget-used-up"), GONE),
     "a retry cannot help": ("nan", decided("launch.stop-no-retry"), GONE),
     "no progress": ("node", decided("launch.stop-no-progress"), GONE),
-    "the user canceled the requeued job": (
+    "the user cancelled the requeued job": (
         "preempted",
         decided("launch.restart-unlimited", requeue=True),
         replace(GONE, cause="cancelled"),
@@ -88,7 +88,7 @@ def test_a_run_is_lost(make_run: MakeRun, case: str) -> None:
     made = ended(make_run(), reason, decision)
     assert why_lost(made.run, made.record, job, SLURM) is not None
     touch(made.run.stop_file)
-    assert why_lost(made.run, made.record, job, SLURM) is None, "a run that was canceled is never lost"
+    assert why_lost(made.run, made.record, job, SLURM) is None, "a run that was cancelled is never lost"
 
 
 @pytest.mark.parametrize("case", NOT_LOST)

@@ -48,7 +48,7 @@ def planned(*overrides: str) -> tuple[RunSpec, RunPlan]:
 
 
 def ended_run(*overrides: str, name: str = "mine") -> MadeRun:
-    """Return a run with a real plan that trained to step 10 and was canceled."""
+    """Return a run with a real plan that trained to step 10 and was cancelled."""
     created = create_run(*planned(*overrides), name)
     made = MadeRun(created.run, created.record)
     submit_run(made.run, made.record, Cluster())

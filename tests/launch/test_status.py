@@ -13,7 +13,7 @@ from scaletrain_cli.launch.resume import inspect_resume
 from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.reasons import recorded
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -197,6 +197,21 @@ def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) ->
     assert json.loads(json.dumps(found.to_json()))["schema"] == "scaletrain.status/v1"
 
 
+def test_steps_since_the_checkpoint_are_lost_from_the_end_of_an_attempt_on(made: MadeRun) -> None:
+    record_event(made.run, "started", step=0)
+    append_line(made.run.metrics, {"step": 9, "loss": 2.5})
+    commit(made, 6)
+    begin(made)
+    assert status(made, "running").steps_lost_total == 0
+    attempt(made, 1, "crash")
+    record_event(made.run, "attempt-ended", attempt=2, reason="crash")
+    assert status(made, "ended").steps_lost_total == 3
+    begin(made)
+    assert status(made, "running").steps_lost_total == 3, "before the next attempt has recorded them"
+    record_event(made.run, "resumed", step=6, lost_steps=3)
+    assert status(made, "running").steps_lost_total == 3
+
+
 VISION = "model={family: resnet, embedding_size: 8, hidden_sizes: [8], depths: [1], layer_type: basic}"
 
 
@@ -270,3 +285,11 @@ def test_status_contains_the_measurements(made: MadeRun) -> None:
     write_measured(made.run, Measured(1, 2, 2, "cpu", 0, (StageFigures(0, figures),)))
     answer = json.loads(json.dumps(status(made, "running").to_json()))["measured"]
     assert answer["stages"][0]["gradients"] == {"planned": 100, "measured": 100, "difference": 0.0}
+
+
+def test_a_stopped_run_says_once_how_it_goes_on(made: MadeRun) -> None:
+    begin(made)
+    outcome = Outcome(75, "preempted", recorded("the ranks stopped"))
+    decision = Decision.because(False, 75, Reason("local.supervisor-stopped"), left_to_scheduler=True)
+    end_attempt(made.run, made.record.spec, 1, outcome, decision)
+    assert status(made, "ended").why.count("`scaletrain resume` continues the run") == 1

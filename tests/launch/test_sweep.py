@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 
 class Queue(CountingScheduler):
-    """A back end that accepts jobs up to a limit; a canceled job is removed."""
+    """A back end that accepts jobs up to a limit; a cancelled job is removed."""
 
     def __init__(self, room: int = 100, refusal: SchedulerError | None = None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_a_submitted_run_that_cannot_be_cancelled_is_named(monkeypatch: pytest.M
         raise SchedulerError("no.")
 
     monkeypatch.setattr(queue, "cancel", refuse)
-    with pytest.raises(SchedulerError, match="could not be canceled again: s-seed-1"):
+    with pytest.raises(SchedulerError, match="could not be cancelled again: s-seed-1"):
         submit_sweep("s", points(queue, 1, 2), cap=2)
 
 

@@ -1,4 +1,4 @@
-"""The status and the cancellation of a sweep: one damaged run, or one that cannot be canceled, hides no other."""
+"""The status and the cancellation of a sweep: one damaged run, or one that cannot be cancelled, hides no other."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ from tests.launch.test_submit import CountingScheduler
 
 
 class Queue(CountingScheduler):
-    """Runs are queued until they are canceled; those in ``refused`` cannot be canceled."""
+    """Runs are queued until they are cancelled; those in ``refused`` cannot be cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ def test_runs_that_have_not_ended_are_canceled_the_last_first(runs: list[MadeRun
 def test_a_run_that_cannot_be_canceled_stops_no_other_and_sets_the_exit_code(runs: list[MadeRun], queue: Queue) -> None:
     queue.refused = ["s-3"]
     reported = scaletrain("cancel", "s", "--yes", code=ExitCode.SCHEDULER)
-    assert "1 run of the sweep s could not be canceled" in reported.err
+    assert "1 run of the sweep s could not be cancelled" in reported.err
     assert "s-3: was started on another host" in reported.err
     assert queue.cancelled == ["s-4", "s-2", "s-1"]
     queue.refused = ()
     again = scaletrain("cancel", "s", "--yes", code=ExitCode.DONE)
-    assert "canceled 1 run of the sweep s; 3 had already ended" in again.err
+    assert "cancelled 1 run of the sweep s; 3 had already ended" in again.err
 
 
 def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> None:

@@ -1,4 +1,4 @@
-"""A sweep as one job array on a real Slurm: each task is a run that is followed, canceled and resumed on its own."""
+"""A sweep as one job array on a real Slurm: each task is a run that is followed, cancelled and resumed on its own."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_task_is_requeued_canceled_and_resumed_on_its_own(site: Site) -> None:
     site.trains(RUNS[2])
     assert site.status(RUNS[1])["attempt"] == 1
     site.scaletrain("cancel", RUNS[3], "--yes")
-    site.wait(RUNS[3], lambda now: now["state"] == "cancelled", "a task that waits is canceled")
+    site.wait(RUNS[3], lambda now: now["state"] == "cancelled", "a task that waits is cancelled")
     site.cancel(RUNS[1])
     site.trains(RUNS[0], attempt=2)
     assert site.status(RUNS[2])["state"] == "running"
@@ -64,7 +64,7 @@ def test_a_task_is_requeued_canceled_and_resumed_on_its_own(site: Site) -> None:
     site.trains(RUNS[3])
     site.scaletrain("cancel", "sweep", "--yes")
     for name in RUNS:
-        site.wait(name, lambda now: now["state"] == "cancelled", "the sweep is canceled")
+        site.wait(name, lambda now: now["state"] == "cancelled", "the sweep is cancelled")
         site.nothing_is_lost(name)
 
 

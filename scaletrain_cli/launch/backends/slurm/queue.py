@@ -191,7 +191,7 @@ def _forgotten_job(job_id: str, accounted: str) -> Job:
 
 
 def cancelled_by_another(job_id: str) -> bool:
-    """Return whether the accounting names another user than this one as the one who canceled the job."""
+    """Return whether the accounting names another user than this one as the one who cancelled the job."""
     state, _, user = _accounted_states([job_id]).get(job_id, "").partition(" by ")
     return state == "CANCELLED" and user.strip().isdigit() and int(user) != os.geteuid()
 

@@ -213,7 +213,7 @@ def test_a_cancelled_run_gets_its_grace_period_and_is_active_while_it_has_pods(m
     assert made.run.is_cancelled
     assert made.events("cancelled")
     job = scheduler.job(made.run, made.record)
-    assert (job.state, "canceled" in job.detail) == ("ending", True)
+    assert (job.state, "cancelled" in job.detail) == ("ending", True)
     assert inspect_resume(made.run).active
     scheduler.cancel(made.run, made.record)  # a second cancel sends no second SIGTERM
     assert len(api.deletions) == 1

@@ -203,7 +203,7 @@ def test_a_job_in_deletion_has_not_ended_until_its_pods_are_deleted() -> None:
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
     saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     assert judged(jobset(metadata=mark), saving).state == "ending"
-    assert judged(jobset(metadata=mark), saving).detail == "canceled; 1 pod saving and exiting"
+    assert judged(jobset(metadata=mark), saving).detail == "cancelled; 1 pod saving and exiting"
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z"}
     assert judged(jobset(metadata=mark), saving).detail.startswith("being deleted")
     assert judged(None, saving).state == "ending"  # two gangs must never run at once
@@ -359,7 +359,7 @@ def test_pods_on_an_unreachable_node_are_not_reported_as_saving_or_pulling() -> 
     late = {"deletionTimestamp": "2026-11-21T12:10:00Z"}
     gang = (pod(NAME, 0, node="n1", metadata=dict(late)), pod(NAME, 1, node="n2", metadata=dict(late)))
     silence = "node n2 does not report, 1 pod on it may be lost"
-    assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"canceled; 1 pod saving and exiting; {silence}"
+    assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"cancelled; 1 pod saving and exiting; {silence}"
     assert judged(jobset(restarts=1), *gang, nodes=nodes).detail == (
         f"1 pod of the previous gang exiting; {silence}; restart 1"
     )

@@ -309,7 +309,7 @@ def test_a_cancelled_trainjob_is_deleted_and_its_pods_keep_their_grace_period(ma
     assert not api.all("trainingruntimes")
     assert not api.all("configmaps")
     found = job(made)
-    assert (found.state, found.detail) == ("ending", "canceled; 1 pod saving and exiting")
+    assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and exiting")
     assert saving["metadata"]["deletionTimestamp"], "the kubelet sends SIGTERM; the pod is not killed"
     api.objects.clear()
     assert run_status(made.run).state == "cancelled"

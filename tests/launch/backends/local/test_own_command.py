@@ -90,7 +90,7 @@ def test_a_shell_script_gets_its_words_and_its_child_has_the_grace_period_to_sav
     preempt(run, 2)
     first = ended(run)
     assert (first.exit_code, first.reason) == (75, "preempted")
-    assert first.message == "preempted; the programs of code.command ended within the grace period"
+    assert first.message == "the programs of code.command ended within the grace period"
     assert sorted(path.name for path in run.path.glob("saved-*")) == ["saved-0", "saved-1"]
     assert "never reached" not in "".join(logs(run, 1))
     assert ended(run, 2).reason == "done"

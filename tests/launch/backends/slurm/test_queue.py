@@ -332,7 +332,7 @@ def test_a_job_that_slurm_does_not_list_has_the_state_of_the_accounting(
     (controller.folder / "accounted").write_text("100|CANCELLED by 1000\n")
     found = run_status(made.run)
     assert found.state == "cancelled"
-    assert "its job was canceled" in found.why
+    assert "its job was cancelled" in found.why
     (controller.folder / "accounted").write_text("100|FAILED|93:0\n")
     found = run_status(made.run)
     assert found.state == "failed"
