@@ -106,7 +106,7 @@ def _loosen_model(kind: str, model: dict[str, Any]) -> None:
     }
     properties["hf_config"] = {
         "type": "string",
-        "description": "Hugging Face config.json, relative to this file, or hf://org/name@revision; other keys of this "
+        "description": "Hugging Face config.json, or hf://org/name@revision; other keys of this "
         "section take precedence",
     }
     del model["required"]

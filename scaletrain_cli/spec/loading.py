@@ -129,7 +129,10 @@ def load_cluster(name: str | None = None) -> ClusterSpec | None:
 def parse_spec(
     text: str, *, file: str, base_dir: Path, overrides: Sequence[str] = (), cluster: Cluster | None = None
 ) -> RunSpec:
-    """Parse and validate the text of a run spec; ``file`` is the name in errors. Raises SpecError."""
+    """Parse and validate the text of a run spec; ``file`` is the name in errors. Raises SpecError.
+
+    ``base_dir``: the folder of the file, to find out that a path was meant relative to it.
+    """
     source = Source(file)
     # An empty top-level key counts as missing; so do empty sections further down (see Section).
     raw = {key: value for key, value in parse_yaml(text, source).items() if value is not None}
@@ -420,7 +423,11 @@ def _config_beside(weights: str, environment: Mapping[str, str]) -> Path:
 def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> Path:
     """Return the path of the config.json, fetched to the cache if it is on the hub. Raises SourceError."""
     if not is_reference(given):
-        return base_dir / given
+        beside = base_dir / given
+        if not os.path.exists(expand_home(given)) and os.path.exists(beside):
+            found = f"is not in the current folder, to which every path of a spec is relative, but at {beside}"
+            raise SourceError(found, f"Write {beside}, or run the command in {base_dir}.")
+        return expand_home(given)
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.spec.hub_files import read_hub_config
 

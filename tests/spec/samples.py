@@ -1,6 +1,7 @@
 """Sample specs, and functions that load them or return their problems. No tests here."""
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,8 +43,13 @@ def schema_validator() -> jsonschema.Draft202012Validator:
 
 
 def load(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> RunSpec:
-    """Return the spec in ``text``, which errors call run.yaml."""
-    return parse_spec(text, file="run.yaml", base_dir=base_dir, overrides=overrides)
+    """Return the spec in ``text``, which errors call run.yaml, as read in ``base_dir``."""
+    before = Path.cwd()
+    os.chdir(base_dir)
+    try:
+        return parse_spec(text, file="run.yaml", base_dir=base_dir, overrides=overrides)
+    finally:
+        os.chdir(before)
 
 
 def error(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> SpecError:

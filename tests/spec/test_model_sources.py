@@ -5,7 +5,7 @@ import pytest
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
-from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec import ModelSpec, parse_spec
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches, to_hugging_face
 from scaletrain_cli.spec.presets import presets
 from tests.plan.specs import model_of
@@ -387,20 +387,36 @@ def test_weights_alone_supply_dimensions_and_tokenizer(tmp_path: Path, monkeypat
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 256}
     Path("w/config.json").write_text(json.dumps(config))
-    without_tokenizer = problem(SPEC, "model={weights: w}", "data={source: rows.jsonl}")
+    without_tokenizer = problem(SPEC, "model={weights: w}", "data={source: rows.jsonl}", base_dir=Path())
     assert "data.tokenizer: is required: w has no tokenizer.json. Give the tokenizer of these" in without_tokenizer
     Path("w/tokenizer.json").write_text("{}")
-    spec = load(SPEC, "model={weights: w}", "data={source: rows.jsonl}")
+    spec = load(SPEC, "model={weights: w}", "data={source: rows.jsonl}", base_dir=Path())
     assert (spec.transformer.hidden_size, spec.transformer.seq_len) == (32, 256)
     assert spec.data.tokenizer.path == "w/tokenizer.json"
     stated = "data={source: rows.jsonl, tokenizer: {tokenizer_class: PreTrainedTokenizerFast}}"
-    with_class = load(SPEC, "model={weights: w}", stated).data.tokenizer
+    with_class = load(SPEC, "model={weights: w}", stated, base_dir=Path()).data.tokenizer
     assert (with_class.path, with_class.tokenizer_class) == ("w/tokenizer.json", "PreTrainedTokenizerFast")
     assert (
-        load(SPEC, "model={weights: w}", "data={source: a, tokenizer: {vocab_size: 512}}").data.tokenizer.path is None
+        load(
+            SPEC, "model={weights: w}", "data={source: a, tokenizer: {vocab_size: 512}}", base_dir=Path()
+        ).data.tokenizer.path
+        is None
     )
-    with_dimensions = load(SPEC, "model.weights=w")
+    with_dimensions = load(SPEC, "model.weights=w", base_dir=Path())
     assert with_dimensions.transformer.hidden_size != 32, "dimensions of the spec are used"
-    said = problem(SPEC, "model={weights: none}")
+    said = problem(SPEC, "model={weights: none}", base_dir=Path())
     assert "model.weights = none: has no dimensions of the model: its config.json cannot be read" in said
     assert "Set model.hf_config" in said
+
+
+def test_a_config_json_beside_the_spec_and_not_in_the_current_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((FIXTURES / "llama/config.json").read_text())
+    text = f"{START}model: {{hf_config: config.json}}\n"
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text, file="run.yaml", base_dir=tmp_path)
+    said = str(caught.value)
+    assert (
+        f"is not in the current folder, to which every path of a spec is relative, but at {tmp_path}/config.json"
+        in said
+    )
+    assert f"Write {tmp_path}/config.json" in said
