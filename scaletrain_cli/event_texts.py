@@ -208,6 +208,7 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
     "finding": _finding,
     "finding-cleared": "after {seconds:seconds}, at step {step}: {text}",
     "unreachable": "node {node} does not reach the first node, {address} port {port}: {error}",
+    "start-waits": "{text}",
     "hang": lambda event: f"{event.get('message') or 'no progress'} (attempt {event['attempt']})",
     "corruption": "{message} (attempt {attempt})",
     "idle": (

@@ -114,8 +114,8 @@ def _unknown(status: RunStatus) -> Finding:
 
 def _running(run: RunDir, status: RunStatus) -> Finding:
     evidence = [_scheduler_reports(status), *_progress(run, status), *_shared_cores(run, status.attempt)]
-    if status.straggler is not None:
-        evidence.append(Evidence.because("events.jsonl", status.straggler))
+    known = (status.starting, status.straggler)
+    evidence += [Evidence.because("events.jsonl", reason) for reason in known if reason is not None]
     if (unreached := _unreachable(run, status.attempt)) is not None:
         evidence.append(Evidence.because("events.jsonl", unreached))
         return Finding.because("communication", unreached, tuple(evidence), needs_action=True)

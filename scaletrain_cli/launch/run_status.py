@@ -54,6 +54,7 @@ class RunStatus:
     goodput: Goodput | None  # the shares of the time over all attempts
     straggler: Reason | None = None  # the rank that is slower than the others
     idle: Reason | None = None  # that the run does nothing, and when it is ended for that
+    starting: Reason | None = None  # what an attempt waits for that has begun no step for long
     sweep: SweepPlace | None = None  # the sweep that the run is a point of
     source_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of several sources, by name
     source_validation_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -80,9 +81,8 @@ class RunStatus:
         measured = None if self.measured is None else self.measured.to_json()
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
         plain |= {"why": self.why, **self.reason.to_document()} | ({} if self.step_seen else {"step": None})
-        slow = self.straggler
-        plain |= {"straggler": str(slow or ""), "straggler_reason": None if slow is None else slow.to_document()}
-        plain |= {"idle": str(self.idle or ""), "idle_reason": None if self.idle is None else self.idle.to_document()}
+        for key in ("straggler", "idle", "starting"):
+            plain |= {key: str(plain[key] or ""), f"{key}_reason": plain[key] and plain[key].to_document()}
         plain["job"] = {"state": self.job.state, "detail": self.job.detail, **self.job.why.to_document()}
         goodput = None if self.goodput is None else self.goodput.to_json()
         sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)

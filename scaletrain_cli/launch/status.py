@@ -24,7 +24,7 @@ from scaletrain_cli.launch.job import Job, job_from
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.run_status import DAMAGED, OVER, RunState, RunStatus
 from scaletrain_cli.launch.submission import open_request, read_submission
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import reporting_damage
 from scaletrain_cli.rundir.evaluations import measures_in
 from scaletrain_cli.rundir.goodput import (
@@ -149,6 +149,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         goodput=run_goodput(run),
         straggler=_straggler(run),
         idle=idle_notice(run, time.time()) if job.may_be_active else None,
+        starting=_starting(events) if job.may_be_active else None,
         sweep=read_sweep_place(run),
         source_losses=_by_source(measured, "loss/"),
         source_validation_losses=_by_source(measured, "validation_loss/"),
@@ -423,6 +424,13 @@ def _straggler(run: RunDir) -> Reason | None:
             params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
             return Reason("launch.straggler", params) if None not in params.values() else None
     return None
+
+
+def _starting(events: Sequence[Mapping[str, Any]]) -> Reason | None:
+    """Return what the start of the running attempt waits for, if that was recorded and still holds."""
+    over = ("started", "resumed", "attempt-ended", "submitted", "stopped")
+    newest = next((event for event in reversed(events) if event["event"] in ("start-waits", *over)), None)
+    return reason_from(newest) if newest is not None and newest["event"] == "start-waits" else None
 
 
 def idle_notice(run: RunDir, now: float) -> Reason | None:

@@ -8,6 +8,11 @@ TEXTS: Texts = {
     "aborted": "rank {rank} ended with {signal}; the end of {log} has the cause",
     "disk-full": "rank {rank} failed and {folder} has no space left: {error}",
     "hung": "no progress for {silent_seconds:seconds}, or on another node. Stacks: {stacks}",
+    # What a start waits for.
+    "start-waits": "no step yet; on {node} in the phase {phase} for {seconds:seconds}: rank {ranks:list}; ended as "
+    "hung after {limit:seconds} of it",
+    "start-waits-for-nodes": "no step yet; {joined} of {of} node agents have started, without {absent:list}; on {node} "
+    "in the phase {phase} for {seconds:seconds}: rank {ranks:list}; ended as hung after {limit:seconds} of it",
     # A command beside the ranks.
     "exec-no-attempt": (
         "no attempt of {run} runs on node {node_rank} now: it is starting, or between two attempts",

@@ -86,6 +86,7 @@ def show_status(view: RunView) -> None:
         ("why", status.why if status.state not in ("finished", "running") else ""),
         ("last", measures_text(status)),
         ("sources", sources_text(status)),
+        ("start", str(status.starting or "")),
         ("idle", str(status.idle or "")),
         ("slow", str(status.straggler or "")),
         ("memory", "" if status.measured is None else memory_text(status.measured)),

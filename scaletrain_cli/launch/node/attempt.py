@@ -47,6 +47,7 @@ from scaletrain_cli.launch.node.record import (
     read_node_records,
     write_node_record,
 )
+from scaletrain_cli.launch.node.start_watch import StartWatch
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry, measures_gpus
 from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
@@ -148,6 +149,8 @@ def run_node(options: AgentOptions) -> int:
         write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
         stopped = StoppedProcesses(stopped_seconds(record.spec))
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
+        if not own:
+            watch.start = StartWatch(run, options, node.node, record.spec.cluster.nodes)
         if options.node_rank == 0:
             watch.observer = Observer(run, options.attempt, notifies=bool(record.spec.notify))
             if record.spec.checkpoint.mirror.to is not None:

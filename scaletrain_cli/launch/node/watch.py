@@ -32,6 +32,7 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced, read_node_records
+from scaletrain_cli.launch.node.start_watch import StartWatch
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
@@ -170,6 +171,7 @@ class Watch:
     mirror: MirrorProcess | None = field(default=None, init=False)
     telemetry: NodeTelemetry | None = field(default=None, init=False)
     idle: IdleWatch | None = field(default=None, init=False)
+    start: StartWatch | None = field(default=None, init=False)  # none for programs that may send no beats
     ended_idle: bool = field(default=False, init=False)
     own_pids: tuple[int, ...] = field(default=(), init=False)  # of further processes that are no ranks
 
@@ -242,6 +244,9 @@ class Watch:
             self._end_hung_ranks()
         elif is_announced(self.run, self.options.attempt, "failed"):
             self._end_remaining("another node failed")
+        elif self.start is not None:
+            with _logging_disk_errors("what the start waits for could not be recorded"):
+                self.start.look(beats, time.monotonic())
 
     def _stopped_rank(self) -> int | None:
         """Return a rank that a signal has stopped: it makes no progress, even within its announced time limit."""

@@ -118,6 +118,7 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
         ("measured", parts),
         ("planned", planned_parts_text(plan) if is_beside else ""),
         ("slow", str(status.straggler or "")),
+        ("start", str(status.starting or "")),
         ("idle", str(status.idle or "")),
         ("memory", memory),
         ("GPU", gpu_text(hardware) if hardware is not None else ""),

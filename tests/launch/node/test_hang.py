@@ -12,18 +12,23 @@ from typing import Any, cast
 
 import pytest
 
-from scaletrain_cli.launch.attempts import attempt_outcome
+from scaletrain_cli.event_texts import event_sentence
+from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.node import processes
 from scaletrain_cli.launch.node.heartbeats import Channel, LastBeat, hung_rank
 from scaletrain_cli.launch.node.ranks import LocalRanks
-from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.node.record import NodeRecord, read_node_records, write_node_record
+from scaletrain_cli.launch.node.start_watch import StartWatch
 from scaletrain_cli.launch.node.watch import Watch
 from scaletrain_cli.launch.restart import conclude_attempt
+from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.worker.failures import read_failures
 from scaletrain_cli.worker.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
 from tests.launch.conftest import LOCAL, MakeRun, StartAgent, is_running, signalled_at_its_start
+from tests.launch.test_resume import Cluster
 from tests.waiting import wait_until
 
 
@@ -219,6 +224,39 @@ def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
     assert outcome.reason == "hang"
     assert "in step 0 does not respond: stopped by a signal (state T) (phase: start)" in outcome.message
+
+
+def test_a_start_that_takes_long_says_which_ranks_and_nodes_it_waits_for(make_run: MakeRun) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpu=h100-sxm-80gb")
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+    write_node_record(made.run, 1, NodeRecord("node-0000-n0", "n0", 0, 1, 1, 0.0))
+    options: Any = SimpleNamespace(node_rank=0, attempt=1)
+    watch, cluster = StartWatch(made.run, options, "node-0000-n0", 2), Cluster()
+    cluster.state = "running"
+    imports, connect = LastBeat(0, "imports", 900.0, 0.0), LastBeat(0, "connect", 1500.0, 5.0)
+
+    def said() -> list[tuple[str, list[int], int]]:
+        found = [event["params"] for event in made.events("start-waits")]
+        return [(params["phase"], params["ranks"], params["seconds"]) for params in found]
+
+    for now in (59.0, 60.0, 61.0, 119.0, 120.0):
+        watch.look({0: connect, 1: imports}, now)
+    assert said() == [("imports", [1], 60), ("imports", [1], 120)]
+    assert "1 of 2 node agents have started, without n1;" in str(run_status(made.run, cluster).starting)
+    write_node_record(made.run, 1, NodeRecord("node-0001-n1", "n1", 1, 1, 1, 0.0))
+    for now in (130.0, 189.0, 190.0):
+        watch.look({0: connect, 1: LastBeat(0, "connect", 1500.0, 130.0)}, now)
+    assert said()[2:] == [("connect", [0, 1], 125)], "of the rank that waits longest"
+    said_last = event_sentence(made.events("start-waits")[-1])
+    assert said_last.startswith("no step yet; on node-0000-n0 in the phase connect for 2 min 5 s: rank 0, 1; ended as")
+    options.node_rank = 1
+    other = StartWatch(made.run, options, "node-0001-n1", 2)
+    other.look({2: LastBeat(0, "connect", 1500.0, 0.0)}, 100.0)
+    assert len(said()) == 3, "it waits for another node, which says why"
+    record_event(made.run, "started", step=0)
+    watch.look({0: LastBeat(1, "step", 30.0, 0.0)}, 1e6)
+    watch.look({0: LastBeat(9, "set-up", 30.0, 0.0)}, 1e6)  # of a later stage
+    assert (len(said()), run_status(made.run, cluster).starting) == (3, None)
 
 
 def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun, forked_jobs: None) -> None:
