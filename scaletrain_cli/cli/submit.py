@@ -218,7 +218,7 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
 
     if output is None:  # a manifest may be for another machine
         require_writable(prepared.root, "no run can be submitted")
-    for warning in prepared.warnings:
+    for warning in (*prepared.warnings, *prepared.backend.notes(prepared.spec)):
         warn(sentences(warning))
     job = prepared.render()
     text = in_format(prepared.backend, job.whole_text, output) if output else job.whole_text
@@ -304,7 +304,7 @@ def submit_points(
         not_checked |= dict.fromkeys(require_external(point.spec, point.snapshot))
     require_writable(runs_root(), "no run can be submitted")
     if dry_run:
-        for warning in not_checked:
+        for warning in dict.fromkeys([*not_checked, *(note for one in planned for note in scheduler.notes(one.spec))]):
             warn(sentences(warning))
         runs = [point.new_record() for point in planned]
         whole = {"array": scheduler.render_array(sweep, runs, cap)} if array else {}

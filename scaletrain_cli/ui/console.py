@@ -17,10 +17,11 @@ from rich.text import Text
 
 from scaletrain_cli.errors import Problem, ScaletrainError
 from scaletrain_cli.event_texts import Event, event_sentence
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import bytes_text, visible
 
 _WIDEST = 120  # wider tables are hard to read
 _PIPED = 100
+_LONGEST_SHOWN, _SHOWN_OF_LONGER = 2000, 200  # characters of a line of a document, on a terminal
 _ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # one column wide each, so that tables stay aligned
 
 
@@ -42,8 +43,19 @@ def plain(text: str) -> str:
 
 
 def document(text: str) -> str:
-    """Return a document for stdout: unchanged for a file or pipe, escaped by visible() for a terminal."""
-    return visible(text) if sys.stdout.isatty() else text
+    """Return a document for stdout: unchanged for a file or pipe; for a terminal escaped by visible(), long lines cut.
+
+    A manifest has the record of the run and the code in lines of tens of kilobytes, between which the rest is lost.
+    """
+    if not sys.stdout.isatty():
+        return text
+    return "\n".join(map(_cut, visible(text).split("\n")))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    return f"{text[:_SHOWN_OF_LONGER]}... ({bytes_text(len(text))}; whole in a pipe or a file)"
 
 
 def escaped_text(text: str, style: str = "") -> Text:

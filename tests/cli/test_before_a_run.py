@@ -47,8 +47,11 @@ def test_a_kubernetes_spec_of_init_lacks_only_queue_and_image() -> None:
     assert scaletrain("plan", "run.yaml").code == 0
     refused = scaletrain("submit", "run.yaml", "--dry-run", code=ExitCode.USAGE)
     assert "cluster.kubernetes.image: is missing." in refused.err
-    text = Path("run.yaml").read_text().replace("# namespace: ml", "namespace: ml")
-    Path("run.yaml").write_text(text.replace("# queue:", "queue:").replace("# image:", "image:"))
+    text = Path("run.yaml").read_text().replace("# namespace: ml", "namespace: ml").replace("# image:", "image:")
+    Path("run.yaml").write_text(text)
+    alone = scaletrain("submit", "run.yaml", "--dry-run", "--set", "cluster.nodes=2", code=0)
+    assert "cluster.kubernetes.queue: without one nothing schedules 2 pods together." in alone.err
+    Path("run.yaml").write_text(text.replace("# queue:", "queue:"))
     assert "kueue.x-k8s.io/queue-name: team-a" in scaletrain("submit", "run.yaml", "--dry-run", code=0).out
 
 

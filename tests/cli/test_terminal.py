@@ -101,6 +101,16 @@ def test_a_document_is_unchanged_in_a_pipe_and_escaped_on_a_terminal(monkeypatch
     assert document("\x1b[31m") == "\\x1b[31m"
 
 
+def test_a_line_of_kilobytes_hides_no_other_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = f"data:\n  run.json: {'x' * 31_000}\n---\nkind: JobSet\n"
+    assert document(manifest) == manifest, "which kubectl applies"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    first, cut, *rest = document(manifest).split("\n")
+    assert (first, rest) == ("data:", ["---", "kind: JobSet", ""])
+    assert cut.startswith("  run.json: xxx")
+    assert cut.endswith("... (31.0 kB; whole in a pipe or a file)")
+
+
 def test_every_verb_prints_through_visible_or_document() -> None:
     wrong = []
     for path in sorted((PACKAGE / "cli").glob("*.py")):

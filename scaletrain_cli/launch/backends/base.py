@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -239,6 +239,10 @@ class Backend(ABC):
     @abstractmethod
     def render(self, run: RunDir, record: RunRecord) -> str:
         """Return the exact text that submit() would submit. It contains no secret, and nothing is written."""
+
+    def notes(self, spec: RunSpec) -> Iterable[Reason]:
+        """Return the warnings about a job that no request is needed for; a dry run shows them, preflight() has them."""
+        return ()
 
     @abstractmethod
     def submit(self, run: RunDir, record: RunRecord) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -39,7 +39,14 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import (
     update,
     withdraw_intent,
 )
-from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, has_archive, manifest, to_yaml
+from scaletrain_cli.launch.backends.kubernetes.manifest import (
+    Manifest,
+    documents_for,
+    has_archive,
+    manifest,
+    notes,
+    to_yaml,
+)
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import parse_id
 from scaletrain_cli.launch.backends.kubernetes.objects import (
@@ -68,7 +75,7 @@ from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import reason_from, recorded
+from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.bad_nodes import Exclusion
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -161,6 +168,9 @@ class KubernetesBackend(Backend):
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)
+
+    def notes(self, spec: RunSpec) -> Iterable[Reason]:
+        return notes(spec)
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         """Apply the objects and return the job id. Objects of an interrupted submission are kept."""
