@@ -37,18 +37,25 @@ help: ## List the targets
 
 setup: $(STAMP) ## Create .venv and install everything
 
+STEP = @printf '%(%T)T  %s\n' -1
+
 $(STAMP): pyproject.toml constraints.txt .ci/install_torch.sh .ci/s3_server.txt
-	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
+	$(STEP) 'set-up, 4 to 8 minutes. 1 of 4: pip in $(VENV), under a minute'
+	@[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
 	@# install_torch.sh asks pip for a dry run; an older pip downloads the whole wheel to answer one.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip>=24' hatchling
-	.ci/install_torch.sh $(BIN)/python $(TORCH)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip>=24' hatchling
+	$(STEP) '2 of 4: torch, 1 to 3 minutes; the CUDA build has several gigabytes'
+	@.ci/install_torch.sh $(BIN)/python $(TORCH)
+	$(STEP) '3 of 4: the other libraries and ScaleTrain, 2 to 4 minutes'
 	@# Not isolated: the build uses the hatchling of the constraints too.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt editables
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt editables
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	@# The S3 server of the tests needs libraries in other versions.
-	[[ -x $(VENV)/s3-server/bin/python ]] || $(PYTHON) -m venv $(VENV)/s3-server
-	$(VENV)/s3-server/bin/python -m pip install --quiet --requirement .ci/s3_server.txt
+	$(STEP) '4 of 4: an S3 server for the tests, under a minute'
+	@[[ -x $(VENV)/s3-server/bin/python ]] || $(PYTHON) -m venv $(VENV)/s3-server
+	@$(VENV)/s3-server/bin/python -m pip install --quiet --requirement .ci/s3_server.txt
 	@touch $@
+	$(STEP) 'set up'
 
 lock: setup ## Write constraints.txt anew, with the newest versions that pyproject.toml admits
 	$(BIN)/python .ci/lock.py '$(EXTRAS)'
