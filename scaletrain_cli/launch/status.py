@@ -123,6 +123,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     state = _state(run, record, job, last)
     saved, events = newest_checkpoint_step(run, record.spec), read_events(run)
     unsaved = 0 if state == "finished" or record.spec.code.own_program else measured.get("step", 0) - (saved or 0)
+    is_between = bool(_newest(events, "attempt-ended", "started", "resumed"))  # the next attempt records its steps lost
     files_seen = not is_elsewhere(run, record)
     nodes = read_node_records(run, last.number) if last is not None and last.ended is None else ()
     return RunStatus(
@@ -138,7 +139,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         validation_loss=measured.get("validation_loss"),
         tokens_per_second=measured.get("tokens_per_second"),
         last_checkpoint_step=saved,
-        steps_lost_total=steps_lost(events) + (max(0, unsaved) if _is_between_attempts(events) else 0),
+        steps_lost_total=steps_lost(events) + (max(0, unsaved) if is_between else 0),
         restarts=max(0, len(attempts) - 1),
         nodes=job.nodes or (last.nodes if last else ()),
         agent_pids=tuple(node.agent_pid for node in nodes if node.ended is None),
@@ -147,7 +148,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         job=job,
         measured=read_measured(run),
         goodput=run_goodput(run),
-        straggler=_straggler(run),
+        straggler=_straggler(events),
         idle=idle_notice(run, time.time()) if job.may_be_active else None,
         starting=_starting(events) if job.may_be_active else None,
         sweep=read_sweep_place(run),
@@ -168,10 +169,10 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     )
 
 
-def _is_between_attempts(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether an attempt has ended and none has begun to train since: the next records what is lost."""
-    names = (event["event"] for event in reversed(events))
-    return next((name for name in names if name in ("started", "resumed", "attempt-ended")), "") == "attempt-ended"
+def _newest(events: Sequence[Mapping[str, Any]], name: str, *others: str) -> Mapping[str, Any]:
+    """Return the newest event of this name, if none of the others is newer; else an empty one."""
+    newest = next((event for event in reversed(events) if event["event"] in (name, *others)), {})
+    return newest if newest.get("event") == name else {}
 
 
 def _by_source(measured: Mapping[str, Any], prefix: str) -> dict[str, float]:
@@ -415,34 +416,25 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
     return {**newest, **validation}
 
 
-def _straggler(run: RunDir) -> Reason | None:
+def _straggler(events: Sequence[Mapping[str, Any]]) -> Reason | None:
     """Return the straggler that the newest attempt has reported; None if it has recovered."""
-    for event in reversed(read_events(run)):
-        if event.get("event") in ("started", "resumed"):
-            break
-        if event.get("event") == "stragglers":
-            params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
-            return Reason("launch.straggler", params) if None not in params.values() else None
-    return None
+    event = _newest(events, "stragglers", "started", "resumed")
+    params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
+    return Reason("launch.straggler", params) if event and None not in params.values() else None
 
 
 def _starting(events: Sequence[Mapping[str, Any]]) -> Reason | None:
     """Return what the start of the running attempt waits for, if that was recorded and still holds."""
-    over = ("started", "resumed", "attempt-ended", "submitted", "stopped")
-    newest = next((event for event in reversed(events) if event["event"] in ("start-waits", *over)), None)
-    return reason_from(newest) if newest is not None and newest["event"] == "start-waits" else None
+    newest = _newest(events, "start-waits", "started", "resumed", "attempt-ended", "submitted", "stopped")
+    return reason_from(newest) if newest else None
 
 
 def idle_notice(run: RunDir, now: float) -> Reason | None:
     """Return that the running attempt does nothing, if that was announced and still holds. ``now``: Unix seconds."""
-    for event in reversed(read_events(run)):
-        if event["event"] in ("idle-over", "attempt-ended", "submitted", "stopped"):
-            break
-        if event["event"] == "idle":
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # the event has another form
-                passed = max(0.0, now - float(event["time"]))
-                left = max(0.0, float(event["ends_in_seconds"]) - passed)
-                params = {"seconds": float(event["seconds"]) + passed, "left": left, "what": event["measured"]}
-                return Reason("launch.idle", params | {"run": run.run_id, "timeout": float(event["timeout"])})
-            break
+    event = _newest(read_events(run), "idle", "idle-over", "attempt-ended", "submitted", "stopped")
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # there is none, or it has another form
+        passed = max(0.0, now - float(event["time"]))
+        left = max(0.0, float(event["ends_in_seconds"]) - passed)
+        params = {"seconds": float(event["seconds"]) + passed, "left": left, "what": event["measured"]}
+        return Reason("launch.idle", params | {"run": run.run_id, "timeout": float(event["timeout"])})
     return None

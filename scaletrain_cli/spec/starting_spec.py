@@ -251,7 +251,7 @@ def starting_spec(
         warmup = min(preset.warmup_steps, max(1, steps // 20))
         held = min(_MOST_VALIDATION, 15 * _EVALUATION_BATCHES / steps)
         more_data = f"  validation_split: {held:.1g}  # of the documents: about 15 evaluations' worth of tokens\n"
-        length = f"tokens: {_tokens(preset.tokens)}  # 20 per active parameter (arXiv:2203.15556), {steps:,} steps"
+        length = f"tokens: {preset.tokens / 1e9:g}B  # 20 per active parameter (arXiv:2203.15556), {steps:,} steps"
     if model is not None:
         longest = model.seq_len if data is None else min(model.seq_len, _LONGEST_ROWS)
         adapter = "  adapter: {name: lora, rank: 16, alpha: 32, targets: all-linear}  # of PEFT\n" if lora else ""
@@ -281,11 +281,6 @@ def starting_spec(
         checkpoint_every=20 if small else "auto",
     )
     return "".join(f"{_aligned(line)}\n" for line in filled.splitlines())
-
-
-def _tokens(tokens: float) -> str:
-    """Return a count that a spec takes: ``1.4T``, ``140B``, ``2.5B``."""
-    return f"{tokens / 1e12:g}T" if tokens >= 1e12 else f"{tokens / 1e9:g}B"
 
 
 def _rate(rate: float) -> str:

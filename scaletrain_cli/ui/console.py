@@ -49,13 +49,11 @@ def document(text: str) -> str:
     """
     if not sys.stdout.isatty():
         return text
-    return "\n".join(map(_cut, visible(text).split("\n")))
-
-
-def _cut(text: str) -> str:
-    if len(text) <= _LONGEST_SHOWN:
-        return text
-    return f"{text[:_SHOWN_OF_LONGER]}... ({bytes_text(len(text))}; whole in a pipe or a file)"
+    rest = "... ({size}; whole in a pipe or a file)"
+    return "\n".join(
+        each if len(each) <= _LONGEST_SHOWN else each[:_SHOWN_OF_LONGER] + rest.format(size=bytes_text(len(each)))
+        for each in visible(text).split("\n")
+    )
 
 
 def escaped_text(text: str, style: str = "") -> Text:

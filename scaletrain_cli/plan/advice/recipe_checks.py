@@ -11,7 +11,7 @@ LLaMA-Factory (examples/train_lora/llama3_lora_sft.yaml).
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -69,6 +69,11 @@ _SGD = ("sgd", "momentum")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
 
 
+def _noted(topic: str, value: str, note: str | None, ok: str, params: Mapping[str, object] | None = None) -> Sanity:
+    """Return a check: a note with the code ``note``, or without one that all is well, with the code ``ok``."""
+    return Sanity(topic, value, "note" if note else "ok", Reason(note or ok, params or {}))
+
+
 def check_fine_tuning(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     """Yield the checks of a language model that starts from weights, without its learning rate."""
     yield from _epochs(spec)
@@ -90,26 +95,22 @@ def check_rate(spec: RunSpec) -> Sanity:
     """Return the learning rate compared with published ones for the objective, the method and the size."""
     rate, large = spec.training.optimizer.lr, workload_of(spec.model).parameter_count(spec.model) > _LARGE_PARAMETERS
     usual = {"usual": _LARGE_RATE if large else _RATE}
-    if spec.training.optimizer.name in _SGD:
-        return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-sgd", usual))
     with_adapter = getattr(spec.model, "adapter", None) is not None
-    if spec.training.objective == "dpo":
+    if spec.training.optimizer.name in _SGD:
+        note, ok = "plan.fine-tuning-sgd", ""
+    elif spec.training.objective == "dpo":
         times = 10 if with_adapter else 1
-        most = _LARGE_HIGH_PREFERENCE_RATE if large else _HIGH_PREFERENCE_RATE
-        high = rate > times * most
+        high = rate > times * (_LARGE_HIGH_PREFERENCE_RATE if large else _HIGH_PREFERENCE_RATE)
         usual = {"usual": times * (_LARGE_PREFERENCE_RATE if large else _PREFERENCE_RATE)}
-        reason = Reason("plan.preference-rate-high" if high else "plan.preference-rate", usual)
-        return Sanity("learning rate", f"{rate:g}", "note" if high else "ok", reason)
-    if with_adapter:
+        note, ok = "plan.preference-rate-high" if high else "", "plan.preference-rate"
+    elif with_adapter:
         usual = {"usual": _LARGE_ADAPTER_RATE if large else _ADAPTER_RATE}
-        if rate < _LOW_ADAPTER_RATE:
-            return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.adapter-rate-low", usual))
-        if rate > _HIGH_ADAPTER_RATE:
-            return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.adapter-rate-high", usual))
-        return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.adapter-rate", usual))
-    if rate < (_LARGE_PRE_TRAINING_RATE if large else _PRE_TRAINING_RATE):
-        return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.fine-tuning-rate", usual))
-    return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-rate-high", usual))
+        high, low = rate > _HIGH_ADAPTER_RATE, rate < _LOW_ADAPTER_RATE
+        note, ok = "plan.adapter-rate-low" if low else "plan.adapter-rate-high" if high else "", "plan.adapter-rate"
+    else:
+        high = rate >= (_LARGE_PRE_TRAINING_RATE if large else _PRE_TRAINING_RATE)
+        note, ok = "plan.fine-tuning-rate-high" if high else "", "plan.fine-tuning-rate"
+    return _noted("learning rate", f"{rate:g}", note, ok, usual)
 
 
 def check_what_trains(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
@@ -119,10 +120,10 @@ def check_what_trains(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     share = size.trainable_parameters / size.parameters
     value = f"{size.trainable_parameters:,}, {100 * share:.2g} % of {size.parameters:,}"
     adapter = getattr(spec.model, "adapter", None)
-    if adapter is not None and set(adapter.targets) <= _ATTENTION:
-        yield Sanity("trained parameters", value, "note", Reason("plan.adapter-without-mlp"))
-    else:
-        yield Sanity("trained parameters", value, "ok", Reason("plan.trained-parameters"))
+    without_mlp = adapter is not None and set(adapter.targets) <= _ATTENTION
+    yield _noted(
+        "trained parameters", value, "plan.adapter-without-mlp" if without_mlp else None, "plan.trained-parameters"
+    )
 
 
 def _epochs(spec: RunSpec) -> Iterator[Sanity]:
@@ -137,10 +138,8 @@ def _epochs(spec: RunSpec) -> Iterator[Sanity]:
     if known.rows:
         value += f" of {spec.transformer.seq_len:,} tokens with {known.rows:,} rows"
     usual, many, most = _EPOCHS[objective]
-    above = epochs > most
-    if epochs < _FEWEST_EPOCHS:
-        usual = "plan.part-of-the-data"
-    yield Sanity("epochs", value, "note" if above else "ok", Reason(many if above else usual))
+    usual = usual if epochs >= _FEWEST_EPOCHS else "plan.part-of-the-data"
+    yield _noted("epochs", value, many if epochs > most else None, usual)
 
 
 def _fine_tuning_batch(spec: RunSpec) -> Iterator[Sanity]:
@@ -148,21 +147,16 @@ def _fine_tuning_batch(spec: RunSpec) -> Iterator[Sanity]:
     samples, objective = spec.training.global_batch_size, spec.training.objective
     if objective == "causal_lm":
         return
-    value = f"{samples:,} {spec.samples}"
-    pairs = objective == "dpo"
+    usual, large, small = (
+        ("plan.preference-batch", "plan.preference-batch-large", "plan.preference-batch-small")
+        if objective == "dpo"
+        else ("plan.fine-tuning-batch", "plan.fine-tuning-batch-large", "plan.fine-tuning-batch-small")
+    )
+    most, is_small = _MOST_SAMPLES, samples < _FEWEST_SAMPLES and spec.data.packing == "none"
     if getattr(spec.model, "adapter", None) is not None and objective == "sft":
-        large = samples > _MOST_SAMPLES_OF_ADAPTER
-        code = "plan.adapter-batch-large" if large else "plan.adapter-batch"
-        yield Sanity("fine-tuning batch", value, "note" if large else "ok", Reason(code))
-    elif samples > _MOST_SAMPLES:
-        code = "plan.preference-batch-large" if pairs else "plan.fine-tuning-batch-large"
-        yield Sanity("fine-tuning batch", value, "note", Reason(code))
-    elif samples < _FEWEST_SAMPLES and spec.data.packing == "none":
-        code = "plan.preference-batch-small" if pairs else "plan.fine-tuning-batch-small"
-        yield Sanity("fine-tuning batch", value, "note", Reason(code))
-    else:
-        code = "plan.preference-batch" if pairs else "plan.fine-tuning-batch"
-        yield Sanity("fine-tuning batch", value, "ok", Reason(code))
+        usual, large, most, is_small = "plan.adapter-batch", "plan.adapter-batch-large", _MOST_SAMPLES_OF_ADAPTER, False
+    note = large if samples > most else small if is_small else None
+    yield _noted("fine-tuning batch", f"{samples:,} {spec.samples}", note, usual)
 
 
 def _adapter(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
@@ -173,22 +167,18 @@ def _adapter(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     scale = adapter.alpha / adapter.rank
     if not adapter.rslora:
         value = f"alpha / rank = {adapter.alpha:g} / {adapter.rank}"
-        usual = _LEAST_SCALE <= scale <= _MOST_SCALE
-        code = "plan.adapter-scale" if usual else "plan.adapter-scale-unusual"
-        yield Sanity("adapter scale", value, "ok" if usual else "note", Reason(code))
+        unusual = None if _LEAST_SCALE <= scale <= _MOST_SCALE else "plan.adapter-scale-unusual"
+        yield _noted("adapter scale", value, unusual, "plan.adapter-scale")
     known = data_size(spec)
     if known is None or spec.training.objective == "dpo":  # a pair has one bit: which answer is preferred
         return
     stored, held = _BITS_PER_PARAMETER * size.trainable_parameters, _BITS_PER_TOKEN * known.tokens
     tokens = {"tokens": known.tokens, "parameters": size.trainable_parameters}
+    note = None
     if held > 2 * stored:
-        enough = 2 ** max(0, round(adapter.rank * held / stored) - 1).bit_length()
-        enough = min(enough, _HIGHEST_RANK)
-        more = Reason("plan.adapter-rank-low", {**tokens, "enough": enough})
-        most = Reason("plan.adapter-rank-highest", tokens)
-        yield Sanity("adapter rank", f"{adapter.rank}", "note", more if enough > adapter.rank else most)
-    else:
-        yield Sanity("adapter rank", f"{adapter.rank}", "ok", Reason("plan.adapter-rank", tokens))
+        tokens["enough"] = min(2 ** max(0, round(adapter.rank * held / stored) - 1).bit_length(), _HIGHEST_RANK)
+        note = "plan.adapter-rank-low" if tokens["enough"] > adapter.rank else "plan.adapter-rank-highest"
+    yield _noted("adapter rank", f"{adapter.rank}", note, "plan.adapter-rank", tokens)
 
 
 _LINEAR = ("sgd", "momentum")
@@ -380,13 +370,10 @@ def _warmup(spec: RunSpec) -> Sanity:
     steps, total = spec.training.schedule.warmup_steps, spec.total_steps
     share = steps / total
     value = f"{steps:,} steps, {100 * share:.2g} %"
-    if not steps:
-        return Sanity("warm-up", value, "note", Reason("plan.no-warm-up"))
     if share > _MOST_WARMUP:
         return Sanity("warm-up", value, "warning", Reason("plan.warm-up-most-of-the-run"))
-    if share > _LONG_WARMUP:
-        return Sanity("warm-up", value, "note", Reason("plan.long-warm-up"))
-    return Sanity("warm-up", value, "ok", Reason("plan.usual-warm-up"))
+    note = "plan.no-warm-up" if not steps else "plan.long-warm-up" if share > _LONG_WARMUP else None
+    return _noted("warm-up", value, note, "plan.usual-warm-up")
 
 
 def _router_balance(spec: RunSpec) -> Iterator[Sanity]:
@@ -436,14 +423,13 @@ def _precision(spec: RunSpec, device: Accelerator) -> Iterator[Sanity]:
     if precision not in device.flops:
         reason = Reason("plan.precision-emulated", {**named, "known": ", ".join(device.flops)})
         yield Sanity("precision", precision, "warning", reason)
-    elif precision == "fp16":
-        reason = Reason("plan.loss-scaling-or-bf16" if "bf16" in device.flops else "plan.loss-scaling", named)
-        yield Sanity("precision", precision, "note", reason)
-    elif precision == "fp32" and "bf16" in device.flops:
-        faster = device.flops["bf16"] / device.flops["fp32"]
-        yield Sanity("precision", precision, "note", Reason("plan.bf16-is-faster", {**named, "ratio": faster}))
-    else:
-        yield Sanity("precision", precision, "ok", Reason("plan.precision-supported", named))
+        return
+    note, has_bf16 = None, "bf16" in device.flops
+    if precision == "fp16":
+        note = "plan.loss-scaling-or-bf16" if has_bf16 else "plan.loss-scaling"
+    elif precision == "fp32" and has_bf16:
+        note, named = "plan.bf16-is-faster", {**named, "ratio": device.flops["bf16"] / device.flops["fp32"]}
+    yield _noted("precision", precision, note, "plan.precision-supported", named)
 
 
 def _dimensions(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[Sanity]:
