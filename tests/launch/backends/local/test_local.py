@@ -203,7 +203,7 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continu
     left = run_status(made.run, LOCAL)
     assert (left.state, exit_code_of(made.run, left)) == ("preempted", 75)
     report = resume(made.run, scheduler=LOCAL).report
-    assert "without reporting an exit status: preempted" in str(report.why_ended)
+    assert "without reporting an exit status: the ranks stopped, and the latest checkpoint" in str(report.why_ended)
     assert report.checkpoint is not None
     wait_for_end(made)
     assert [attempt.reason for attempt in attempts(made)] == ["preempted", "done"]
