@@ -171,7 +171,8 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
 
 def _newest(events: Sequence[Mapping[str, Any]], name: str, *others: str) -> Mapping[str, Any]:
     """Return the newest event of this name, if none of the others is newer; else an empty one."""
-    newest = next((event for event in reversed(events) if event["event"] in (name, *others)), {})
+    found = (event for event in reversed(events) if event["event"] in (name, *others))
+    newest: Mapping[str, Any] = next(found, {})
     return newest if newest.get("event") == name else {}
 
 

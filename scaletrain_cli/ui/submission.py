@@ -22,7 +22,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console, titled_table, warn
-from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
+from scaletrain_cli.ui.plan import headline, sanity_view, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
 
 
@@ -90,16 +90,18 @@ def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row
 
 
 def sweep_rows(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_once: int) -> list[Row]:
-    """Return the rows Jobs, Cost and Start of a sweep of which ``at_once`` runs may run concurrently."""
+    """Return the rows Jobs, Cost, Start and Recipe (warnings) of a sweep; ``at_once`` of its runs are concurrent."""
     cluster = points[0][0].cluster
     sizes = list(dict.fromkeys(size_text(spec.cluster) for spec, _ in points))
     each = f"{sizes[0]} each" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
     pace = "all at once" if at_once == len(points) else f"{at_once} at a time"
     first = "" if at_once == len(points) else " (first runs; the others start as these end)"
+    unusual = [*dict.fromkeys(check for _, plan in points for check in plan.sanity if check.verdict == "warning")]
     return [
         ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {each} {cluster.place}")),
         ("Cost", escaped_text(_cost_of_all(points, start, at_once))),
         ("Start", Text.assemble(start_view(start), first)),
+        *([("Recipe", sanity_view(unusual))] if unusual else []),
     ]
 
 

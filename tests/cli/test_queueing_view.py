@@ -111,3 +111,11 @@ def test_the_hourly_cost_of_a_sweep_is_that_of_its_concurrent_runs() -> None:
     assert rows["Jobs"] == "3 runs, 2 at a time, 1 node with 2 CPU processes each on this machine"
     assert rows["Cost"] == "$3,600 expected in total, $12.00 per hour"
     assert rows["Start"] == "unknown: no estimate (first runs; the others start as these end)"
+    high = Sanity("learning rate", "0.01", "warning", recorded("the recipe scales to 0.001"))
+    unusual = [(spec, dataclasses.replace(plan, sanity=(high,))) for spec, plan in points]
+    assert [label for label, _ in sweep_rows(unusual, Start(None, recorded("")), 2)] == [
+        "Jobs",
+        "Cost",
+        "Start",
+        "Recipe",
+    ]

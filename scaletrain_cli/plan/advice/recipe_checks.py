@@ -419,7 +419,7 @@ def _precision(spec: RunSpec, device: Accelerator) -> Iterator[Sanity]:
     precision = spec.training.precision
     if device.is_cpu:
         return
-    named = {"device": device.name, "precision": precision}
+    named: dict[str, object] = {"device": device.name, "precision": precision}
     if precision not in device.flops:
         reason = Reason("plan.precision-emulated", {**named, "known": ", ".join(device.flops)})
         yield Sanity("precision", precision, "warning", reason)
