@@ -123,6 +123,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     state = _state(run, record, job, last)
     saved, events = newest_checkpoint_step(run, record.spec), read_events(run)
     unsaved = 0 if state == "finished" or record.spec.code.own_program else measured.get("step", 0) - (saved or 0)
+    start = _newest(events, "start-waits", "started", "resumed", "attempt-ended", "submitted", "stopped")
     is_between = bool(_newest(events, "attempt-ended", "started", "resumed"))  # the next attempt records its steps lost
     files_seen = not is_elsewhere(run, record)
     nodes = read_node_records(run, last.number) if last is not None and last.ended is None else ()
@@ -150,7 +151,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         goodput=run_goodput(run),
         straggler=_straggler(events),
         idle=idle_notice(run, time.time()) if job.may_be_active else None,
-        starting=_starting(events) if job.may_be_active else None,
+        starting=reason_from(start) if start and job.may_be_active else None,
         sweep=read_sweep_place(run),
         source_losses=_by_source(measured, "loss/"),
         source_validation_losses=_by_source(measured, "validation_loss/"),
@@ -422,12 +423,6 @@ def _straggler(events: Sequence[Mapping[str, Any]]) -> Reason | None:
     event = _newest(events, "stragglers", "started", "resumed")
     params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
     return Reason("launch.straggler", params) if event and None not in params.values() else None
-
-
-def _starting(events: Sequence[Mapping[str, Any]]) -> Reason | None:
-    """Return what the start of the running attempt waits for, if that was recorded and still holds."""
-    newest = _newest(events, "start-waits", "started", "resumed", "attempt-ended", "submitted", "stopped")
-    return reason_from(newest) if newest else None
 
 
 def idle_notice(run: RunDir, now: float) -> Reason | None:

@@ -1,8 +1,6 @@
 """The live status line of a run on stderr; it is off if stderr is not a terminal."""
 
-import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -13,13 +11,11 @@ from scaletrain_cli.ui.console import event_line, line, stderr_console
 from scaletrain_cli.ui.status import measures_text
 from scaletrain_cli.ui.tables import steps_text
 
-_DRAW_EVERY_SECONDS = 0.25
-
 
 class StatusLine:
     """A context manager: ``update`` redraws the line, ``note_event`` prints a permanent line above it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._console = stderr_console()
         self._progress = Progress(
             TextColumn("{task.fields[state]}", markup=False),
@@ -27,14 +23,13 @@ class StatusLine:
             TextColumn("{task.fields[measures]}", markup=False),
             console=self._console,
             transient=True,
-            auto_refresh=False,  # 10 times a second over ssh, changed or not
+            auto_refresh=False,  # would redraw 10 times a second over ssh; callers look twice a second at most
             redirect_stdout=False,
             redirect_stderr=False,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("", total=None, state="starting", measures="")
-        self._clock, self._drawn = clock, -math.inf
-        self._shown: tuple[object, ...] = ()
+        self._shown: dict[str, Any] = {}
 
     def __enter__(self) -> "StatusLine":
         self._progress.start()
@@ -51,14 +46,11 @@ class StatusLine:
         self.show(state, status.step, status.total_steps, measures_text(status))
 
     def show(self, state: str, done: int, total: int, measures: str) -> None:
-        """Show a progress bar: ``done`` of ``total`` items; drawn 4 times a second at most, and only if it changed."""
-        now, shown = self._clock(), (state, done, total, measures)
-        if shown == self._shown or now - self._drawn < _DRAW_EVERY_SECONDS:
-            return
-        self._drawn, self._shown = now, shown
-        self._progress.update(
-            self._task, completed=done, total=total or None, state=state, measures=measures, refresh=True
-        )
+        """Show a progress bar: ``done`` of ``total`` items; drawn only if it changed."""
+        shown = {"completed": done, "total": total or None, "state": state, "measures": measures}
+        if shown != self._shown:
+            self._shown = shown
+            self._progress.update(self._task, refresh=True, **shown)
 
     def note_event(self, event: Mapping[str, Any]) -> None:
         """Print one event of the run above the status line."""
