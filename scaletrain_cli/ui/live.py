@@ -47,7 +47,7 @@ class StatusLine:
 
     def show(self, state: str, done: int, total: int, measures: str) -> None:
         """Show a progress bar: ``done`` of ``total`` items; drawn only if it changed."""
-        shown = {"completed": done, "total": total or None, "state": state, "measures": measures}
+        shown: dict[str, Any] = {"completed": done, "total": total or None, "state": state, "measures": measures}
         if shown != self._shown:
             self._shown = shown
             self._progress.update(self._task, refresh=True, **shown)
