@@ -74,7 +74,7 @@ _CLUSTERS: Texts = {
     "costs-more": "costs {by:usd} more",
     "no-cheaper": "no cheaper, and slower",
     "at-least": "{cause}, at least",
-    "cluster-cannot-win": "no layout is better, by a lower bound on the step time",
+    "cluster-cannot-win": "none of its layouts is better, each by a bound of its own, which is higher",
     "closest-cluster": "{takes}; {missed}",
     "sufficient-cluster": "{takes}",
     "scheduler-is-one-node": "cluster.scheduler = {scheduler} has only one node: use slurm to consider more",
