@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scaletrain_cli.plan.parameter import EngineTensor
-from scaletrain_cli.plan.parameters import block_tensors
+from scaletrain_cli.plan.parameters import block_tensors, end_tensors
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.hybrid import BlockParts, parts_of
+from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK, BlockParts, parts_of
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,6 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     Norms, biases of row-parallel layers, learned positions and the router are replicated on every tensor rank. If there
     are fewer key-value heads than tensor ranks, they are replicated too (Megatron-LM, arXiv:1909.08053, section 3).
     """
-    hidden = model.hidden_size
-    norm = hidden * (2 if model.has_norm_bias else 1)
 
     def of(parts: BlockParts) -> Block:
         return _block(model, parts, tensor_parallel, expert_parallel)
@@ -93,20 +91,19 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     if pattern:
         dense, block = pattern[0], next((each for each in pattern if each.experts), pattern[0])
     else:
-        dense = block = of(BlockParts(attention=True, mamba=False, mlp=True, experts=False))
-        if model.num_experts:
-            block = of(BlockParts(attention=True, mamba=False, mlp=False, experts=True))
-    table = -(-model.vocab_size // tensor_parallel) * hidden
-    positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0
+        dense = of(DENSE_BLOCK)
+        block = of(SPARSE_BLOCK) if model.num_experts else dense
+    opening, closing = end_tensors(model)
+    sizes = [each.on_rank(tensor_parallel, 1) for each in opening]
     return Architecture(
-        table=table,
-        embedding=table + positions + (norm if model.embedding_norm else 0),
+        table=sizes[0],
+        embedding=sum(sizes),
         block=block,
         dense_block=dense,
         layers=model.num_hidden_layers,
         dense_blocks=model.dense_blocks,
-        final_norm=norm,
-        head=0 if model.tie_word_embeddings else table,
+        final_norm=sum(each.elements for each in closing if not each.is_matrix),
+        head=sum(each.on_rank(tensor_parallel, 1) for each in closing if each.is_matrix),
         pattern=pattern,
     )
 
@@ -150,8 +147,7 @@ def mean_block_flops(model: ModelSpec) -> int:
 
 def attention_matrices(model: ModelSpec) -> list[EngineTensor]:
     """Return the matrices of the attention of one block."""
-    parts = BlockParts(attention=True, mamba=False, mlp=False, experts=False)
-    return [each for each in block_tensors(model, parts) if each.is_matrix and not each.name.startswith("mlp.")]
+    return [each for each in block_tensors(model, DENSE_BLOCK) if each.is_matrix and not each.name.startswith("mlp.")]
 
 
 def parameter_count(model: ModelSpec) -> int:

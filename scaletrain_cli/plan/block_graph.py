@@ -9,7 +9,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import block_attention_flops
+from scaletrain_cli.plan.parameter import EngineTensor
+from scaletrain_cli.plan.parameters import block_tensors
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK
 
 
 class Linear(NamedTuple):
@@ -106,76 +109,56 @@ class BlockGraph(NamedTuple):
 @lru_cache(maxsize=256)
 def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     """Return the layers of one block, by the names of the engine's modules; ``experts``: an MoE block."""
-    hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
-    keys = model.num_key_value_heads * model.head_dim
+    experts = experts and model.num_experts > 0 and not model.has_fused_qkv
+    found = block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK)
+    tensors = {each.name.removesuffix(".weight"): each for each in found}
+
+    def layers(*names: str) -> tuple[Linear, ...]:
+        """Return those of these layers that the block has."""
+        return tuple(_linear(model, name, tensors[name]) for name in names if name in tensors)
+
+    def layer(name: str) -> Linear | None:
+        return next(iter(layers(name)), None)
+
     if model.has_fused_qkv:
-        return BlockGraph(
-            attention_norm="ln_1",
-            branches=((Linear("attn.c_attn", hidden, queries + 2 * keys),),),
-            output=Linear("attn.c_proj", queries, hidden),
-            mlp_norm="ln_2",
-            mlp=(Linear("mlp.c_fc", hidden, model.intermediate_size),),
-            down=Linear("mlp.c_proj", model.intermediate_size, hidden),
-        )
-    branches: tuple[tuple[Linear, ...], ...]
+        (queries, output), (first, down) = layers("attn.c_attn", "attn.c_proj"), layers("mlp.c_fc", "mlp.c_proj")
+        return BlockGraph("ln_1", ((queries,),), output, "ln_2", (first,), down)
+    branches = tuple((each,) for each in layers(*(f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v"))))
     latent_norms: tuple[str, ...] = ()
     if model.kv_lora_rank:  # arXiv:2405.04434, section 2.1
-        turned, value = model.qk_rope_head_dim, model.value_head_dim
-        wide = model.num_attention_heads * model.qk_head_dim
-        query: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden, wide),)
-        if model.q_lora_rank:
-            query = (
-                Linear("self_attn.q_a_proj", hidden, model.q_lora_rank),
-                Linear("self_attn.q_b_proj", model.q_lora_rank, wide),
-            )
-        both = model.num_attention_heads * (model.head_dim + value)
-        latent = Linear("self_attn.kv_a_proj_with_mqa", hidden, model.kv_lora_rank + turned)
-        branches = (query, (latent, Linear("self_attn.kv_b_proj", model.kv_lora_rank, both)))
+        query = layers("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj")
+        branches = (query, layers("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"))
         latent_norms = ("self_attn.q_a_layernorm" if model.q_lora_rank else "", "self_attn.kv_a_layernorm")
-        queries = model.num_attention_heads * value
-    else:
-        sizes: tuple[tuple[str, int], ...] = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-        if model.fused_projections:
-            sizes = (("qkv_proj", queries + 2 * keys),)
-        branches = tuple((Linear(f"self_attn.{name}", hidden, size),) for name, size in sizes)
-    joined = ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",)
-
-    def mlp(prefix: str, inner: int) -> tuple[tuple[Linear, ...], Linear]:
-        first = tuple(Linear(f"{prefix}.{name}", hidden, inner) for name in joined)
-        if model.fused_projections:
-            first = (Linear(f"{prefix}.gate_up_proj", hidden, len(joined) * inner),)
-        return first, Linear(f"{prefix}.down_proj", inner, hidden)
-
     first_norm, after_attention, second_norm, after_mlp = {
         "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
         "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
         "pre_and_post": model.block_norms,
     }[model.norm_position]
-    start = (first_norm, branches, Linear("self_attn.o_proj", queries, hidden), second_norm)
-    norms = ("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else ()
-    sinks = "self_attn" if model.attention_sinks else ""
-    graph = BlockGraph(
-        *start,
-        *mlp("mlp", model.intermediate_size),
-        head_norms=norms,
-        sinks=sinks,
+    mlp = f"mlp.{model.shared_expert_name}" if experts else "mlp"
+    return BlockGraph(
+        first_norm,
+        branches,
+        *layers("self_attn.o_proj"),
+        second_norm,
+        mlp=layers(*(f"{mlp}.{name}_proj" for name in ("gate_up", "gate", "up"))),
+        down=layer(f"{mlp}.down_proj"),
+        router=layer("mlp.gate"),
+        routed=layers("mlp.experts.gate_up_proj"),
+        routed_down=layer("mlp.experts.down_proj"),
+        shared_gate=layer("mlp.shared_expert_gate"),
+        head_norms=("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else (),
         latent_norms=latent_norms,
         after_attention=after_attention,
         after_mlp=after_mlp,
+        sinks="self_attn" if model.attention_sinks else "",
     )
-    if not experts or not model.num_experts:
-        return graph
-    shared = model.shared_expert_intermediate_size
-    first, down = mlp(f"mlp.{model.shared_expert_name}", shared) if shared else ((), None)
-    inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
-    return graph._replace(
-        mlp=first,
-        down=down,
-        router=Linear("mlp.gate", hidden, model.num_experts),
-        routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
-        routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
-        shared_gate=Linear("mlp.shared_expert_gate", hidden, 1) if model.shared_expert_gate else None,
-    )
+
+
+def _linear(model: ModelSpec, name: str, tensor: EngineTensor) -> Linear:
+    """Return the layer whose weight, or the stack of whose experts, is ``tensor``; GPT-2's are [inputs, outputs]."""
+    rows, columns = tensor.rows, tensor.elements // max(tensor.experts, 1) // tensor.rows
+    inputs, outputs = (rows, columns) if model.has_fused_qkv else (columns, rows)
+    return Linear(name, inputs, outputs, min(model.num_experts_per_tok, tensor.experts) if tensor.experts else 1)
 
 
 class BackwardProducts(NamedTuple):

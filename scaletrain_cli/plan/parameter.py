@@ -59,8 +59,8 @@ class EngineTensor(NamedTuple):
 
     ``name``: within the block, or the whole name outside of blocks. ``elements``: in all; ``sharded``: the heads or
     channels of each part that tensor ranks shard, empty if each rank has the whole; ``experts``: the number of experts
-    stacked in it; ``rank``: of the adapter that it belongs to, 0 for the model's own. ``rows``: of a matrix;
-    ``shards_rows``: tensor ranks shard these.
+    stacked in it; ``rank``: of the adapter that it belongs to, 0 for the model's own. ``rows``: of a matrix, or of
+    that of one expert; ``shards_rows``: tensor ranks shard these.
     """
 
     name: str
@@ -111,7 +111,7 @@ def engine_tensors(parameters: Iterable[Parameter]) -> Iterator[tuple[EngineTens
             experts,
             first.is_matrix,
             _rank(first),
-            rows=first.shape[0],
+            rows=first.shape[0] * len(members) // max(experts, 1),
             shards_rows=dim == 0,
         )
         yield tensor, [parameter.name for parameter in members]

@@ -142,29 +142,42 @@ def _sharded_features(module: Adapted, weight: Parameter) -> str | None:
 @lru_cache(maxsize=256)
 def block_tensors(model: ModelSpec, parts: BlockParts) -> tuple[EngineTensor, ...]:
     """Return the tensors of a block that consists of ``parts``, without adapters. Takes no longer for more experts."""
-    path, count = "transformer.h.0" if model.has_fused_qkv else "model.layers.0", model.num_experts
-    found = (_gpt_block if model.has_fused_qkv else _llama_block)(model, path, 0, parts, 1)
+    count, block_of = model.num_experts, _gpt_block if model.has_fused_qkv else _llama_block
     return tuple(
         tensor._replace(elements=count * tensor.elements, experts=count) if tensor.experts else tensor
-        for tensor, _ in engine_tensors(found)
+        for tensor, _ in engine_tensors(block_of(model, "blocks.0", 0, parts, 1))
     )
 
 
+@lru_cache(maxsize=256)
+def end_tensors(model: ModelSpec) -> tuple[tuple[EngineTensor, ...], tuple[EngineTensor, ...]]:
+    """Return the tensors before and after the blocks, without adapters; the first is the token embedding."""
+    opening, closing = (tuple(tensor for tensor, _ in engine_tensors(part(model))) for part in (_opening, _closing))
+    return opening, closing
+
+
 def _parameters(model: ModelSpec) -> Iterator[Parameter]:
-    gpt, hidden = model.has_fused_qkv, model.hidden_size
-    outer, layers = ("transformer", "h") if gpt else ("model", "layers")
-    table = f"{outer}.wte.weight" if gpt else f"{outer}.embed_tokens.weight"
+    yield from _opening(model)
+    block_of, path = (_gpt_block, "transformer.h") if model.has_fused_qkv else (_llama_block, "model.layers")
+    for block in range(model.num_hidden_layers):
+        yield from block_of(model, f"{path}.{block}", block, model.parts(block), model.num_experts)
+    yield from _closing(model)
+
+
+def _opening(model: ModelSpec) -> Iterator[Parameter]:
+    outer, hidden = "transformer" if model.has_fused_qkv else "model", model.hidden_size
+    table = f"{outer}.wte.weight" if model.has_fused_qkv else f"{outer}.embed_tokens.weight"
     yield Parameter(table, (model.vocab_size, hidden), "embedding", None, 0, table)
     if model.positions == "learned":
         name = f"{outer}.wpe.weight"
         yield Parameter(name, (model.max_position_embeddings, hidden), "embedding", None, None, name)
     if model.embedding_norm:
         yield from _norm(model, f"{outer}.embed_norm", hidden, "embedding", None)
-    for block in range(model.num_hidden_layers):
-        path = f"{outer}.{layers}.{block}"
-        parts, experts = model.parts(block), model.num_experts
-        yield from (_gpt_block if gpt else _llama_block)(model, path, block, parts, experts)
-    yield from _norm(model, f"{outer}.ln_f" if gpt else f"{outer}.norm", hidden, "closing", None)
+
+
+def _closing(model: ModelSpec) -> Iterator[Parameter]:
+    hidden = model.hidden_size
+    yield from _norm(model, "transformer.ln_f" if model.has_fused_qkv else "model.norm", hidden, "closing", None)
     if not model.tie_word_embeddings:
         yield Parameter("lm_head.weight", (model.vocab_size, hidden), "closing", None, 0, "lm_head.weight")
 

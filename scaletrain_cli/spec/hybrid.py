@@ -27,6 +27,10 @@ class BlockParts(NamedTuple):
         return sum(self)
 
 
+DENSE_BLOCK = BlockParts(attention=True, mamba=False, mlp=True, experts=False)
+SPARSE_BLOCK = BlockParts(attention=True, mamba=False, mlp=False, experts=True)
+
+
 def parts_of(block_type: str) -> BlockParts:
     """Return the parts of a block type."""
     named = block_type.split("+")

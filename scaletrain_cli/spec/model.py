@@ -9,7 +9,7 @@ from scaletrain_cli.plugins import MODEL_FAMILIES
 from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
 from scaletrain_cli.spec.hub_paths import ModelPath
-from scaletrain_cli.spec.hybrid import BlockParts, BlockType, MambaSpec, parts_of
+from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK, BlockParts, BlockType, MambaSpec, parts_of
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
@@ -318,14 +318,13 @@ class ModelSpec(Section):
         """Return what block number ``block`` consists of."""
         if self.block_types:
             return parts_of(self.block_types[block % len(self.block_types)])
-        experts = self.has_experts(block)
-        return BlockParts(attention=True, mamba=False, mlp=not experts, experts=experts)
+        return SPARSE_BLOCK if self.has_experts(block) else DENSE_BLOCK
 
     def parts_between(self, first: int, count: int) -> tuple[tuple[BlockParts, int], ...]:
         """Return how many of ``count`` blocks from block ``first`` on consist of which parts."""
         if not self.block_types:
             dense = self.dense_blocks(first, count)
-            found = {BlockParts(True, False, True, False): dense, BlockParts(True, False, False, True): count - dense}
+            found = {DENSE_BLOCK: dense, SPARSE_BLOCK: count - dense}
         else:
             found, pattern = {}, self.block_types
             repeats, rest = divmod(count, len(pattern))

@@ -1,16 +1,18 @@
 """The parameter tensors of a rank by the optimizer's parameter groups, in the order of the engine's modules."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture, architecture, attention_matrices
+from scaletrain_cli.plan.architecture import architecture, attention_matrices
 from scaletrain_cli.plan.memory.states import quantized_bytes
-from scaletrain_cli.plan.parameters import block_tensors, model_parameters
+from scaletrain_cli.plan.parameter import EngineTensor
+from scaletrain_cli.plan.parameters import block_tensors, end_tensors, model_parameters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.hybrid import BlockParts
+from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK
 
 
 class Tensors(NamedTuple):
@@ -161,7 +163,7 @@ def stage_groups(
 
     ``tensor`` and ``expert``: degrees of parallelism. ``first``, ``last``: with what is before and after all blocks.
     """
-    opening, closing = _ends(model, architecture(model, tensor, expert), first=first, last=last)
+    opening, closing = _ends(model, tensor, first=first, last=last)
     parts = [(opening, 1), *_runs_of_blocks(model, tensor, expert, start, blocks), (closing, 1)]
     runs = [tuple((part[kind], times) for part, times in parts if times and part[kind]) for kind in range(4)]
     return tuple(SharedGroup(Group(found), experts=kind >= 2) for kind, found in enumerate(runs) if found)
@@ -182,7 +184,7 @@ def matrices_in_order(
 
     The last are none if the head is the embedding. Of a block of a hybrid model all matrices count as one.
     """
-    opening, closing = _ends(model, architecture(model, tensor, expert), first=True, last=True)
+    opening, closing = _ends(model, tensor, first=True, last=True)
     attention = () if model.block_types else tuple(each.on_rank(tensor, 1) for each in attention_matrices(model))
     runs = [
         (BlockMatrices(attention, (*part.matrices[len(attention) :], *part.experts)), times)
@@ -207,27 +209,23 @@ def _runs_of_blocks(model: ModelSpec, tensor: int, expert: int, start: int, bloc
     return found
 
 
-def _ends(model: ModelSpec, per_rank: Architecture, *, first: bool, last: bool) -> tuple[Tensors, Tensors]:
+def _ends(model: ModelSpec, tensor: int, *, first: bool, last: bool) -> tuple[Tensors, Tensors]:
     """Return the tensors before and after the blocks; with a tied head, the last stage has a copy of the embedding."""
-    opening = closing = Tensors()
-    norm = (model.hidden_size,) * (2 if model.has_norm_bias else 1)
-    if first:
-        positions = per_rank.embedding - per_rank.table - (sum(norm) if model.embedding_norm else 0)
-        opening = Tensors(
-            (per_rank.table, positions) if positions else (per_rank.table,), norm if model.embedding_norm else ()
-        )
-    elif last and model.tie_word_embeddings:
-        opening = Tensors((per_rank.table,))
-    if last:
-        closing = Tensors((per_rank.head,) if per_rank.head else (), norm)
-    return opening, closing
+    opening, closing = end_tensors(model)
+    if not first:
+        opening = opening[:1] if last and model.tie_word_embeddings else ()
+    return _by_kind(opening, tensor, 1), _by_kind(closing if last else (), tensor, 1)
 
 
 @lru_cache(maxsize=1024)
 def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
     """Return the tensors of one block, in the order of the engine's modules."""
+    return _by_kind(block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK), tensor, expert)
+
+
+def _by_kind(tensors: Iterable[EngineTensor], tensor: int, expert: int) -> Tensors:
     kinds: tuple[list[int], ...] = ([], [], [], [])
-    for each in block_tensors(model, BlockParts(attention=True, mamba=False, mlp=not experts, experts=experts)):
+    for each in tensors:
         apart = expert > 1 and each.experts > 0
         kinds[2 * apart + (not each.is_matrix)].append(each.on_rank(tensor, expert))
     return Tensors(*map(tuple, kinds))
