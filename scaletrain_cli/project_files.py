@@ -3,10 +3,20 @@
 An installed package has them in ``project/`` below this folder; a checkout has them beside it.
 """
 
+import json
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 FOLDERS = ("slurm", "k8s", "grafana")  # for the cluster side
 _PACKAGE = Path(__file__).parent
+
+
+@cache
+def packaged_data(name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of this package, such as ``plan/catalogue/hardware.json``. Do not change it."""
+    found: dict[str, Any] = json.loads((_PACKAGE / name).read_text(encoding="utf-8"))
+    return found
 
 
 def project_file(name: str) -> Path:
@@ -25,7 +35,6 @@ def checkout() -> Path | None:
 
 def _installed_from() -> Path | None:
     """Return the folder in direct_url.json, which pip writes beside a package that it installed from a folder."""
-    import json
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import unquote, urlsplit
 

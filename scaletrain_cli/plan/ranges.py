@@ -6,11 +6,8 @@ writes it: ``make bench-planner TRUTH=DIR ARGS=--write``. A figure whose framewo
 nobody has measured has no range. Measurements of the user replace the published ones.
 """
 
-import json
 import math
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.calibration import samples_length
@@ -18,6 +15,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Calibration, Cost, Durability, Layout, MeasuredError, Memory, Range, Ranges, Time
 from scaletrain_cli.plan.speed.kernels import generation
 from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.spec import RunSpec
 
 # Models with fewer parameters keep no GPU busy, and the host sets the pace: 12 layers of 512 channels, for example.
@@ -28,6 +26,7 @@ _LONG = 32_768
 _P90 = 1.2816
 _SMALL = 1e-9
 _HALVINGS = 60
+_ERRORS = "plan/catalogue/errors.json"
 ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3")
 
 
@@ -142,8 +141,8 @@ def plan_ranges(
 ) -> Ranges:
     """Return the ranges of a plan's figures. Days and dollars are in proportion to the seconds per step."""
     framework, regime, hardware = spec.planner.framework, regime_of(spec, layout), architecture_of(device)
-    timed = find_cell(_errors()["time"], framework, regime, hardware)
-    held = find_cell(_errors()["memory"], framework, regime, hardware)
+    timed = find_cell(packaged_data(_ERRORS)["time"], framework, regime, hardware)
+    held = find_cell(packaged_data(_ERRORS)["memory"], framework, regime, hardware)
     here = MeasuredError(False, framework, regime, hardware)
     found = Ranges(_described(here, timed), _described(here, held))
     if calibration is not None:
@@ -188,11 +187,5 @@ def _described(here: MeasuredError, cell: Cell | None) -> MeasuredError:
         p90=max(1.0, error.p90),
         n=cell.n,
         sources=cell.sources,
-        date=_errors()["date"],
+        date=packaged_data(_ERRORS)["date"],
     )
-
-
-@cache
-def _errors() -> dict[str, Any]:
-    text = files("scaletrain_cli.plan.catalogue").joinpath("errors.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))

@@ -1,20 +1,16 @@
 """Model presets, and the dimensions that follow from other dimensions."""
 
-import json
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.spec.extensions import base_family
 
 TOWERS = ("vision_config", "text_config")
 
 
-@cache
 def vision_presets() -> dict[str, dict[str, Any]]:
     """Return the published dimensions of vision networks by preset name."""
-    text = files("scaletrain_cli.spec").joinpath("vision_presets.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return packaged_data("spec/vision_presets.json")
 
 
 def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -51,17 +47,14 @@ class SourceError(ValueError):
         self.key, self.hint = key, hint
 
 
-@cache
 def presets() -> dict[str, dict[str, Any]]:
     """Return the published dimensions of transformers by preset name."""
-    text = files("scaletrain_cli.spec").joinpath("presets.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return packaged_data("spec/presets.json")
 
 
-@cache
 def hub_presets() -> dict[str, str]:
     """Return the names of presets by the names of models on the Hugging Face Hub that have these dimensions."""
-    return dict(json.loads(files("scaletrain_cli.spec").joinpath("hub_presets.json").read_text(encoding="utf-8")))
+    return packaged_data("spec/hub_presets.json")
 
 
 def derived_dimensions(given: dict[str, Any]) -> dict[str, Any]:

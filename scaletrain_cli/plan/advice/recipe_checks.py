@@ -9,12 +9,9 @@ artidoro/qlora, scripts), the defaults of TRL, and the Llama 3 examples of Axolo
 LLaMA-Factory (examples/train_lora/llama3_lora_sft.yaml).
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.result import Layout, ModelSize, Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.loading import complete
@@ -206,7 +204,7 @@ class Recipe:
 
 def published_recipe(preset: str | None) -> Recipe | None:
     """Return the published recipe of a preset, or None if its authors published none."""
-    row = _recipes().get(preset or "")
+    row = packaged_data("plan/catalogue/recipes.json")["recipes"].get(preset or "")
     return None if row is None else Recipe(**row)
 
 
@@ -305,12 +303,6 @@ def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
     verdict = "ok" if batch <= critical else "note" if batch <= _FAR * critical else "warning"
     reason = Reason("plan.critical-batch", {"tokens": batch, "times": 1 + batch / critical})
     yield Sanity("critical batch size", f"about {critical:.2g} tokens", verdict, reason)
-
-
-@cache
-def _recipes() -> dict[str, dict[str, Any]]:
-    text = files("scaletrain_cli.plan.catalogue").joinpath("recipes.json").read_text(encoding="utf-8")
-    return dict(json.loads(text)["recipes"])
 
 
 # Tensor cores work on tiles: 128 bytes of 16-bit numbers is the width at which A100 and later run at full rate

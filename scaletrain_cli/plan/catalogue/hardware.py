@@ -5,14 +5,13 @@ process. hardware.json documents the fields and cites a data sheet for each row.
 reach is in speed/kernels.py.
 """
 
-import json
 import re
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cached_property
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
@@ -139,10 +138,9 @@ def _slice_bytes(whole: int, gib: int) -> int:
     return min(whole, round(0.95 * gib * 2**30))
 
 
-@cache
 def _catalogue() -> dict[str, dict[str, Any]]:
-    text = files("scaletrain_cli.plan.catalogue").joinpath("hardware.json").read_text(encoding="utf-8")
-    return dict(json.loads(text)["gpus"])
+    found: dict[str, dict[str, Any]] = packaged_data("plan/catalogue/hardware.json")["gpus"]
+    return found
 
 
 def memory_bytes(cluster: ClusterSpec) -> int:

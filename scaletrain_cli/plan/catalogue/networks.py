@@ -6,19 +6,18 @@ ranks an all-gather or reduce-scatter sends (n - 1) / n of the buffer, an all-re
 doc/PERFORMANCE.md).
 """
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
 
+_CATALOGUE = "plan/catalogue/networks.json"
 # Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
 
@@ -118,7 +117,7 @@ class Link:
 
 def network_names() -> list[str]:
     """Return the names that ``cluster.network`` may take."""
-    return list(_catalogue()["networks"])
+    return list(packaged_data(_CATALOGUE)["networks"])
 
 
 def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
@@ -149,11 +148,11 @@ def _link(
 
     ``measured``: shares of all-reduce, all-gather and send, latency, and that of a message; None: not measured.
     """
-    row = _catalogue()["networks"].get(name)
+    row = packaged_data(_CATALOGUE)["networks"].get(name)
     if row is None:
         raise _unknown(name)
     reduce, gather, point, latency, message = measured
-    near = next(link for link in _catalogue()["inside"]["links"] if inside >= link["from"])
+    near = next(link for link in packaged_data(_CATALOGUE)["inside"]["links"] if inside >= link["from"])
     return Link(
         name=name,
         per_node=per_node,
@@ -191,12 +190,6 @@ def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
     index = next(i for i in range(1, len(points)) if at <= points[i][0])
     (x0, y0), (x1, y1) = points[index - 1], points[index]
     return float(y0 * (y1 / y0) ** ((at - x0) / (x1 - x0)))
-
-
-@cache
-def _catalogue() -> dict[str, Any]:
-    text = files("scaletrain_cli.plan.catalogue").joinpath("networks.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
 
 
 def _unknown(name: str) -> UsageError:

@@ -1,13 +1,11 @@
 """Prices per GPU hour: list prices with date and source (prices.json), and the one figure for ``auto``."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 
 
@@ -26,7 +24,7 @@ def catalogue_price(gpu: str, spot: bool) -> Quote | None:
     times the median ratio of spot to on-demand price over the offers that list both. Only few and expensive offers do,
     so the median of spot prices alone could exceed the on-demand price.
     """
-    row = _catalogue()["gpus"].get(gpu, {"on_demand": [], "spot": []})
+    row = packaged_data("plan/catalogue/prices.json")["gpus"].get(gpu, {"on_demand": [], "spot": []})
     on_demand, on_spot = (_Offers(row[market]) for market in ("on_demand", "spot"))
     if not spot:
         return on_demand.quote("on-demand")
@@ -67,9 +65,3 @@ class _Offers:
             return Quote(self.median, Reason("plan.price-single", params))
         params["highest"] = f"{self.usd[offers[-1]]:.2f} {offers[-1]}"
         return Quote(self.median, Reason("plan.price-median", {**params, "offers": len(offers)}))
-
-
-@cache
-def _catalogue() -> dict[str, Any]:
-    text = files("scaletrain_cli.plan.catalogue").joinpath("prices.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))

@@ -3,13 +3,12 @@
 The shares of a device's rates that kernels reach are in kernel_rates.json, by GPU generation, with sources.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.project_files import packaged_data
 
 # Tile sizes of a matrix product: divisors of the largest tile's rows and columns, and the share of the rate that such a
 # tile reaches. Smaller tiles read more bytes per FLOP (CUTLASS, "Efficient GEMM in CUDA"; order of magnitude).
@@ -222,8 +221,6 @@ def _rates_of(name: str) -> dict[str, Any]:
     return _generations()[generation(name)]
 
 
-@cache
 def _generations() -> dict[str, dict[str, Any]]:
-    text = files("scaletrain_cli.plan.speed").joinpath("kernel_rates.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)["generations"]
+    found: dict[str, dict[str, Any]] = packaged_data("plan/speed/kernel_rates.json")["generations"]
     return found
