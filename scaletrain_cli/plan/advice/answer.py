@@ -147,15 +147,28 @@ def answer(
             if error.plan is None:
                 raise
             plan, infeasible = error.plan, error
+    explanation = outcome = elastic = None
+    if explained:
+        from scaletrain_cli.plan.advice.explain import explain
+
+        explanation = explain(spec, plan)
+    if trace is not None and sizes:
+        from scaletrain_cli.plan.reliability.elastic import compare_on_trace
+
+        elastic = compare_on_trace(spec, sizes, trace)
+    elif trace is not None and infeasible is None:
+        from scaletrain_cli.plan.reliability.spot_trace import simulate
+
+        outcome = simulate(spec, plan, trace)
     return Answer(
         spec=spec,
         plan=plan,
         infeasible=infeasible,
         sizing=sizing,
-        explanation=_explained(spec, plan) if explained else None,
-        outcome=_replayed(spec, plan, trace) if trace is not None and infeasible is None and not sizes else None,
+        explanation=explanation,
+        outcome=outcome,
         sizes=sizes,
-        elastic=_compared_on_trace(spec, sizes, trace) if trace is not None and sizes else None,
+        elastic=elastic,
     )
 
 
@@ -166,12 +179,6 @@ def _sizes(spec: RunSpec, measurements: Measurements | None) -> tuple[NodeSize, 
     from scaletrain_cli.plan.reliability.node_sizes import plan_sizes
 
     return plan_sizes(spec, lambda one: plan_or_raise(one, measurements, compared=False))
-
-
-def _compared_on_trace(spec: RunSpec, sizes: tuple[NodeSize, ...], trace: SpotTrace) -> ElasticOutcome | None:
-    from scaletrain_cli.plan.reliability.elastic import compare_on_trace
-
-    return compare_on_trace(spec, sizes, trace)
 
 
 def _sized(spec: RunSpec, limits: Limits) -> Sizing:
@@ -185,15 +192,3 @@ def _sized(spec: RunSpec, limits: Limits) -> Sizing:
         budget_usd=limits.budget_usd,
         gpus=limits.gpus,
     )
-
-
-def _explained(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
-    from scaletrain_cli.plan.advice.explain import explain
-
-    return explain(spec, plan)
-
-
-def _replayed(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
-    from scaletrain_cli.plan.reliability.spot_trace import simulate
-
-    return simulate(spec, plan, trace)

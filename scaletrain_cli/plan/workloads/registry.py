@@ -14,20 +14,12 @@ def workload_of(model: AnyModel) -> Workload:
     """Return the workload object for this kind of model."""
     if isinstance(model, ModelSpec):
         return _TEXT
-    return _llava() if isinstance(model, LlavaSpec) else _vision()
+    return _vision(isinstance(model, LlavaSpec))
 
 
 @cache
-def _vision() -> Workload:
-    """Return the workload of vision networks, whose modules are imported only for them."""
-    from scaletrain_cli.plan.workloads.vision import VisionWorkload
+def _vision(is_llava: bool) -> Workload:
+    """Return the workload of LLaVA, or of vision networks, whose modules are imported only for them."""
+    from scaletrain_cli.plan.workloads.vision import LlavaWorkload, VisionWorkload
 
-    return VisionWorkload()
-
-
-@cache
-def _llava() -> Workload:
-    """Return the workload of LLaVA, whose modules are imported only for it."""
-    from scaletrain_cli.plan.workloads.vision import LlavaWorkload
-
-    return LlavaWorkload()
+    return LlavaWorkload() if is_llava else VisionWorkload()
