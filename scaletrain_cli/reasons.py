@@ -151,17 +151,13 @@ def text_of(reason: Reason) -> str:
     A code without a text, or without the parameters of its text, as in a record of another version, is shown with the
     parameters that it has.
     """
-    if not _is_known(reason.code):
+    table, _, key = reason.code.partition(".")
+    if key not in _table(table):
         return _unknown(reason)
     try:
         return formatted(entry_of(reason.code).text, reason.params)
     except _UNFIT:
         return _unknown(reason)
-
-
-def _is_known(code: str) -> bool:
-    table, _, key = code.partition(".")
-    return key in _table(table)
 
 
 def entry_of(code: str) -> Text:

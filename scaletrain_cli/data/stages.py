@@ -127,11 +127,6 @@ def stages_of_run(
     return recorded_stages(changes)
 
 
-def as_recorded(stages: Iterable[MixtureStage]) -> list[dict[str, Any]]:
-    """Return the stages as an event records them."""
-    return [{"first_sample": stage.first, "shares": stage.shares} for stage in stages]
-
-
 def _normalized(weights: Mapping[str, float]) -> dict[str, float]:
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items() if weight}

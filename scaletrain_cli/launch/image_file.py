@@ -56,11 +56,6 @@ class Image:
         """Return whether the base image is one of Python's own."""
         return self.base.startswith("python:")
 
-    @property
-    def uses_uv(self) -> bool:
-        """Return whether the user's files are installed with uv, into a virtual environment."""
-        return self.source.kind != "constraints" or not self.has_python
-
 
 def render(image: Image) -> str:
     """Return the Containerfile. It contains no secret, and no file of the build context but those that it names."""
@@ -102,7 +97,7 @@ def _system(image: Image) -> str:
 
 
 def _packages(image: Image) -> Iterator[str]:
-    if not image.uses_uv:
+    if image.source.kind == "constraints" and image.has_python:
         yield from _own_constraints(image)
         return
     python = "python" if image.has_python else "python3"

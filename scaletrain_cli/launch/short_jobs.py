@@ -167,7 +167,8 @@ def run_rehearsal(
     """
     began, folder = time.monotonic(), make_jobs_folder("rehearsals")
     data = prepare_data(small, root=folder)
-    made = create_run(small, plan, f"rehearsal-{_name(spec)}", root=folder)
+    name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in spec.name)[:64] or "run"
+    made = create_run(small, plan, f"rehearsal-{name}", root=folder)
     write_spec_lines(made.run, spec)  # what the rehearsal sets is not from --set
     data.record(made.run)
     submit_run(made.run, made.record, scheduler, preparation_tasks=data.tasks)
@@ -176,11 +177,6 @@ def run_rehearsal(
     measured = measure_rehearsal(made.run, found)
     kept = None if measured is None else keep_measurement(measured)
     return RehearsalResult(made.run, found, complete, time.monotonic() - began, kept)
-
-
-def _name(spec: RunSpec) -> str:
-    slug = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in spec.name)
-    return slug[:64] or "run"
 
 
 def result_of(run: RunDir, status: RunStatus, options: Options) -> tuple[Rehearsal, bool]:

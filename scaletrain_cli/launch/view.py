@@ -153,7 +153,9 @@ class ViewReader:
         self._job: Job | None = None
         self._asked = float("-inf")
         self._curves = _Paced(self._read_curves, 1.0, 0.01, cpu_clock)
-        self._nodes = _Paced(self._read_nodes, 2.0, 0.005, cpu_clock)
+        self._nodes = _Paced(
+            lambda: tuple(read_node_records(run, max(run.attempts(), default=0))), 2.0, 0.005, cpu_clock
+        )
         self._hardware = _Paced(lambda: read_hardware(run), 2.0, 0.005, cpu_clock)
         self._view = _Paced(self._read_view, 0.5, 0.01, cpu_clock)
 
@@ -167,9 +169,6 @@ class ViewReader:
     def nodes(self) -> tuple[NodeRecord, ...]:
         """Return the records of the nodes of the newest attempt."""
         return self._nodes.value(self._clock())
-
-    def _read_nodes(self) -> tuple[NodeRecord, ...]:
-        return tuple(read_node_records(self._run, max(self._run.attempts(), default=0)))
 
     def _read_curves(self) -> tuple[RunRecord, Case, Diagnosis]:
         record = read_record(self._run)

@@ -56,11 +56,6 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
     return (*[each] * (others - left), *[each + 1] * left, last)
 
 
-def blocks_by_number(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks on each stage, divided evenly; the first stages take the remainder."""
-    return tuple(layers // stages + (1 if index < layers % stages else 0) for index in range(stages))
-
-
 # In a pipeline with more stages only the first, second and last are sized: no published run has more, and a typing
 # error in a spec must not take minutes.
 MOST_STAGES = 64

@@ -85,7 +85,9 @@ def read_curves(path: Path, events: Sequence[Mapping[str, Any]], *, most_bins: i
     except FileNotFoundError:
         pass
     kept.sort(key=lambda row: row.step)
-    names = _names(kept)
+    few = kept[:: max(1, len(kept) // 2000)]
+    sources = sorted({key for row in few for key in row.values if key.startswith(_SOURCE_LOSS)})
+    names = [name for name in (*COLUMNS, *sources) if any(number_in(row.values.get(name)) is not None for row in few)]
     found = [validations[step] for step in sorted(validations)]
     return Curves(
         kept=_table(_latest(kept), names, most_bins),
@@ -176,13 +178,6 @@ def _validation(row: _Row) -> dict[str, Any]:
         },
         "measures": {key: number_in(value) for key, value in measures_in(row.values).items()},
     }
-
-
-def _names(rows: Sequence[_Row]) -> list[str]:
-    """Return the names of the columns that have a number in some row."""
-    few = rows[:: max(1, len(rows) // 2000)]
-    sources = sorted({key for row in few for key in row.values if key.startswith(_SOURCE_LOSS)})
-    return [name for name in (*COLUMNS, *sources) if any(number_in(row.values.get(name)) is not None for row in few)]
 
 
 def _latest(rows: Sequence[_Row]) -> list[_Row]:

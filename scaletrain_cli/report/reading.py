@@ -375,7 +375,9 @@ def compared_figures(view: RunView) -> list[Compared]:
     by_rank = {} if hardware is None else dict(hardware.step_parts)
     fullest = None if hardware is None or hardware.memory is None else hardware.memory.highest
     found = [*_memory(case, fullest), *_step(case, figures, by_rank), *_throughput(case, view.status)]
-    found += [*_cost(case, figures), *_checkpoints(case), *_goodput(case)]
+    goodput = None if case.goodput is None else case.goodput.share
+    found += [*_cost(case, figures), *_checkpoints(case)]
+    found.append(Compared("goodput", "goodput", "share", case.plan.durability.expected_goodput, goodput))
     return [each for each in found if each.planned is not None or each.measured is not None]
 
 
@@ -457,8 +459,3 @@ _SAVES: tuple[tuple[str, str, Unit], ...] = (
 def _median_of(saves: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = [float(value) for save in saves if isinstance(value := save.get(name), int | float)]
     return median(values) if values else None
-
-
-def _goodput(case: Case) -> Iterator[Compared]:
-    measured = None if case.goodput is None else case.goodput.share
-    yield Compared("goodput", "goodput", "share", case.plan.durability.expected_goodput, measured)

@@ -118,15 +118,10 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int, suspended: flo
     idle = sum(max(0.0, after.started - before.until) for before, after in itertools.pairwise(attempts))
     return Goodput(
         productive=seconds["step"] - redone,
-        data=seconds["data"],
-        save=seconds["save"],
-        restore=seconds["restore"],
-        evaluation=seconds["evaluation"],
-        rollback=seconds["rollback"],
         lost_work=redone + in_vain,
         idle=idle,
-        other=seconds["other"],
         suspended=suspended,
+        **{name: seconds[name] for name in ("data", "save", "restore", "evaluation", "rollback", "other")},
     )
 
 

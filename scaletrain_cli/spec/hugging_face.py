@@ -222,14 +222,8 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
             kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
     if window is None or set(kinds) == {"full_attention"}:
         return {"sliding_window": None, "layer_types": None, "rope_local_base_freq": None}
-    return {"sliding_window": window, "layer_types": shortest_pattern(kinds)}
-
-
-def shortest_pattern(kinds: list[str]) -> list[str] | None:
-    """Return the shortest list that gives ``kinds`` if it is repeated; None if every layer slides."""
-    if set(kinds) == {"sliding_attention"}:
-        return None
-    return shortest(kinds)
+    slides_everywhere = set(kinds) == {"sliding_attention"}
+    return {"sliding_window": window, "layer_types": None if slides_everywhere else shortest(kinds)}
 
 
 def _biases(config: dict[str, Any]) -> dict[str, Any]:

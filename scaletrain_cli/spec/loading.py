@@ -372,8 +372,11 @@ def complete(
     ignored = [] if ignored is None else ignored
     given = {key: value for key, value in model.items() if key != "hf_config"}
     if has_dimensions_of_weights(model):
+        weights = model["weights"]
         try:
-            given = merged(_of_config(_config_beside(model["weights"], environment), ignored), given)
+            is_on_hub = is_reference(weights)
+            path = _config_path(weights, Path(), environment) if is_on_hub else expand_home(weights) / "config.json"
+            given = merged(_of_config(path, ignored), given)
         except SourceError as error:
             raise SourceError(
                 f"has no dimensions of the model: its config.json {error}", _NO_DIMENSIONS, "weights"
@@ -413,11 +416,6 @@ def has_dimensions_of_weights(model: Mapping[str, Any]) -> bool:
     """Return True if a model section takes its dimensions from the config.json of its weights: it has no others."""
     others = {"hf_config", "preset", "family", "hidden_size", "num_hidden_layers"}
     return isinstance(model.get("weights"), str) and others.isdisjoint(model)
-
-
-def _config_beside(weights: str, environment: Mapping[str, str]) -> Path:
-    """Return the path of the config.json of weights, fetched if they are on the hub. Raises SourceError."""
-    return _config_path(weights, Path(), environment) if is_reference(weights) else expand_home(weights) / "config.json"
 
 
 def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> Path:

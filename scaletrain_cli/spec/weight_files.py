@@ -243,11 +243,6 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     return _FP8_BLOCK
 
 
-def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """Return the shape of the scales of a matrix; blocks at its end may be smaller."""
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=False))
-
-
 def untrained_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the beginnings of the names of layers that predict further tokens (DeepSeek-V3, section 2.2).
 
@@ -350,7 +345,9 @@ class WeightDifferences:
     def _of_scales(self, stored: str, shape: Shape) -> Iterator[Problem]:
         """Yield how the scales of a matrix in fp8 differ from its blocks."""
         name = scales_of(stored)
-        found, expected = self._files[name].shape, scales_shape(shape, self._block)
+        found = self._files[name].shape
+        # Blocks at the end of a matrix may be smaller.
+        expected = tuple(-(-size // each) for size, each in zip(shape, self._block, strict=False))
         if found != expected:
             rows, columns = self._block
             message = f"blocks of {rows} x {columns} have scales {list(expected)}."

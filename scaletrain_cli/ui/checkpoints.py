@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
@@ -80,9 +79,7 @@ class BytesLine:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def begin(self, name: str) -> None:

@@ -142,12 +142,9 @@ def _removed(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             ]
         )
         if rule["examples"]:
-            rows.append([_texts(counted(len(rule["examples"]), "example"), map(_example, rule["examples"]))])
+            texts = (_text(f"{e['place']} · measured {value_text(e['measured'])}", e["text"]) for e in rule["examples"])
+            rows.append([_texts(counted(len(rule["examples"]), "example"), texts)])
     yield table(["rule", "documents", "share", "limit", "measured: 10 %, median, 90 %"], rows, "lnnnl")
-
-
-def _example(example: Mapping[str, Any]) -> str:
-    return _text(f"{example['place']} · measured {value_text(example['measured'])}", example["text"])
 
 
 def _text(place: str, text: str) -> str:

@@ -1,7 +1,6 @@
 """The live status line of a run on stderr; it is off if stderr is not a terminal."""
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
@@ -35,9 +34,7 @@ class StatusLine:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def update(self, status: RunStatus) -> None:

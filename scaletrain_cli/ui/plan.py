@@ -18,7 +18,6 @@ from scaletrain_cli.plan.result import (
     Range,
     Rejection,
     RunPlan,
-    Sanity,
     TrainingStage,
 )
 from scaletrain_cli.reasons import Reason
@@ -211,13 +210,6 @@ def cost_text(plan: RunPlan) -> str:
     span = plan.ranges.expected_usd
     likely = f" ({span_text(span.p10, span.p90, dollars_text)})" if span else ""
     return f"{dollars_text(cost.expected_usd)}{likely} expected with interruptions; {price}"
-
-
-def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
-    """Return a bullet for each check: topic, figure, and message."""
-    return bullets(
-        (f"{check.topic} {check.value}: {check.message}.", _VERDICT_STYLES[check.verdict]) for check in checks
-    )
 
 
 def _interruptions(durability: Durability) -> str:

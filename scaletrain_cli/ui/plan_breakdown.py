@@ -73,7 +73,9 @@ def memory_view(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
     ]
     if rest < 0:
         lines.append(part_line("over capacity", bytes_text(-rest), "", "red"))
-    return Group(memory_total(plan), *_risk(memory), *lines, *_kinds(memory), *_stages(memory))
+    if text := risk_text(memory):
+        lines.insert(0, escaped_text(text, "yellow" if memory.verdict == "tight" else "dim"))
+    return Group(memory_total(plan), *lines, *_kinds(memory), *_stages(memory))
 
 
 def memory_total(plan: RunPlan) -> Text:
@@ -93,11 +95,6 @@ def risk_text(memory: Memory) -> str:
     if not memory.fits or chance < _SHOWN_PROBABILITY:
         return ""
     return f"probability of running out of memory: {percent_text(chance)}"
-
-
-def _risk(memory: Memory) -> Iterator[Text]:
-    if text := risk_text(memory):
-        yield escaped_text(text, "yellow" if memory.verdict == "tight" else "dim")
 
 
 def _kinds(memory: Memory) -> Iterator[Text]:

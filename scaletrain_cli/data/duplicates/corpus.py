@@ -33,7 +33,6 @@ import contextlib
 import os
 import struct
 from collections.abc import Iterator
-from types import TracebackType
 from typing import BinaryIO
 
 from scaletrain_cli.data.drafts import draft_of
@@ -79,9 +78,7 @@ class SectionWriter:
         self.begin(name, dtype, *rows.shape[1:])
         self.append(rows)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 table = json.dumps({"sections": self._sections, "facts": self.facts}, sort_keys=True).encode()

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from scaletrain_cli.data.drafts import new_owner, remove_drafts
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
@@ -75,9 +74,7 @@ class Claims:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from scaletrain_cli.data.drafts import own_drafts_as
@@ -106,9 +105,7 @@ class Workers(Generic[Job]):
     def __enter__(self) -> "Workers[Job]":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._pool is not None:
             if kind is not None:  # nobody waits for the jobs that run
                 for process in set(active_children()) - self._others:

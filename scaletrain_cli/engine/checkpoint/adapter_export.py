@@ -123,8 +123,3 @@ def write_peft(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
     create_file(written, config, public=True)
     save_file({name: values.contiguous() for name, values in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     (folder / WEIGHTS).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
-
-
-def tensors_bytes(tensors: dict[str, Tensor]) -> int:
-    """Return the bytes of tensors."""
-    return sum(values.numel() * values.element_size() for values in tensors.values())

@@ -32,7 +32,6 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
     Weights,
     exported_model,
     peft_files,
-    tensors_bytes,
     write_peft,
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
@@ -432,7 +431,7 @@ def export_adapter(
         write_peft(draft, json.dumps(config, indent=2) + "\n", tensors)
         _write_text(draft, {name: content for name, content in text.files.items() if name != _GENERATION})
     parameters = sum(values.numel() for values in tensors.values())
-    sizes = {"parameters": parameters, "bytes": tensors_bytes(tensors)}
+    sizes = {"parameters": parameters, "bytes": sum(values.nbytes for values in tensors.values())}
     return {"path": str(output), **sizes, "model_type": f"PEFT adapter of {model_type}"}
 
 

@@ -17,7 +17,6 @@ from scaletrain_cli.data.mixture import Mixture, Stage
 from scaletrain_cli.data.stages import (
     MIXTURE_EVENT,
     MixtureStage,
-    as_recorded,
     planned_stages,
     recorded_changes,
     recorded_stages,
@@ -209,7 +208,8 @@ def mixture_of_run(run: RunDir, record: RunRecord, sequences: Mapping[str, int],
         first = (first_batch - 1) * batch_size if changes else 0
         if changes or len(sequences) > 1:
             places = {"batch": 1 + first // batch_size, "first_sample": first, "revision": record.revision}
-            report_event(run, 0, MIXTURE_EVENT, **places, samples=samples, stages=as_recorded(planned))
+            stages = [{"first_sample": stage.first, "shares": stage.shares} for stage in planned]
+            report_event(run, 0, MIXTURE_EVENT, **places, samples=samples, stages=stages)
         changes.append((first, planned))
     # A resume before the first step may have planned other sources.
     first_planned = [stages for first, stages in changes if first == 0][-1]

@@ -124,8 +124,3 @@ def without_images(logits: Tensor, image_token: int) -> Tensor:
     if image_token < logits.shape[-1]:
         logits[..., image_token] = -math.inf
     return logits
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss), limited to the largest finite number."""
-    return math.exp(min(loss, 700.0))

@@ -25,7 +25,7 @@ from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
 from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
-from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
+from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
 from scaletrain_cli.hub.cache import HubSettings
@@ -262,7 +262,8 @@ def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Eva
     found = mean_loss(
         loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device
     )
-    metrics = {f"{task.name}/loss": found.mean, f"{task.name}/perplexity": perplexity(found.mean)}
+    perplexity = math.exp(min(found.mean, 700.0))  # a finite number
+    metrics = {f"{task.name}/loss": found.mean, f"{task.name}/perplexity": perplexity}
     return replace(evaluation, metrics={**evaluation.metrics, **metrics})
 
 

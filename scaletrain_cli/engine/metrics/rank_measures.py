@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,13 +110,11 @@ class RankMeasures:
             self._waits.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         if not self._enabled:
             return
         if self._waits is not None:
-            self._waits.__exit__(kind, error, trace)
+            self._waits.__exit__(kind, *details)
         if kind is None:  # else a GPU may have failed, whose events raise errors
             self._send()
         self._sender.send()

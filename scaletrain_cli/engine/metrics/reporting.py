@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,9 +57,7 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._writer.close()
         except OSError:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,9 +54,7 @@ class CollectiveWaits:
         Work.wait = timed_wait  # type: ignore[method-assign, assignment]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             Work.wait, self._before = self._before, None  # type: ignore[method-assign]
 

@@ -23,11 +23,6 @@ from scaletrain_cli.reasons import Reason
 Activation = Callable[[Tensor], Tensor]
 
 
-def activation_named(name: str) -> Activation:
-    """Return SiLU for ``silu``, and otherwise GELU with its approximation by tanh."""
-    return F.silu if name == "silu" else gelu_tanh
-
-
 def gelu_tanh(x: Tensor) -> Tensor:
     """Return GELU, approximated by tanh."""
     return F.gelu(x, approximate="tanh")

@@ -6,12 +6,13 @@ whose settings they have, in Hugging Face's files.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import AttentionSettings, KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.latent_attention import LatentAttention
-from scaletrain_cli.engine.model.linear import activation_named, gated
+from scaletrain_cli.engine.model.linear import Activation, gated, gelu_tanh
 from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.engine.model.norm import RMSNorm
 from scaletrain_cli.engine.model.rope import Tables, depends_on_longest, rotate, tables_of_layers
@@ -87,7 +88,8 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec, intermediate: int) -> None:
         super().__init__()
         hidden, bias = spec.hidden_size, spec.has_bias
-        self.fused, self.activation = spec.fused_projections, activation_named(spec.activation)
+        self.fused = spec.fused_projections
+        self.activation: Activation = F.silu if spec.activation == "silu" else gelu_tanh
         if self.fused:
             self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=bias)
         else:

@@ -362,11 +362,6 @@ def notify_problems(view: View) -> Iterator[Problem]:
             yield view.problem(key, Reason("checks.notify-not-a-url", {"name": name, "problem": problem}), name)
 
 
-def section_problems(view: View) -> Iterator[Problem]:
-    """Yield resources of the back end's section that do not exist."""
-    yield from backend_for(view.spec.cluster.scheduler).resource_problems(view)
-
-
 _FILE_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     dataset_problems,
     row_problems,
@@ -390,5 +385,5 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     tracker_problems,
     wandb_problems,
     notify_problems,
-    section_problems,
+    lambda view: backend_for(view.spec.cluster.scheduler).resource_problems(view),
 )

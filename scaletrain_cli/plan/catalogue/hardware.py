@@ -79,18 +79,9 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
         row = _catalogue()[name]
         found = Accelerator(
             name=name,
-            memory_bytes=row["memory_bytes"],
             flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
-            memory_bandwidth=row["memory_bandwidth"],
-            intra_node_bandwidth=row["intra_node_bandwidth"],
-            host_bandwidth=row["host_bandwidth"],
-            compute_capability=row["compute_capability"],
-            multiprocessors=row["multiprocessors"],
-            network=row["network"],
-            source=row["source"],
             is_cpu=name == "cpu",
-            package=row.get("package", 1),
-            package_bandwidth=row.get("package_bandwidth", 0.0),
+            **{key: value for key, value in row.items() if not key.endswith("_flops")},
         )
         if cluster.gpu_slice is not None:
             found = _part_of(found, *cluster.gpu_slice)

@@ -14,7 +14,7 @@ from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfi
 from scaletrain_cli.plan.memory.framework_memory import framework_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Stage, blocks_by_number, stages_of
+from scaletrain_cli.plan.stages import Stage, stages_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -138,8 +138,9 @@ class Framework(ABC):
         return self.profile
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return the number of blocks on each pipeline stage."""
-        return blocks_by_number(model.num_hidden_layers, stages)
+        """Return the number of blocks on each pipeline stage: divided evenly, with the remainder on the first ones."""
+        each, left = divmod(model.num_hidden_layers, stages)
+        return tuple(each + (index < left) for index in range(stages))
 
     def pipeline_stages(self, spec: RunSpec, pipeline_parallel: int) -> tuple[Stage, ...]:
         """Return the stages to size: all of them, or the first, second and last of a very long pipeline."""

@@ -204,11 +204,6 @@ def _hybrid_activations(model: ModelSpec, kernels: BlockKernels, experts: bool) 
     return TokenActivations(-(-saved // count), -(-attention // count), element * hidden, working)
 
 
-def rms_norm_bytes(size: int, element_bytes: int) -> int:
-    """Return the bytes per token that an RMSNorm over ``size`` channels saves: input, output and inverse root."""
-    return 2 * element_bytes * size + _FP32
-
-
 class Recomputation(NamedTuple):
     """The recomputation in the backward pass: ``mode`` is none, selective or full; the rest is for selective.
 
@@ -304,7 +299,7 @@ def loss_bytes(
     hidden, head = tokens * model.hidden_size, entries * model.hidden_size
     kept = tokens * (2 * element_bytes * model.hidden_size + 2 * _FP32)
     if model.norm_kind == "rmsnorm":
-        kept = tokens * rms_norm_bytes(model.hidden_size, element_bytes)
+        kept = tokens * (2 * element_bytes * model.hidden_size + _FP32)  # input, output and inverse root
     entry = _ENTRY + (_FP32 if model.final_logit_softcapping else 0)  # tanh keeps its output
     if cross_entropy == "chunked":
         head = head if trains_head else 0

@@ -8,7 +8,7 @@ import termios
 import time
 import tty
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -64,9 +64,7 @@ class Terminal:
         self._enter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leave()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -331,7 +331,9 @@ def _why_pods_were_lost(seen: Observation) -> Reason | None:
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     """Return the job of a workload that may run, from the state of its pods."""
     assert seen.workload is not None
-    expected, restarts = size_of(seen.workload), _restarts(seen)
+    expected = size_of(seen.workload)
+    counts = (seen.jobset or seen.workload).get("status", {})  # a TrainJob counts none
+    restarts = int(counts.get("restarts", counts.get("retryCount", 0)))
     current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not has_ended(pod)]
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = (reason("restarted", count=restarts),) if restarts else ()
@@ -395,12 +397,6 @@ def size_of(workload: Object) -> int:
         jobs = spec["replicatedJobs"]
         return sum(int(job.get("replicas", 1)) * int(job["template"]["spec"].get("parallelism", 1)) for job in jobs)
     return int(spec.get("trainer", {}).get("numNodes", 1))
-
-
-def _restarts(seen: Observation) -> int:
-    assert seen.workload is not None
-    status = (seen.jobset or seen.workload).get("status", {})  # a TrainJob counts none
-    return int(status.get("restarts", status.get("retryCount", 0)))
 
 
 def _message(found: Object) -> str:
