@@ -68,26 +68,12 @@ class Layout:
     zero_secondary_shard_size: int = 1
 
 
-# The fields of StageMemory that add up to its peak.
-MEMORY_PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "step_temporaries",
-    "activations",
-    "logits",
-    "communication_buffers",
-    "framework",
-    "fragmentation",
-)
-
-
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on one rank of one pipeline stage, at the peak of a step.
 
-    ``peak``: the device's memory in use, the sum of MEMORY_PARTS. ``allocated``: the part in tensors, as
-    torch.cuda.max_memory_allocated counts it. ``reserved``: the part that the caching allocator holds, with
+    ``peak``: the device's memory in use, the sum of ``parameters`` to ``fragmentation``. ``allocated``: the part in
+    tensors, as torch.cuda.max_memory_allocated counts it. ``reserved``: the part that the caching allocator holds, with
     fragmentation; the rest of the peak is the CUDA context and NCCL. ``host``: bytes of this rank in the node's memory,
     not in the peak. ``step_temporaries``: temporary tensors of the optimizer's update, if the peak is there.
     """

@@ -198,11 +198,6 @@ def local_tokens(spec: RunSpec, layout: Layout) -> int:
     return layout.micro_batch_size * rows_per_sample(spec) * -(-spec.transformer.seq_len // ranks)
 
 
-def micro_batches_in_flight(layout: Layout, index: int) -> int:
-    """Return the micro-batches in flight on stage ``index`` under 1F1B (arXiv:2104.04473, section 2.2.1)."""
-    return min(layout.gradient_accumulation_steps, layout.pipeline_parallel - index)
-
-
 def chunks_in_flight(layout: Layout, index: int) -> int:
     """Return the micro-batches in flight on stage ``index``, counted once per virtual stage.
 

@@ -59,7 +59,6 @@ COMPRESSIBLE = ("txt", "md", "code", "jsonl")
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # Files that describe a corpus: read only if a path or a glob names them.
 _ABOUT_THE_CORPUS = ("readme", "license", "licence", "notice", "changelog", "dataset_card", "datasheet")
-_FIRST_BYTES = 1 << 16
 _LOOKED_INTO = 32  # number of a corpus's files whose beginning is read before a run
 _PARQUET_MAGIC = b"PAR1"
 # Maximum share of replaced characters: a few stray bytes are accepted, another encoding or binary data is not.

@@ -254,10 +254,6 @@ class DPOSpec(Section):
     )
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class TrainableGroup(Section):
     """Parameters that train from ``start_step`` to ``end_step``, with a learning rate and weight decay of their own.
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.plan import PlanInfeasibleError, RunPlan, accelerator_names, make_plan, submittable
-from scaletrain_cli.plan.result import MEMORY_PARTS
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.ui.plan_breakdown import MEMORY_PARTS
 from tests.model_sizes import SIZES, model_sizes
 
 small, huge = st.sampled_from([1, 2, 3, 4, 8, 12, 64, 96, 128, 1000, 4096]), st.integers(1, 10**9)

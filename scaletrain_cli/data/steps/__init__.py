@@ -23,7 +23,7 @@ from scaletrain_cli.spec.preparation import (
     ScoreSpec,
 )
 
-__all__ = ["STEPS", "Document", "DocumentError", "Kept", "Removed", "Step", "apply", "identity", "step_of", "steps_for"]
+__all__ = ["STEPS", "Document", "DocumentError", "Kept", "Removed", "Step", "apply", "identity", "step_of"]
 
 
 def _contamination(section: ContaminationSpec) -> Step:
@@ -53,11 +53,6 @@ _PATHS = ("files", "bad_words")
 def step_of(section: PreparationStep) -> Step:
     """Return the step of a section of the spec. Raises UsageError if a library or a file that it needs is missing."""
     return STEPS[type(section)](section)
-
-
-def steps_for(source: str, sections: Iterable[PreparationStep]) -> tuple[Step, ...]:
-    """Return the steps that apply to a source, by its name, in the order of their sections."""
-    return tuple(step_of(section) for section in sections if section.only is None or source in section.only)
 
 
 def identity(section: PreparationStep, step: Step) -> Mapping[str, Any]:

@@ -75,19 +75,6 @@ def _int8_product(layer: Any, library: Any) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def quantized_bytes(layer: Any) -> int:
-    """Return the bytes of a quantized layer's weight and of its scales."""
-    tensors = [layer.quantized]
-    if hasattr(layer, "quantized_scales"):
-        tensors.append(layer.quantized_scales)
-    else:
-        state = layer.quantized_state
-        tensors.append(state.absmax)
-        if state.nested:
-            tensors += [state.state2.absmax]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _bitsandbytes() -> Any:
     try:
         return importlib.import_module("bitsandbytes")

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -5,9 +7,22 @@ from torch import nn
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.materialization import named_matrices
-from scaletrain_cli.engine.model.quantization import quantize_when_loaded, quantized_bytes
+from scaletrain_cli.engine.model.quantization import quantize_when_loaded
 from scaletrain_cli.plan.adapters import quantized_weights
 from tests.engine.model.adapted_models import GPT, LLAMA, MIXTRAL
+
+
+def quantized_bytes(layer: Any) -> int:
+    """Return the bytes of a quantized layer's weight and of its scales."""
+    tensors = [layer.quantized]
+    if hasattr(layer, "quantized_scales"):
+        tensors.append(layer.quantized_scales)
+    else:
+        state = layer.quantized_state
+        tensors.append(state.absmax)
+        if state.nested:
+            tensors += [state.state2.absmax]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @pytest.mark.parametrize(("kind", "per_weight"), [("nf4", 0.5625), ("nf4_double", 0.5159), ("int8", 1 + 4 / 256)])

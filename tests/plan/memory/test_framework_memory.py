@@ -10,8 +10,9 @@ import pytest
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.device_memory import plan_memory
-from scaletrain_cli.plan.result import MEMORY_PARTS, Memory
+from scaletrain_cli.plan.result import Memory
 from scaletrain_cli.plan.search.layouts import build_layout
+from scaletrain_cli.ui.plan_breakdown import MEMORY_PARTS
 from tests.model_sizes import model_sizes
 from tests.plan.specs import spec_of
 from tests.plan.test_stages import published_llama

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.memory.peak import outside_allocator_bytes
 from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout, Memory
 from scaletrain_cli.plan.search.layouts import build_layout
-from scaletrain_cli.plan.stages import Stage, micro_batches_in_flight
+from scaletrain_cli.plan.stages import Stage, chunks_in_flight
 from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
@@ -52,7 +52,7 @@ def test_a_small_step_on_a_large_model_peaks_in_the_optimizer() -> None:
 def test_the_first_pipeline_stage_holds_the_most_micro_batches() -> None:
     spec = spec_of("llama-7b", layout__pipeline_parallel=4)
     layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
-    assert [micro_batches_in_flight(layout, index) for index in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(layout, index) for index in range(4)] == [4, 3, 2, 1]
     memory = plan_memory(spec, layout, find_accelerator(spec.cluster))
     assert len(memory.by_stage) == 4
     assert memory.peak == max(stage.peak for stage in memory.by_stage)
@@ -62,7 +62,7 @@ def test_the_first_pipeline_stage_holds_the_most_micro_batches() -> None:
 
 def test_a_pipeline_never_holds_more_micro_batches_than_there_are() -> None:
     spec = spec_of("llama-7b", layout__pipeline_parallel=8, training__global_batch_size=2)
-    assert micro_batches_in_flight(build_layout(spec, resolve_axes(spec), 1, "none", 1), 0) == 2
+    assert chunks_in_flight(build_layout(spec, resolve_axes(spec), 1, "none", 1), 0) == 2
 
 
 def test_offloaded_states_leave_the_device() -> None:

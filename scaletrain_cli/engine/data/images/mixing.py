@@ -16,6 +16,8 @@ from scaletrain_cli.spec.images import AugmentSpec
 class Mix(NamedTuple):
     """The mix of the two images of a pair with each other, the same for both.
 
+    A pair is images 2 i and 2 i + 1 of the global batch: in the same micro-batch in every layout, if these are even.
+
     ``weight``: of the own image and its target, 1 if the pair is not mixed. ``box``: the part that CutMix takes from
     the other image; NO_BOX: mixup.
     """
@@ -25,14 +27,6 @@ class Mix(NamedTuple):
 
 
 UNMIXED = Mix(1.0, NO_BOX)
-
-
-def partner(place: int) -> int:
-    """Return the place in the global batch of the image that the one at a place is mixed with.
-
-    The two are in the same micro-batch in every layout, if micro-batches are even.
-    """
-    return place ^ 1
 
 
 def mix_of_pair(seed: int, batch: int, pair: int, size: int, spec: AugmentSpec) -> Mix:

@@ -4,7 +4,6 @@ The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JS
 """
 
 import dataclasses
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -402,6 +401,3 @@ def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) ->
 
 def _used(text: str | None, kind: str) -> float | None:
     return None if text is None or kind in _PER_JOB or kind == AT_LEAST else float(text)
-
-
-logger = logging.getLogger(__name__)
