@@ -219,14 +219,14 @@ def stats(
     The data must be prepared. Examples of documents in the HTML page and the JSON have placeholders for mail addresses,
     IP addresses, phone numbers and keys.
     """
-    from scaletrain_cli.data.report import IMAGE_REPORT, is_dataset, is_of_images, read_dataset_report
+    from scaletrain_cli.data.report import IMAGE_REPORT, is_of_images, read_dataset_report
     from scaletrain_cli.ui.data_images import show_image_report
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
 
     if html is not None and not can_be_replaced(html):
         raise UsageError(Reason("data.report-place", {"file": str(html), "folder": str(html.absolute().parent)}))
-    if is_dataset(Path(target)):
+    if Path(target, "dataset.json").is_file():
         if overrides:
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))
         if is_of_images(Path(target)):

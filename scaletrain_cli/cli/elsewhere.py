@@ -139,8 +139,8 @@ def _with_bundle(
     values = {key: os.environ[key] for key in secret_names if key in os.environ}
     given = None if file is None else (file, text)
     bundle = make_bundle(name, cluster, spec=given, overrides=overrides, snapshot=snapshot, values=values)
-    words = line.quoted if file is None else line.with_word(str(file), bundle.spec_word)
-    added = [*options, *(["--set", bundle.code_word] if snapshot is not None else ())]
+    words = line.quoted if file is None else line.with_word(str(file), f"{bundle.folder}/{shlex.quote(bundle.spec)}")
+    added = [*options, *(["--set", f"code.path={bundle.code_folder}"] if snapshot is not None else ())]
     words[len(line.verb) : len(line.verb)] = added  # before a --
     there = send(node, bundle)
     known = any(run.run_id == name for run in sent_runs())

@@ -35,7 +35,7 @@ def command(
     Listens at 127.0.0.1 only, and needs no right beyond those of the job's owner. A program on the node must listen at
     its loopback address or at all addresses. Ctrl-C ends it with 0; the end of the run ends it with 4.
     """
-    from scaletrain_cli.launch.node_session import ADDRESS, forward_ports, is_here, node_of_run, port_pair
+    from scaletrain_cli.launch.node_session import ADDRESS, forward_ports, node_of_run, port_pair
 
     def opened(pair: PortPair) -> None:
         say(f"http://{ADDRESS}:{pair.local} leads to port {pair.remote} of {place.name}")
@@ -43,7 +43,7 @@ def command(
     pairs = [port_pair(text) for text in ports]
     found = find_run(run)
     record, place = node_of_run(found, node)
-    here = [pair for pair in pairs if is_here(record, pair)]
+    here = [pair for pair in pairs if record.spec.cluster.traits.runs_here and pair.local == pair.remote]
     for pair in here:
         say(f"{found.run_id} runs on this machine: its port {pair.remote} is at {ADDRESS}:{pair.remote} already")
     away = [pair for pair in pairs if pair not in here]

@@ -31,11 +31,6 @@ def embedded_content(source: str) -> str:
     return _combined([source, sys.version])
 
 
-def known_content(source: str, files: Sequence[SourceFile], runs_root: Path) -> str:
-    """Return the hash of rows for fine-tuning; see known_hashes()."""
-    return combined_content(files, known_hashes(source, files, runs_root, read_hashes) or {})
-
-
 def known_hashes(
     source: str, files: Sequence[SourceFile], runs_root: Path, read: ReadHashes | None
 ) -> dict[str, str] | None:

@@ -42,11 +42,6 @@ def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None 
     }
 
 
-def is_dataset(folder: Path) -> bool:
-    """Return True if a folder has a prepared dataset."""
-    return (folder / "dataset.json").is_file()
-
-
 def is_of_images(folder: Path) -> bool:
     """Return True if a prepared dataset is an index of images."""
     return (read_document(folder / "dataset.json") or {}).get("schema") == IMAGE_INDEX

@@ -392,11 +392,6 @@ def port_pair(text: str) -> PortPair:
     return PortPair(int(local or remote), int(remote))
 
 
-def is_here(record: RunRecord, pair: PortPair) -> bool:
-    """Return whether the port of the node is that port of this machine already."""
-    return record.spec.cluster.traits.runs_here and pair.local == pair.remote
-
-
 def forward_ports(
     run: RunDir,
     record: RunRecord,

@@ -22,13 +22,13 @@ from scaletrain_cli.mirror.restore import (
     complete_run,
     draft_folder,
     find_in_mirror,
-    is_complete,
     mark_complete,
     restore_run,
 )
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.mirror_state import read_restored
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, add_revision, is_elsewhere, read_record, read_size_plans
 from scaletrain_cli.spec import override_spec
@@ -154,7 +154,7 @@ def complete_from_mirror(run: RunDir, record: RunRecord) -> bool:
     valid any more, and errors of the store.
     """
     own, to = own_claim(run), record.spec.checkpoint.mirror.to
-    if to is None or own is None or own.from_step is None or is_complete(run, own):
+    if to is None or own is None or own.from_step is None or read_restored(run)[0] == own.token:
         return False
     with store_variables(record.spec.env):
         found = find_in_mirror(to, run.run_id)

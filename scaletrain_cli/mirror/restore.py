@@ -18,7 +18,7 @@ from scaletrain_cli.mirror.object_store import open_store
 from scaletrain_cli.mirror.stores import MirrorError, MirrorStore
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, checkpoint_path
-from scaletrain_cli.rundir.mirror_state import mark_restored, read_restored
+from scaletrain_cli.rundir.mirror_state import mark_restored
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, replace_file
 
@@ -207,11 +207,6 @@ def mark_complete(run: RunDir) -> None:
     own = own_claim(run)
     assert own is not None
     mark_restored(run, own.token)
-
-
-def is_complete(run: RunDir, claim: Claim) -> bool:
-    """Return whether mark_complete() was called for this claim."""
-    return read_restored(run)[0] == claim.token
 
 
 def draft_folder(root: Path, run_id: str) -> Path:

@@ -5,11 +5,11 @@ input. A trained weight takes 2 more, for its own gradient. Below the lowest tra
 An adapter (LoRA, arXiv:2106.09685) adds two products per layer; both of its factors train.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import block_attention_flops
-from scaletrain_cli.plan.parameter import EngineTensor
 from scaletrain_cli.plan.parameters import block_tensors
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK
@@ -113,12 +113,17 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     found = block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK)
     tensors = {each.name.removesuffix(".weight"): each for each in found}
 
-    def layers(*names: str) -> tuple[Linear, ...]:
-        """Return those of these layers that the block has."""
-        return tuple(_linear(model, name, tensors[name]) for name in names if name in tensors)
+    def layers(*names: str) -> Iterator[Linear]:
+        """Yield those of these layers that the block has; of routed experts, as many as a token takes."""
+        for name in names:
+            if (tensor := tensors.get(name)) is not None:
+                rows, columns = tensor.rows, tensor.elements // max(tensor.experts, 1) // tensor.rows
+                inputs, outputs = (rows, columns) if model.has_fused_qkv else (columns, rows)
+                copies = min(model.num_experts_per_tok, tensor.experts) if tensor.experts else 1
+                yield Linear(name, inputs, outputs, copies)
 
     def layer(name: str) -> Linear | None:
-        return next(iter(layers(name)), None)
+        return next(layers(name), None)
 
     if model.has_fused_qkv:
         (queries, output), (first, down) = layers("attn.c_attn", "attn.c_proj"), layers("mlp.c_fc", "mlp.c_proj")
@@ -126,8 +131,8 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     branches = tuple((each,) for each in layers(*(f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v"))))
     latent_norms: tuple[str, ...] = ()
     if model.kv_lora_rank:  # arXiv:2405.04434, section 2.1
-        query = layers("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj")
-        branches = (query, layers("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"))
+        query = tuple(layers("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj"))
+        branches = (query, tuple(layers("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj")))
         latent_norms = ("self_attn.q_a_layernorm" if model.q_lora_rank else "", "self_attn.kv_a_layernorm")
     first_norm, after_attention, second_norm, after_mlp = {
         "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -140,10 +145,10 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         branches,
         *layers("self_attn.o_proj"),
         second_norm,
-        mlp=layers(*(f"{mlp}.{name}_proj" for name in ("gate_up", "gate", "up"))),
+        mlp=tuple(layers(*(f"{mlp}.{name}_proj" for name in ("gate_up", "gate", "up")))),
         down=layer(f"{mlp}.down_proj"),
         router=layer("mlp.gate"),
-        routed=layers("mlp.experts.gate_up_proj"),
+        routed=tuple(layers("mlp.experts.gate_up_proj")),
         routed_down=layer("mlp.experts.down_proj"),
         shared_gate=layer("mlp.shared_expert_gate"),
         head_norms=("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else (),
@@ -152,13 +157,6 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         after_mlp=after_mlp,
         sinks="self_attn" if model.attention_sinks else "",
     )
-
-
-def _linear(model: ModelSpec, name: str, tensor: EngineTensor) -> Linear:
-    """Return the layer whose weight, or the stack of whose experts, is ``tensor``; GPT-2's are [inputs, outputs]."""
-    rows, columns = tensor.rows, tensor.elements // max(tensor.experts, 1) // tensor.rows
-    inputs, outputs = (rows, columns) if model.has_fused_qkv else (columns, rows)
-    return Linear(name, inputs, outputs, min(model.num_experts_per_tok, tensor.experts) if tensor.experts else 1)
 
 
 class BackwardProducts(NamedTuple):
@@ -215,12 +213,6 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
     return BackwardProducts(inputs, weights, adapters, attention, after)
 
 
-def adapter_weights(model: ModelSpec, training: BlockTraining, experts: bool) -> int:
-    """Return the weights per token of the forward products of a block's adapters."""
-    layers = block_graph(model, experts).linears if training.adapters else ()
-    return sum(training.rank(each.name) * (each.inputs + each.outputs) * each.copies for each in layers)
-
-
 @lru_cache(maxsize=256)
 def linear_weights(model: ModelSpec, experts: bool) -> int:
     """Return the weights per token of the forward products of a block, without adapters."""
@@ -233,6 +225,8 @@ def block_flops(model: ModelSpec, training: BlockTraining, experts: bool) -> tup
     The backward pass of attention's core takes twice the FLOPs of its forward pass (arXiv:2204.02311, appendix B).
     """
     back, core = backward_products(model, training, experts), block_attention_flops(model)
-    forward = linear_weights(model, experts) + adapter_weights(model, training, experts)
+    forward = linear_weights(model, experts)
+    for each in block_graph(model, experts).linears if training.adapters else ():
+        forward += training.rank(each.name) * (each.inputs + each.outputs) * each.copies
     backward = back.inputs + back.weights + back.adapters
     return 2 * forward + core, 2 * backward + (2 * core if back.attention else 0)

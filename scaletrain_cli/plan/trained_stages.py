@@ -34,10 +34,6 @@ class PartTensors(NamedTuple):
         pairs = zip(self.tensors, self.groups, strict=True)
         return sum(tensor.elements for tensor, group in pairs if (group is not None) == trained)
 
-    def only_first(self) -> "PartTensors":
-        """Return the first tensor alone: the token embedding."""
-        return PartTensors(self.tensors[:1], self.groups[:1])
-
 
 class BlockRun(NamedTuple):
     """``blocks`` blocks from block ``start`` that have the same tensors and train the same ones."""

@@ -181,6 +181,7 @@ def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
                 safe(", ".join(f"{severities.count(name)} {name}" for name in dict.fromkeys(severities))),
             ]
         )
+    units = {run["status"]["unit"] for run in report["runs"]}
     titles = [
         "run",
         "state",
@@ -189,15 +190,10 @@ def _table_of_runs(report: Mapping[str, Any], colors: Mapping[str, str]) -> str:
         f"final {_measure(report)}",
         "step time",
         "planned",
-        f"{_unit(report)}/s",
+        f"{units.pop() if len(units) == 1 else 'samples'}/s",
     ]
     titles += ["MFU", "goodput", "cost", "restarts", "findings"]
     return table(titles, rows, "ltnnnnnnnnnnl")
-
-
-def _unit(report: Mapping[str, Any]) -> str:
-    units = {run["status"]["unit"] for run in report["runs"]}
-    return units.pop() if len(units) == 1 else "samples"
 
 
 def _differences(report: Mapping[str, Any]) -> str:
@@ -235,7 +231,7 @@ def _best_points(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[st
     rows = [
         [
             str(place),
-            *(safe(_value_of(parameter["values"].get(run_id))) for parameter in parameters),
+            *(safe("–" if (n := each["values"].get(run_id)) is None else plain_value(n)) for each in parameters),
             value_text(report["final"][run_id], ""),
             safe(by_id[run_id]["status"]["state"]),
             safe(value_text(by_id[run_id]["status"]["cost_so_far_usd"], "usd")),
@@ -247,10 +243,6 @@ def _best_points(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[st
         titles = ["", *(parameter["key"] for parameter in parameters), _measure(report), "state", "cost", "run"]
         found = table(titles, rows, "n" * (2 + len(parameters)) + "tnl")
         yield f"<section id='best'><h2>Best points</h2>{found}</section>"
-
-
-def _value_of(value: Any) -> str:
-    return "–" if value is None else plain_value(value)
 
 
 def _parallel(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[str]:
@@ -359,7 +351,9 @@ def read_report(runs: Sequence[RunDir], sweep: Sweep | None = None) -> dict[str,
             if sweep is None and run == runs[-1] and not found:
                 raise
             damaged.append({"run_id": run.run_id, "text": error.message})
-    measure = "validation_loss" if found and all(_validated(run) for run in found if _trained(run)) else "loss"
+    trained = [run for run in found if run["curves"]["kept"]["step"]]
+    validated = all(run["status"]["validation_loss"] is not None for run in trained)
+    measure = "validation_loss" if found and validated else "loss"
     return {
         "schema": SCHEMA,
         "made": time.time(),
@@ -376,14 +370,6 @@ def ranked(report: Mapping[str, Any]) -> list[str]:
     """Return the ids of the runs with a final loss, the best first."""
     known = {run_id: value for run_id, value in report["final"].items() if value is not None}
     return sorted(known, key=lambda run_id: known[run_id])
-
-
-def _trained(run: Mapping[str, Any]) -> bool:
-    return bool(run["curves"]["kept"]["step"])
-
-
-def _validated(run: Mapping[str, Any]) -> bool:
-    return run["status"]["validation_loss"] is not None
 
 
 def _final(run: Mapping[str, Any], measure: str) -> float | None:

@@ -11,7 +11,6 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
@@ -42,7 +41,7 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         given = self.options.dir
-        self._folder = run.folder / "tensorboard" if given == "auto" else _folder(given) / run.run_id
+        self._folder = run.folder / "tensorboard" if given == "auto" else expand_home(given) / run.run_id
         make_folder(self._folder)
         self._step = 0
         self._file: Any = None
@@ -92,7 +91,3 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _folder(given: str) -> Path:
-    return expand_home(given)

@@ -428,13 +428,10 @@ def _use(source: PlannedSource) -> str:
         parts.append("tokens not known here")
     else:
         stored = "" if not size.files else f" in {counted(size.files, 'file')} ({bytes_text(size.stored_bytes)})"
-        epochs = "" if source.epochs is None else f"{about}{epochs_text(source.epochs)} of "
+        epochs = ""
+        if source.epochs is not None:
+            epochs = f"{about}{source.epochs:{'.2g' if source.epochs < 100 else ',.0f'}} epochs of "
         parts.append(f"{epochs}{about}{count_text(size.tokens)} tokens{stored}")
     if source.share is not None and source.share < 1:
         parts.append(f"{percent_text(source.share)} of the samples")
     return ", ".join(parts)
-
-
-def epochs_text(epochs: float) -> str:
-    """Return ``1.3 epochs``."""
-    return f"{epochs:.2g} epochs" if epochs < 100 else f"{epochs:,.0f} epochs"

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaletrain_cli.data.content import embedded_content, known_content
+from scaletrain_cli.data.content import combined_content, embedded_content, known_hashes, read_hashes
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.rows import RawRow, Tally, rows_in
 from scaletrain_cli.errors import UsageError
@@ -201,7 +201,8 @@ def rows_content(source: str, runs_root: Path, *, validation: bool = False) -> s
     if source in EMBEDDED:
         return embedded_content(source)
     files = [local_file(path, kind_of(path)) for path in _files(source, validation=validation)]
-    return known_content(f"{source} for validation" if validation else source, files, runs_root)
+    name = f"{source} for validation" if validation else source
+    return combined_content(files, known_hashes(name, files, runs_root, read_hashes) or {})
 
 
 def row_error(where: str, error: RowError) -> UsageError:

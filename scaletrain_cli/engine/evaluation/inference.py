@@ -71,7 +71,9 @@ def generate(
     generator, ends = torch.Generator(device).manual_seed(seed), frozenset(end_tokens)
     tokens = list(prompt)
     for _ in range(max_new_tokens):
-        logits = next_token_logits(model, torch.tensor([tokens[-seq_len:]], device=device))[0]
+        latest = torch.tensor([tokens[-seq_len:]], device=device)
+        context = TokenContext.of(latest)
+        logits = _logits_after(model, model.embed(latest, context), context)[0]
         if temperature == 0:
             token = int(logits.argmax())
         else:
@@ -80,12 +82,6 @@ def generate(
             break
         tokens.append(token)
     return tokens[len(prompt) :]
-
-
-def next_token_logits(model: CausalLM, tokens: Tensor) -> Tensor:
-    """Return the fp32 logits [batch, vocabulary] after the last of ``tokens`` [batch, length]."""
-    context = TokenContext.of(tokens)
-    return _logits_after(model, model.embed(tokens, context), context)
 
 
 def _logits_after(model: CausalLM, hidden: Tensor, context: TokenContext) -> Tensor:

@@ -24,12 +24,6 @@ def norm_of(spec: ModelSpec, size: int | None = None) -> RMSNorm:
     return RMSNorm(size or spec.hidden_size, spec.norm_eps, zero_centered=spec.zero_centered_norm)
 
 
-def split_fused(fused: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the parts of a fused projection, whose widths in the whole model are given, on this tensor rank."""
-    local, whole = fused.shape[-1], sum(widths)
-    return torch.split(fused, [width * local // whole for width in widths], dim=-1)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention of layer number ``index``, [batch, length, hidden] in and out."""
 
@@ -67,7 +61,9 @@ class Attention(nn.Module):
         """
         batch, length, _ = x.shape
         if self.fused:
-            query, key, value = split_fused(self.qkv_proj(x), self.widths)
+            fused, whole = self.qkv_proj(x), sum(self.widths)
+            local = [width * fused.shape[-1] // whole for width in self.widths]  # on this tensor rank
+            query, key, value = torch.split(fused, local, dim=-1)
             value = value.contiguous()  # saved for the backward pass, without queries and keys before their rotation
         else:
             query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)

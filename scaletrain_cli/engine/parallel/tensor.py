@@ -41,7 +41,6 @@ from scaletrain_cli.engine.model.loss import NOT_COUNTED, logits_of
 from scaletrain_cli.engine.model.moe import Experts
 from scaletrain_cli.engine.model.norm import rms_norm, scaled
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, ShardSpec, copy_to_ranks, mark_sharded, sum_over_ranks
-from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec
 
 
@@ -180,7 +179,10 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if name in _COLUMNS:
-            parts = fused_parts(model.spec) if name == "qkv_proj" else _COLUMNS[name]
+            parts = _COLUMNS[name]
+            if name == "qkv_proj":  # queries, keys and values
+                groups = model.spec.num_attention_heads // model.spec.num_key_value_heads
+                parts = 3 if groups == 1 else (groups, 1, 1)
             shard: nn.Module = ColumnParallelLinear(module, axis, parts)
             # The layers that read latents copy their own inputs: the latents come from layers that every rank has.
             latent = isinstance(model.get_submodule(parent), LatentAttention)
@@ -210,12 +212,6 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
             model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
         loss = VocabularyLoss(axis, model.lm_head.softcap)
         model.lm_head.token_loss, model.lm_head.token_losses = loss, loss.each
-
-
-def fused_parts(spec: ModelSpec) -> int | tuple[int, ...]:
-    """Return how qkv_proj is divided into queries, keys and values, for ``ShardSpec.parts``."""
-    groups = spec.num_attention_heads // spec.num_key_value_heads
-    return 3 if groups == 1 else (groups, 1, 1)
 
 
 class ColumnParallelLinear(nn.Module):

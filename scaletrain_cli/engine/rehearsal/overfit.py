@@ -76,7 +76,10 @@ def overfit(trials: Trials) -> Item:
     }
     if share <= _LEARNED:
         return Item("overfit", "passed", Reason("rehearsal.overfit-learned", params), figures)
-    if len(losses) < _MOST_STEPS and (share <= _ON_THE_WAY or falls(losses, floor)):
+    # In the second half by at least a tenth of its first value above the floor.
+    fallen = losses[len(losses) // 2] - losses[-1]
+    falls = math.isfinite(losses[-1]) and fallen >= 0.1 * (losses[0] - floor) > 0
+    if len(losses) < _MOST_STEPS and (share <= _ON_THE_WAY or falls):
         return Item("overfit", "passed", Reason("rehearsal.overfit-on-the-way", params), figures)
     causes = (
         case.cause("rehearsal.cause-other-labels", "data"),
@@ -96,12 +99,6 @@ def _rows(trials: Trials) -> int:
     while rows > 1 and trials.steps_in(_SHARE, 1, _MOST_STEPS, rows / layout.micro_batch_size) < _WANTED_STEPS:
         rows //= 2
     return rows
-
-
-def falls(losses: Sequence[float], floor: float) -> bool:
-    """Return whether the loss falls in the second half by at least a tenth of its first value above the floor."""
-    half, last = losses[len(losses) // 2], losses[-1]
-    return math.isfinite(last) and half - last >= 0.1 * (losses[0] - floor) > 0
 
 
 def left(losses: Sequence[float], floor: float) -> float:

@@ -149,16 +149,6 @@ class Bundle:
         """The folder of the code on the login node, as a word of its shell."""
         return f"{_FOLDER}/{_CODE}/{shlex.quote(self.run_id)}"
 
-    @property
-    def spec_word(self) -> str:
-        """The path of the spec on the login node, as a word of its shell."""
-        return f"{self.folder}/{shlex.quote(self.spec)}"
-
-    @property
-    def code_word(self) -> str:
-        """The setting ``code.path=FOLDER`` for the code in the bundle, as a word of the login node's shell."""
-        return f"code.path={self.code_folder}"
-
 
 def make_bundle(
     run_id: str,

@@ -107,7 +107,7 @@ def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, tra
     if stage.first:
         parts.insert(0, (trained.opening, 1))
     elif stage.last and model.tie_word_embeddings:
-        parts.insert(0, (trained.opening.only_first(), 1))
+        parts.insert(0, (PartTensors(trained.opening.tensors[:1], trained.opening.groups[:1]), 1))
     if stage.last:
         parts.append((trained.closing, 1))
     runs: dict[tuple[GroupNumber, bool], list[tuple[tuple[int, ...], int]]] = {}

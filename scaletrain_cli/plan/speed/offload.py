@@ -70,11 +70,8 @@ def host_update_seconds(spec: RunSpec, device: Accelerator, updated: int) -> flo
     A step that the loss scaler skips takes none of them (stage3.py ``step`` returns after the check for overflow).
     """
     copied = updated * weight_bytes(spec.training.precision) / (device.host_bandwidth * _LINK_SHARE)
-    return copied + updated * _UPDATE_BYTES / host_update_bandwidth(spec)
-
-
-def host_update_bandwidth(spec: RunSpec) -> float:
-    """Return the bytes/s that one rank's optimizer on the CPU reads and writes, by its threads."""
     ranks, given = spec.cluster.gpus_per_node, spec.cluster.cpus_per_gpu
     threads = max(1, _CORES // ranks) if given == "auto" else given
-    return min(threads * THREAD_BANDWIDTH, _PROCESS_BANDWIDTH, _NODE_BANDWIDTH / ranks)
+    return copied + updated * _UPDATE_BYTES / min(
+        threads * THREAD_BANDWIDTH, _PROCESS_BANDWIDTH, _NODE_BANDWIDTH / ranks
+    )

@@ -276,16 +276,13 @@ def synchronization_seconds(spec: RunSpec, layout: Layout, device: Accelerator, 
     if not framework_of(spec).is_engine or not synchronizes_batch_norm(spec, layout):
         return 0.0
     link = cluster_link(spec.cluster, device)
-    means = [buffer for buffer in vision_buffers(vision_model(spec)) if buffer.name.endswith(".running_mean")]
-    widths = [mean.numel for mean in means if stage is None or _norm_trains(mean.name, stage)]
+    buffers, mean = vision_buffers(vision_model(spec)), ".running_mean"
+    norms = {each.name.removesuffix(mean): each.numel for each in buffers if each.name.endswith(mean)}
+    trained = None if stage is None else {name.rpartition(".")[0] for name in stage.since}
+    widths = [width for norm, width in norms.items() if trained is None or norm in trained]
     # forward: sums with the number of values, then squares; backward: two sums
     sizes = [_FP64_BYTES * values for width in widths for values in (width + 1, width, 2 * width)]
     return layout.gradient_accumulation_steps * sum(link.reduce(size, layout.data_parallel) for size in sizes)
-
-
-def _norm_trains(mean: str, stage: Stage) -> bool:
-    norm = mean.removesuffix(".running_mean")
-    return f"{norm}.weight" in stage.since or f"{norm}.bias" in stage.since
 
 
 def _data_seconds(

@@ -147,12 +147,6 @@ def cancel_preparation(name: str) -> None:
         call_slurm(["scancel", job_id], accept=("Invalid job id",))
 
 
-def dependency_of(folder: Path) -> list[str]:
-    """Return the dependency of a gang on its preparation job, if it has one."""
-    job = read_job(folder)
-    return [] if job is None else [f"afterok:{job.job_id}"]
-
-
 def why_it_is_not_prepared(run: RunDir, waiting: Finding) -> Finding:
     """Return the finding about a gang that waits for its preparation job. Raises SchedulerError."""
     folder = preparation_folder(run)

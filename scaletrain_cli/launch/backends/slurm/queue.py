@@ -16,7 +16,7 @@ from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageErr
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.slurm.array import is_of_array, job_order, tasks_of
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm, cause_of, lost_job, queue_script
-from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation, dependency_of
+from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation
 from scaletrain_cli.launch.backends.slurm.site import user_name
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.job import Job, JobCause, JobState
@@ -244,7 +244,8 @@ def _dependency(run: RunDir) -> list[str]:
 
     A resumed run does not wait for another one. Slurm deletes the job if the data could not be prepared.
     """
-    found = dependency_of(preparation_folder(run))
+    preparation = read_job(preparation_folder(run))
+    found = [] if preparation is None else [f"afterok:{preparation.job_id}"]
     options = ["--kill-on-invalid-dep=yes"] if found else []
     place = read_sweep_place(run)
     if place is not None and place.after is not None and read_submission(run) is None:
