@@ -17,7 +17,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Check
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, gpu_notes, gpu_problems, query_driver
+from scaletrain_cli.launch.node.gpu_health import NodeHealth, gpu_notes, gpu_problems, query_driver
 from scaletrain_cli.plugins import (
     BACKENDS,
     DRILLS,
@@ -183,18 +183,14 @@ def _gpus() -> Iterator[Check]:
     if health.note:
         yield Check("gpu", "none", "unknown", f"nvidia-ml-py is not installed: {install_command('train')}")
     for gpu in health.gpus:
-        yield _gpu(gpu, health.driver)
+        memory = "unknown memory" if gpu.memory_bytes is None else binary_bytes_text(gpu.memory_bytes)
+        problems = [*gpu_problems(NodeHealth(), [gpu], needed_bytes=0), *gpu_notes([gpu])]
+        found = f"{gpu.name}, {memory}, driver {health.driver}"
+        yield Check(f"gpu {gpu.index}", "warn" if problems else "ok", found, "; ".join(map(str, problems)))
     if health.trouble:
         yield Check("gpu", "warn", "the NVIDIA driver reports an error", health.trouble)
     elif not health.gpus and not health.note:
         yield Check("gpu", "none", f"no GPU, driver {health.driver}", "use cluster.gpu: cpu to train on CPU cores")
-
-
-def _gpu(gpu: GpuHealth, driver: str) -> Check:
-    memory = "unknown memory" if gpu.memory_bytes is None else binary_bytes_text(gpu.memory_bytes)
-    problems = [*gpu_problems(NodeHealth(), [gpu], needed_bytes=0), *gpu_notes([gpu])]
-    found = f"{gpu.name}, {memory}, driver {driver}"
-    return Check(f"gpu {gpu.index}", "warn" if problems else "ok", found, "; ".join(map(str, problems)))
 
 
 def _compilers() -> Iterator[Check]:

@@ -143,7 +143,10 @@ def command(
     from scaletrain_cli.spec.source import variants
 
     for name in calibrate or ():
-        _calibrate(name)
+        measured = measure_run(find_run(name))
+        kept = keep_measurement(measured)  # and print it to stderr
+        step = f"{seconds_text(measured.seconds)} per step, planned {seconds_text(measured.planned_seconds)}"
+        say(f"{measured.source}: {step}, factor {measured.factor:.3g}; kept in {kept}")
     models = [name for name in specs if is_reference(name)]
     if gpus is not None and len(models) < len(specs):
         raise UsageError("--gpus requires hf://org/name. For a spec file use --set cluster.nodes=N or --max-gpus.")
@@ -245,14 +248,6 @@ def _load(
     run, epochs = in_steps(run, name)
     say(f"{', '.join(varied)}: {epochs}" if varied else str(epochs))
     return run, epochs
-
-
-def _calibrate(name: str) -> None:
-    """Keep the measured step time of a run, and print it to stderr."""
-    found = measure_run(find_run(name))
-    path = keep_measurement(found)
-    planned = f"{seconds_text(found.seconds)} per step, planned {seconds_text(found.planned_seconds)}"
-    say(f"{found.source}: {planned}, factor {found.factor:.3g}; kept in {path}")
 
 
 def _ask(

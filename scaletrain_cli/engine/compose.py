@@ -189,7 +189,10 @@ def compose(
         if spec.transformer.quantization != "none":
             weights = quantized_weights(spec.transformer).keys()
             partition = quantize_when_loaded(model, weights, spec.transformer.quantization)
-        _attach_adapters(model, spec, mesh)
+        own = spec.transformer
+        if own.adapter is not None:  # after everything that replaces layers or their forward passes
+            in_fp32 = torch.float32 if trains_in_fp32(spec) else None
+            attach_adapters(model, own.adapter, modules_with_adapter(own), mesh, spec.training.seed, in_fp32)
     if trained is not None:
         freeze(model, trained)
     config = deepspeed_config(spec, layout, model, swap_folder)
@@ -250,14 +253,6 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
     if spec.training.synchronizes_batch_norm(layout.micro_batch_size, mesh.data.size):
         synchronize(model, mesh.data)
     return model
-
-
-def _attach_adapters(model: CausalLM, spec: RunSpec, mesh: Mesh) -> None:
-    """Add the adapters of the spec, after everything that replaces layers or their forward passes."""
-    own = spec.transformer
-    if own.adapter is not None:
-        dtype = torch.float32 if trains_in_fp32(spec) else None
-        attach_adapters(model, own.adapter, modules_with_adapter(own), mesh, spec.training.seed, dtype)
 
 
 # The part of a LLaVA whose first weights are in files of their own.

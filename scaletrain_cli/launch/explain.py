@@ -71,7 +71,10 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
     job, unended = status.job, last is not None and last.ended is None
     may_go_on = last is None or unended or last.may_be_followed
     if job.state == "unknown" and job.may_be_active and may_go_on:
-        yield _unknown(status)
+        what = f"attempt {status.attempt}" if status.attempt else "the job"
+        why = Reason("launch.state-unknown", {"what": what, "run": status.run_id})
+        remedies = () if job.reason is None else job.reason.remedies
+        yield Finding.because("unknown", why, (_scheduler_reports(status),), remedies)
     elif job.state == "queued" and not stuck:
         yield backend.explain_waiting(run, record, status)
     elif job.state == "suspended" and not stuck:
@@ -102,14 +105,6 @@ def _preparation_logs(run: RunDir, folder: str) -> Iterator[Evidence]:
     for path in sorted((run.path / folder).glob("*.log"))[:_MOST_FAILURES]:
         if text := last_error(path):
             yield Evidence(f"{folder}/{path.name}", text)
-
-
-def _unknown(status: RunStatus) -> Finding:
-    """Return the finding for an unknown state: the scheduler does not answer."""
-    what = f"attempt {status.attempt}" if status.attempt else "the job"
-    why = Reason("launch.state-unknown", {"what": what, "run": status.run_id})
-    remedies = () if status.job.reason is None else status.job.reason.remedies
-    return Finding.because("unknown", why, (_scheduler_reports(status),), remedies)
 
 
 def _running(run: RunDir, status: RunStatus) -> Finding:

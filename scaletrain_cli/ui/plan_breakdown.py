@@ -144,7 +144,10 @@ def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything:
         if time.recompute
         else []
     )
-    before = [reference_pass(time)] if time.reference else []
+    before = []
+    if time.reference:
+        pairs = f"reference log-probabilities of {count_text(time.reference_pairs)} pairs"
+        before.append(escaped_text(f"{seconds_text(time.reference)} before step 1: {pairs}"))
     return Group(time_total(spec, time), *lines, *again, *before, whole_run(spec, time), *convention)
 
 
@@ -155,14 +158,6 @@ def time_total(spec: RunSpec, time: Time) -> Text:
     rates = f"{count_text(time.tokens_per_second)} {spec.unit}/s ({each}/rank)"
     return Text.assemble(
         (seconds_text(time.step), "bold"), f" per step, MFU {percent_text(time.mfu)}{hardware}, {rates}"
-    )
-
-
-def reference_pass(time: Time) -> Text:
-    """Return the time of the pass that computes the log-probabilities of the reference model."""
-    return escaped_text(
-        f"{seconds_text(time.reference)} before step 1: reference log-probabilities of "
-        f"{count_text(time.reference_pairs)} pairs"
     )
 
 

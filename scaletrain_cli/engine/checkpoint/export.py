@@ -403,7 +403,10 @@ def export(
         files = list(_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, largest_file_bytes))
 
         def read(matrix: str) -> Tensor:
-            return _mean(sources, matrix, shapes[matrix], exact.get(matrix, dtype))
+            total = sources[0].read(matrix, shapes[matrix])
+            for source in sources[1:]:
+                total = total + source.read(matrix, shapes[matrix])  # not in place: the first may be a view of a file
+            return (total / len(sources)).to(exact.get(matrix, dtype))  # counters are rounded down
 
         place: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
@@ -523,10 +526,3 @@ def _open(checkpoint: Path, kind: str, model: AnyModel) -> SavedWeights:
         check_base_of(found, folder)
         base = HuggingFaceFolder(folder, outline(model))
     return SavedWeights(reader, kind, base)
-
-
-def _mean(sources: Sequence[Weights], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    total = sources[0].read(name, shape)
-    for source in sources[1:]:
-        total = total + source.read(name, shape)  # not in place: the first may be a view of a file
-    return (total / len(sources)).to(dtype)  # counters are rounded down

@@ -184,13 +184,6 @@ def write_shard(
     return writer.close()
 
 
-def _check_place(key: str, entry: dict[str, Any], data_bytes: int) -> None:
-    first, last = entry["data_offsets"]
-    width = _TORCH_DTYPES[entry["dtype"]].itemsize
-    if not (type(first) is type(last) is int and 0 <= first <= last <= data_bytes and (last - first) % width == 0):
-        raise ValueError(f"{key} is at bytes {first} to {last} of {data_bytes}")
-
-
 class CorruptShardError(ScaletrainError, ValueError):
     """A file with the name of a shard that is not one, or was forged."""
 
@@ -219,7 +212,10 @@ class ShardFile:
                 raise ValueError("a counter of the optimizer is no number")
             self.header = ShardHeader(int(metadata["rank"]), slices, counts, other_counts)
             for key, entry in index.items():
-                _check_place(key, entry, whole - 8 - size)
+                (first, last), end = entry["data_offsets"], whole - 8 - size
+                width = _TORCH_DTYPES[entry["dtype"]].itemsize
+                if not (type(first) is type(last) is int and 0 <= first <= last <= end and (last - first) % width == 0):
+                    raise ValueError(f"{key} is at bytes {first} to {last} of {end}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptShardError(Reason("engine.not-a-shard", {"path": str(path), "error": str(error)})) from error
         self._index, self._data_start = index, 8 + size

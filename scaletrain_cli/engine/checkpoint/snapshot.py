@@ -213,7 +213,11 @@ def restore_state(
             if not kinds and not opaque:
                 own.clear()  # not updated yet, or an optimizer without states
             for kind in kinds if not opaque else ():
-                _fill(own, kind, weight, _whole(shard, kind, reader))
+                values = _whole(shard, kind, reader)
+                if kind in own:
+                    own[kind].view(-1).copy_(values)
+                else:
+                    own[kind] = values.to(weight.device).view(weight.shape)
             for name, values in opaque.items():
                 own[name] = values.to(weight.device)
             counts = reader.counts_of(first or "") if kinds or opaque else {}
@@ -246,10 +250,3 @@ def _whole(shard: FlatShard, kind: str, reader: CountedState) -> Tensor:
     for part, offset in shard.slices:
         values[offset : offset + part.numel] = reader.read(kind, part)
     return values
-
-
-def _fill(states: dict[str, Any], name: str, weight: Tensor, values: Tensor) -> None:
-    if name in states:
-        states[name].view(-1).copy_(values)
-    else:
-        states[name] = values.to(weight.device).view(weight.shape)

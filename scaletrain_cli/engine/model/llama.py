@@ -102,14 +102,6 @@ class MLP(nn.Module):
         return self.down_proj(gated(gate, up, self.activation))  # type: ignore[no-any-return]
 
 
-def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
-    """Return the MLP of block ``index``, or its MoE layer."""
-    if not spec.has_experts(index):
-        return MLP(spec, spec.intermediate_size)
-    shared = spec.shared_expert_intermediate_size
-    return MoELayer(spec, MLP(spec, shared) if shared else None)
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP with residuals, and norms before them, after them, or both.
 
@@ -120,7 +112,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.self_attn = LatentAttention(spec) if spec.kv_lora_rank else Attention(spec, index)
-        self.mlp, self.has_experts = feed_forward(spec, index), spec.has_experts(index)
+        shared, self.has_experts = spec.shared_expert_intermediate_size, spec.has_experts(index)
+        experts = MoELayer(spec, MLP(spec, shared) if shared else None) if self.has_experts else None
+        self.mlp: nn.Module = experts or MLP(spec, spec.intermediate_size)
         self.norm_position = spec.norm_position
         if spec.norm_position != "post":
             self.input_layernorm = norm_of(spec)

@@ -51,7 +51,14 @@ class Compared:
 
 def compare(runs: Sequence[tuple[str, RunSpec, Measurements | None]]) -> tuple[Compared, ...]:
     """Return a plan for each named run, in the order given. Raises UsageError as ``make_plan`` does."""
-    return tuple(_compared(name, spec, measurements) for name, spec, measurements in runs)
+    found = []
+    for name, spec, measurements in runs:
+        try:
+            found.append(Compared(name, spec, make_plan(spec, measurements), None))
+        except PlanInfeasibleError as error:
+            reason = error.reason if error.plan else why_no_plan(error)
+            found.append(Compared(name, spec, error.plan, reason, error.problems))
+    return tuple(found)
 
 
 def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:
@@ -76,13 +83,6 @@ def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
         for problem in [each for each in column.problems if each.where not in _SIZES][:1]
     )
     return InfeasibleError(Reason("plan.none-feasible", {"runs": len(compared)}), tuple(changes))
-
-
-def _compared(name: str, spec: RunSpec, measurements: Measurements | None) -> Compared:
-    try:
-        return Compared(name, spec, make_plan(spec, measurements), None)
-    except PlanInfeasibleError as error:
-        return Compared(name, spec, error.plan, error.reason if error.plan else why_no_plan(error), error.problems)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     framework = framework_of(spec)
     return (
         Reason("plan.assumes-device", {"device": device.name, "source": device.source}),
-        *_about_time(spec, layout, device),
+        Reason("plan.assumes-kernels", {"framework": spec.planner.framework}),
+        *([Reason("plan.assumes-compiled")] if layout.compile else []),
+        Reason("plan.assumes-network", {"network": spec.cluster.network or device.network}),
         *framework.memory_assumptions(),
         Reason("plan.assumes-cpu-process" if device.is_cpu else "plan.assumes-outside-allocator"),
         Reason("plan.assumes-out-of-memory"),
@@ -151,13 +153,6 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         *_about_interruptions(spec, device),
         *([] if framework.is_engine else [Reason("plan.assumes-comparison", {"framework": framework.name})]),
     )
-
-
-def _about_time(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[Reason]:
-    yield Reason("plan.assumes-kernels", {"framework": spec.planner.framework})
-    if layout.compile:
-        yield Reason("plan.assumes-compiled")
-    yield Reason("plan.assumes-network", {"network": spec.cluster.network or device.network})
 
 
 def _about_interruptions(spec: RunSpec, device: Accelerator) -> Iterator[Reason]:
