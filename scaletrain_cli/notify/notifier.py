@@ -100,7 +100,9 @@ class Notifier:
         for name, receiver in receivers.items():
             settings = self._settings[name]
             if receiver.read_bytes is None:
-                receiver.read_bytes = _begin_of_submission(self._run.events)
+                events = placed_lines(self._run.events)
+                submitted = [place for place, _, event in events if event.get("event") == "submitted"]
+                receiver.read_bytes = submitted[-1] if submitted else 0  # a new receiver gets no older events
             for place, end, event in placed_lines(self._run.events, receiver.read_bytes):
                 notice = notice_of(event, place)
                 if notice is not None:
@@ -184,9 +186,3 @@ def trial_notice(now: float) -> Notice:
     """Return a notification for a test of receivers."""
     text = "a test of the receivers of this run"
     return Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})
-
-
-def _begin_of_submission(path: Path) -> int:
-    """Return the offset of the latest event ``submitted``; 0 if there is none: a new receiver gets no older events."""
-    places = [place for place, _, event in placed_lines(path) if event.get("event") == "submitted"]
-    return places[-1] if places else 0

@@ -128,7 +128,9 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     if model.has_fused_qkv:
         (queries, output), (first, down) = layers("attn.c_attn", "attn.c_proj"), layers("mlp.c_fc", "mlp.c_proj")
         return BlockGraph("ln_1", ((queries,),), output, "ln_2", (first,), down)
-    branches = tuple((each,) for each in layers(*(f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v"))))
+    branches: tuple[tuple[Linear, ...], ...] = tuple(
+        (each,) for each in layers(*(f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v")))
+    )
     latent_norms: tuple[str, ...] = ()
     if model.kv_lora_rank:  # arXiv:2405.04434, section 2.1
         query = tuple(layers("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj"))
@@ -143,7 +145,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     return BlockGraph(
         first_norm,
         branches,
-        *layers("self_attn.o_proj"),
+        next(layers("self_attn.o_proj")),
         second_norm,
         mlp=tuple(layers(*(f"{mlp}.{name}_proj" for name in ("gate_up", "gate", "up")))),
         down=layer(f"{mlp}.down_proj"),

@@ -438,7 +438,8 @@ def _cost(case: Case, figures: RunFigures) -> Iterator[Compared]:
 def _checkpoints(case: Case) -> Iterator[Compared]:
     planned, saves = case.plan.durability, list(case.events_named("checkpoint"))
     for name, key, unit in _SAVES:
-        yield Compared("checkpoints", name, unit, getattr(planned, key), _median_of(saves, name))
+        values = [float(value) for save in saves if isinstance(value := save.get(name), int | float)]
+        yield Compared("checkpoints", name, unit, getattr(planned, key), median(values) if values else None)
     steps = sorted({save["step"] for save in saves if isinstance(save.get("step"), int)})
     apart = [float(after - before) for before, after in itertools.pairwise(steps)]
     yield Compared("checkpoints", "interval", "steps", planned.interval_steps, median(apart) if apart else None)
@@ -454,8 +455,3 @@ _SAVES: tuple[tuple[str, str, Unit], ...] = (
     ("seconds", "save_seconds", "seconds"),
     ("blocked_seconds", "blocked_seconds", "seconds"),
 )
-
-
-def _median_of(saves: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [float(value) for save in saves if isinstance(value := save.get(name), int | float)]
-    return median(values) if values else None

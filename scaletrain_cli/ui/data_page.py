@@ -228,7 +228,8 @@ def _lengths(lengths: Mapping[str, Any] | None) -> Iterator[str]:
             _column(number * slot + 2 + side * (slot - 4) / 2, (slot - 4) / 2, share / most, height, f"c{side}")
             for side, share in enumerate(pair)
         )
-        middle, name = (number + 0.5) * slot, _short(each["from"])
+        middle, count = (number + 0.5) * slot, each["from"]
+        name = whole_text(count) if count < 10_000 else count_text(count).replace(" ", "")
         label = f'<text x="{middle:.1f}" y="{height + 14}" text-anchor="middle">{name}</text>'
         parts.append(f"<g><title>{title}</title>{bars}{label}</g>")
     median = length_quantile(ranges, 0.5)
@@ -239,10 +240,6 @@ def _lengths(lengths: Mapping[str, Any] | None) -> Iterator[str]:
         "<span class='swatch c1'></span>share of the tokens, by least length</p>"
     )
     yield f'<svg class="columns" viewBox="0 0 {width} {height + 20}" width="100%" role="img">{"".join(parts)}</svg>'
-
-
-def _short(count: int) -> str:
-    return whole_text(count) if count < 10_000 else count_text(count).replace(" ", "")
 
 
 def _languages(languages: Mapping[str, Mapping[str, int]] | None) -> Iterator[str]:

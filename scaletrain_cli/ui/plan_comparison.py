@@ -173,11 +173,13 @@ def _table(columns: Sequence[Compared]) -> Table:
         table.add_column(width=_COLUMN, overflow="fold")
     table.add_row("", *(Text(plain(column.name), "bold") for column in columns))
     table.add_row("", *map(_verdict, columns))
+    units = {column.spec.unit for column in columns}
+    unit = units.pop() if len(units) == 1 else "samples"  # of tokens and images
     for figure in _FIGURES:
         values = [_value(figure, column) for column in columns]
         if all(value is None for value in values) or (figure.only_if_different and len(set(values)) == 1):
             continue
-        table.add_row(figure.label or f"{_unit(columns)}/s", *_cells(figure, columns))
+        table.add_row(figure.label or f"{unit}/s", *_cells(figure, columns))
     return table
 
 
@@ -205,9 +207,3 @@ def _verdict(column: Compared) -> Text:
         return Text("does not divide", "bold red")
     verdict = column.plan.memory.verdict
     return Text(verdict, f"bold {VERDICT_STYLES[verdict]}")
-
-
-def _unit(columns: Sequence[Compared]) -> str:
-    """Return the unit of all runs' training data, ``tokens`` or ``images``; ``samples`` if they differ."""
-    units = {column.spec.unit for column in columns}
-    return units.pop() if len(units) == 1 else "samples"

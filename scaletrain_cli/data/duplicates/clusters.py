@@ -196,8 +196,10 @@ def _report(corpus: Corpus, numbering: Numbering, table: _Table, roots: Ids) -> 
     }
     if settings.near:
         pairs = Sections(corpus.pairs)
+        files = (Sections(corpus.signatures(task)) for task in range(corpus.tasks))
         report |= {
-            "too_short": _too_short(corpus),
+            # Documents with fewer words than a shingle, which only exact duplicates are found of.
+            "too_short": sum(int(np.count_nonzero(file.read("shingles") == 0)) for file in files),
             "pairs_sharing_a_band": pairs.facts["sharing_a_band"],
             "pairs_compared": pairs.rows("pairs"),
             "similar_pairs": sum(similar_pairs.values()),
@@ -212,12 +214,6 @@ def _report(corpus: Corpus, numbering: Numbering, table: _Table, roots: Ids) -> 
             },
         }
     return report
-
-
-def _too_short(corpus: Corpus) -> int:
-    """Return the number of documents with fewer words than a shingle, which only exact duplicates are found of."""
-    files = (Sections(corpus.signatures(task)) for task in range(corpus.tasks))
-    return sum(int(np.count_nonzero(file.read("shingles") == 0)) for file in files)
 
 
 def _examples(corpus: Corpus, numbering: Numbering) -> tuple[dict[str, int], list[dict[str, Any]]]:

@@ -179,7 +179,7 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if name in _COLUMNS:
-            parts = _COLUMNS[name]
+            parts: int | tuple[int, ...] = _COLUMNS[name]
             if name == "qkv_proj":  # queries, keys and values
                 groups = model.spec.num_attention_heads // model.spec.num_key_value_heads
                 parts = 3 if groups == 1 else (groups, 1, 1)

@@ -119,12 +119,6 @@ class OneNodeJob:
             if self.requeued and self.stopping:
                 return ExitCode.PREEMPTED
 
-    def _first_by_chain(self, number: int) -> int:
-        """Return the first attempt of the jobs in whose place this one was submitted without a person."""
-        if not automatic_submissions(self.run):
-            return number
-        return first_attempt_of_job(self.run, self.job_id, number)
-
     def _conclude(self, decision: Decision) -> int:
         code = conclude_run(self.run, decision)
         return ExitCode.DO_NOT_REQUEUE if self.requeued and code == ExitCode.PREEMPTED else code
@@ -134,11 +128,13 @@ class OneNodeJob:
         number = begin_attempt(self.run, self.record.spec, scheduler=self.scheduler, job_id=self.job_id, nodes=here)
         self.on_begin()
         code = self._run_agent(number)
+        if automatic_submissions(self.run):  # this job was submitted in the place of others, without a person
+            first = min(first, first_attempt_of_job(self.run, self.job_id, number))
         return conclude_attempt(
             self.run,
             self.record,
             number,
-            first_attempt=min(first, self._first_by_chain(number)),
+            first_attempt=min(first, number),
             launcher_exit_code=code,
             # SIGTERM may have come while the agent ran.
             stop_reason=self.stop_reason if self.stopping and not self.requeued else None,

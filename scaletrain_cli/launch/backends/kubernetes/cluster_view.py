@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -43,7 +43,6 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     unix_time,
 )
 from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity
-from scaletrain_cli.launch.job import Job
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
@@ -108,6 +107,7 @@ def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: fl
                 for other in waiting
                 if queues.get(other["spec"].get("queueName", ""), other["spec"].get("queueName", "")) == to
             )
+        starts = [unix_time(at) for pod in seen.pods if (at := pod.get("status", {}).get("startTime"))]
         row = QueueRow(
             job_id=job.id,
             name=metadata.get("annotations", {}).get(RUN_ID_ANNOTATION, metadata["name"]),
@@ -117,7 +117,7 @@ def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: fl
             gpus=_gpus(seen, gpu_resource),
             ahead=ahead,
             reason=job.detail if job.state == "queued" else "",
-            start=_start(job, seen),
+            start=min(starts) if starts and job.state == "running" else None,
         )
         order = _order(queued) if queued is not None else (0.0, unix_time(metadata["creationTimestamp"]))
         found.append(((job.state != "running", *order), row))
@@ -166,13 +166,6 @@ def _gpus(seen: Observation, resource: str) -> int | None:
         *seen.pods,
     ]
     return int(size_of(seen.workload) * amounts(described[0]["spec"]).get(resource, 0)) if described else None
-
-
-def _start(job: Job, seen: Observation) -> float | None:
-    """Return when the pods of a running job started."""
-    starts = [pod.get("status", {}).get("startTime") for pod in seen.pods]
-    found: Sequence[float] = [unix_time(start) for start in starts if start]
-    return min(found) if found and job.state == "running" else None
 
 
 def _labels(item: Object) -> Mapping[str, str]:
@@ -244,7 +237,9 @@ def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
 
     def list_allowed(kind: Kind, where: str = namespace, **selectors: str) -> tuple[Object, ...] | None:
         try:
-            return tuple(_named(kind, one) for one in cluster.find(kind, where, **selectors))
+            # Items of some lists lack their kind.
+            named = {"apiVersion": kind.api_version, "kind": kind.name}
+            return tuple({**named, **one} for one in cluster.find(kind, where, **selectors))
         except NotServedError:
             return ()
         except RefusedError as error:
@@ -271,11 +266,6 @@ def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
     return ClusterObjects(
         runs, nodes, pods, list_allowed(LOCAL_QUEUE) or (), list_allowed(CLUSTER_QUEUE, "") or (), tuple(forbidden)
     )
-
-
-def _named(kind: Kind, item: Object) -> Object:
-    """Return the item with its kind, which items of some lists lack."""
-    return {"apiVersion": kind.api_version, "kind": kind.name, **item}
 
 
 def make_view(seen: ClusterObjects, settings: KubernetesSpec, now: float) -> ClusterView:

@@ -224,7 +224,9 @@ def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
             step = message.end.step
             return (reason("pod-ended", **params) if step is None else reason("pod-ended-at", **params, step=step),)
         if ended.get("exitCode"):
-            why, said = ended.get("reason", ""), _last_line(str(ended.get("message", "")))
+            lines = [one_line(line) for line in str(ended.get("message", "")).splitlines() if line.strip()]
+            # A program reports in the last line why it ended.
+            why, said = ended.get("reason", ""), lines[-1][-_MOST_MESSAGE_CHARACTERS:] if lines else ""
             summary = str(ended["exitCode"]) + (f", {why}" if why not in ("", "Error") else "")
             summary += f": {said}" if said else ""
             code = int(ended["exitCode"])
@@ -246,12 +248,6 @@ def steps_reported(pods: Sequence[Object]) -> dict[str, float]:
         and message.end.step is not None
     ]
     return {"step": max(found)[1]} if found else {}
-
-
-def _last_line(message: str) -> str:
-    """Return the last line of a termination message, in which a program reports why it ended."""
-    lines = [one_line(line) for line in message.splitlines() if line.strip()]
-    return lines[-1][-_MOST_MESSAGE_CHARACTERS:] if lines else ""
 
 
 def _terminating(pods: Sequence[Object], seen: Observation, doing: str) -> tuple[Reason, ...]:

@@ -111,7 +111,8 @@ class PodLogs:
         """Return the pods whose container has started, the oldest first."""
         labels = f"{INSTANCE_LABEL}={self._ref.name}"
         pods = self._cluster.find(POD, self._ref.namespace, labels=labels)
-        started = [pod for pod in pods if _has_started(pod)]
+        # The server refuses to return the log of a waiting container.
+        started = [pod for pod in pods if {"running", "terminated"} & own_container(pod).get("state", {}).keys()]
         return sorted(started, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
 
     def _read(self, pod: Object, *, follow: bool) -> None:
@@ -158,12 +159,6 @@ class PodLogs:
             path = folder / f"{source.node}-{source.first_rank if rank is None else rank:05d}.log"
         with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
-
-
-def _has_started(pod: Object) -> bool:
-    """Return whether the container has started: the server refuses to return the log of a waiting one."""
-    state = own_container(pod).get("state", {})
-    return "running" in state or "terminated" in state
 
 
 def newest_progress(cluster: Cluster, ref: JobRef, seen: Observation) -> dict[str, float]:

@@ -250,16 +250,13 @@ class LocalBackend(Backend):
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
         """Return this machine's GPUs or cores, and the local runs that use or wait for them."""
-
-        return local_view(self._job_of)
+        return local_view(
+            lambda run, record: self.job(run, record) if record.spec.cluster.scheduler == self.name else None
+        )
 
     def checks(self) -> Iterator[Check]:
         """Yield nothing: `scaletrain doctor` checks this machine in any case."""
         yield from ()
-
-    def _job_of(self, run: RunDir, record: RunRecord) -> Job | None:
-        """Return the run's job; None if the run belongs to another back end."""
-        return self.job(run, record) if record.spec.cluster.scheduler == self.name else None
 
 
 def run_in_foreground(
