@@ -219,7 +219,9 @@ def stats(
     The data must be prepared. Examples of documents in the HTML page and the JSON have placeholders for mail addresses,
     IP addresses, phone numbers and keys.
     """
-    from scaletrain_cli.data.report import IMAGE_REPORT, is_of_images, read_dataset_report
+    from scaletrain_cli.data.images.compatibility import SCHEMA as IMAGE_INDEX
+    from scaletrain_cli.data.report import IMAGE_REPORT, read_report
+    from scaletrain_cli.rundir.documents import read_document
     from scaletrain_cli.ui.data_images import show_image_report
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
@@ -229,10 +231,11 @@ def stats(
     if Path(target, "dataset.json").is_file():
         if overrides:
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))
-        if is_of_images(Path(target)):
+        dataset = read_document(Path(target, "dataset.json")) or {}
+        if dataset.get("schema") == IMAGE_INDEX:
             report = engine_process.run_engine_command("stats", os.path.abspath(target), needs=("numpy",))
         else:
-            report = read_dataset_report(Path(target))
+            report = read_report({str(dataset.get("source") or Path(target).name): Path(target)})
         name = report["sources"][0]["source"]
     elif os.path.isdir(target) and not os.path.lexists(os.path.join(target, "run.json")):
         params = {"folder": target, "error": "it has neither dataset.json nor, as a run, run.json"}

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.images.compatibility import SCHEMA as IMAGE_INDEX
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
@@ -40,17 +39,6 @@ def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None 
         },
         "mixture": mixture,
     }
-
-
-def is_of_images(folder: Path) -> bool:
-    """Return True if a prepared dataset is an index of images."""
-    return (read_document(folder / "dataset.json") or {}).get("schema") == IMAGE_INDEX
-
-
-def read_dataset_report(folder: Path) -> dict[str, Any]:
-    """Return the report of one prepared dataset. Raises UsageError."""
-    dataset = read_document(folder / "dataset.json") or {}
-    return read_report({str(dataset.get("source") or folder.name): folder})
 
 
 def _source(name: str, folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.documents import json_value, read_as, undamaged_in, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
-from scaletrain_cli.rundir.mirror_state import step_being_mirrored
+from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.run import CheckpointSpec
@@ -104,8 +104,9 @@ def steps_to_keep(run: RunDir, retention: CheckpointSpec, folder: Path) -> set[i
     With ``keep_best`` also of those that are being evaluated: each may turn out to be the best.
     """
     kept = set(awaited_steps(run))
-    if retention.mirror.to is not None and (copied := step_being_mirrored(run)) is not None:
-        kept.add(copied)
+    mirror = None if retention.mirror.to is None else read_mirror_state(run)
+    if mirror is not None and mirror.uploading_step is not None:
+        kept.add(mirror.uploading_step)
     if retention.keep_best is not None:
         kept |= set(awaited_steps(run, "running"))
         best = best_step(run, retention.keep_best, {checkpoint.step for checkpoint in list_checkpoints(folder)})

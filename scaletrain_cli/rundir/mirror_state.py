@@ -78,12 +78,6 @@ def read_mirror_state(run: RunDir) -> MirrorState | None:
     return undamaged_as(MirrorState, mirror_file(run))
 
 
-def step_being_mirrored(run: RunDir) -> int | None:
-    """Return the step of the checkpoint that is copied at present, which retention must keep; None without one."""
-    state = read_mirror_state(run)
-    return None if state is None else state.uploading_step
-
-
 def mark_superseded(run: RunDir, owner: Mapping[str, Any]) -> None:
     """Record that another place continues the run: no attempt starts here any more, and the present one stops."""
     write_document(run.superseded_file, {"schema": SUPERSEDED_SCHEMA, "time": round(time.time(), 3), **owner})

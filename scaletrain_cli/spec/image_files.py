@@ -92,9 +92,3 @@ def splits_by_folder(first_folders: Collection[str]) -> bool:
     named = {name: the_one(named_splits(name)) for name in first_folders}
     whole = all(name.lower() in SPLITS for name in first_folders)
     return TRAIN in named.values() and all(named.values()) and (whole or VALIDATION in named.values())
-
-
-def mixes_splits_and_classes(first_folders: Collection[str]) -> bool:
-    """Return True if some first folders are a training and a validation split, and others name none."""
-    named = {SPLITS.get(name.lower(), "") for name in first_folders}
-    return {TRAIN, VALIDATION, ""} <= named

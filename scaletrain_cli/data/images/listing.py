@@ -37,12 +37,11 @@ from scaletrain_cli.spec.image_files import (
     expanded_braces,
     format_of_file,
     is_hidden,
-    mixes_splits_and_classes,
     split_of_folder,
     splits_by_folder,
     splits_of_file,
 )
-from scaletrain_cli.spec.splits import TEST, TRAIN, VALIDATION
+from scaletrain_cli.spec.splits import SPLITS, TEST, TRAIN, VALIDATION
 
 # A process that is killed loses no more than a unit.
 _FILES_OF_A_UNIT = 2048
@@ -155,7 +154,8 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
         raise _unusable(key, path, Reason("images.no-numbers-beside", {"suffixes": suffixes}))
     labels_beside = labels_beside or settings.label != "auto"
     firsts = {_first_folder(name) for name in names}
-    if mixes_splits_and_classes(firsts):
+    # Some first folders are a training and a validation split, and others name none.
+    if {TRAIN, VALIDATION, ""} <= {SPLITS.get(name.lower(), "") for name in firsts}:
         other = next(name for name in names if not split_of_folder(name))
         raise _unusable(key, path, Reason("images.folders-mix-splits", {"other": other}))
     total, has_splits = len(names), splits_by_folder(firsts)

@@ -133,11 +133,6 @@ def mamba_bytes(model: ModelSpec, element: int, tensor: int) -> tuple[int, int]:
     return element * (projected + 2 * inner) + _FP32 * groups, element * (projected + 2 * inner) + states
 
 
-def latent_view_bytes(model: ModelSpec, element: int) -> int:
-    """Return the bytes per token of the rotated key that are kept with the latent beside it, a view of both."""
-    return element * model.qk_rope_head_dim
-
-
 def materializes_scores(model: ModelSpec) -> bool:
     """Return whether this engine's attention is unfused on every device: with dropout, or with a cap of scores."""
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
@@ -231,7 +226,8 @@ class BlockBytes:
             for number, layer in enumerate(chain):
                 if number:
                     keeps = arriving or training.trains(graph.latent_norm(branch))
-                    saved += latent_view_bytes(model, element) if keeps and branch > 0 and not compiled else 0
+                    if keeps and branch > 0 and not compiled:  # the rotated key beside the latent, a view of both
+                        saved += element * model.qk_rope_head_dim
                     arriving, kept = self._latent(graph.latent_norm(branch), layer, arriving)
                     saved += kept
                 whole = number + 1 < len(chain)  # latents are on every tensor rank

@@ -80,6 +80,7 @@ def build_layout(
     if offload is None:
         offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
     tokens = micro_batch * -(-spec.units_per_sample // (axes.sequence * axes.context))
+    wanted = spec.layout.zero_shard_size or axes.shards
     return Layout(
         world_size=spec.world_size,
         data_parallel=axes.data,
@@ -100,15 +101,10 @@ def build_layout(
         ),
         compile=chosen_compile(spec),
         local_sgd_groups=spec.training.local_sgd.groups,
-        zero_shard_size=shard_size(spec, axes) if zero_stage >= 2 else 0,
+        # 0: over all ranks.
+        zero_shard_size=0 if zero_stage < 2 or wanted == axes.shards else wanted,
         zero_secondary_shard_size=spec.layout.zero_secondary_shard_size if zero_stage == 3 else 1,
     )
-
-
-def shard_size(spec: RunSpec, axes: Axes) -> int:
-    """Return the number of ranks over which ZeRO-2 and 3 shard if the spec sets it and there are more; otherwise 0."""
-    wanted = spec.layout.zero_shard_size or axes.shards
-    return 0 if wanted == axes.shards else wanted
 
 
 def chosen_compile(spec: RunSpec) -> bool:
