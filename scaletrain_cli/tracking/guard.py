@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import make_folder, open_to_read, replace_file
@@ -27,10 +27,8 @@ _SAVE_SECONDS = 1.0  # between two writes of the state file
 _FINDINGS_SECONDS, _FINDINGS_POLL_SECONDS = 3.0, 0.05  # for the last diagnosis of a run that has finished
 
 
-class Report(Protocol):
-    """Records an event about a tracker, with ``tracker`` and the parts of a reason."""
-
-    def __call__(self, event: str, tracker: str, reason: Reason) -> None: ...
+# Records an event about a tracker: the name of the event, that of the tracker, and the reason with its parts.
+Report = Callable[[str, str, Reason], None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 import contextlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from scaletrain_cli.data.drafts import draft_of
@@ -191,13 +191,9 @@ class Settings:
         return float(1.0 - (1.0 - similarity**self.rows) ** self.bands)
 
 
-class Texts(Protocol):
-    """Yields the documents of a task, by number of the task: (index in the task, text), indices ascending.
-
-    Each call yields the same documents. It is called in worker processes, so it can be pickled.
-    """
-
-    def __call__(self, task: int, /) -> Iterable[tuple[int, str]]: ...
+# Yields the documents of a task, by number of the task: (index in the task, text), indices ascending. Each call yields
+# the same documents. It is called in worker processes, so it can be pickled.
+Texts = Callable[[int], Iterable[tuple[int, str]]]
 
 
 @dataclass(frozen=True, order=True)
