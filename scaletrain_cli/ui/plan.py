@@ -323,8 +323,9 @@ def warning_rows(plan: RunPlan, *, everything: bool = False) -> list[Row]:
     """Return the rows of what is unusual in the recipe and of warnings, where there is any."""
     checks = plan.sanity if everything else [check for check in plan.sanity if check.verdict != "ok"]
     warnings = [f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings)
+    recipe = [(f"{each.topic} {each.value}: {each.message}.", _VERDICT_STYLES[each.verdict]) for each in checks]
     return [
-        *([("Recipe", sanity_view(checks))] if checks else []),
+        *([("Recipe", bullets(recipe))] if checks else []),
         *([("Warnings", bullets((each, "yellow") for each in warnings))] if warnings else []),
     ]
 
