@@ -1,3 +1,3 @@
 """ScaleTrain: one run spec is planned, submitted, trained, preempted and resumed."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

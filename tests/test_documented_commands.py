@@ -58,7 +58,7 @@ class Runs:
 
 
 SPEC = "recipes/llama-10m-cpu.yaml"
-KUBERNETES = "recipes/llama-13b-kueue.yaml --set cluster.kubernetes.image=r.example/scaletrain:0.1.0"
+KUBERNETES = "recipes/llama-13b-kueue.yaml --set cluster.kubernetes.image=r.example/scaletrain:TAG"
 INIT = {
     "scaletrain init": Runs("init", "wrote run.yaml"),
     "scaletrain init --recipe llama-8b-lora lora.yaml": Runs("init --recipe llama-8b-lora lora.yaml", "wrote lora"),
@@ -106,7 +106,7 @@ RUN: dict[str, Runs] = {
     "scaletrain submit run.yaml --dry-run": Runs(f"submit {KUBERNETES} --dry-run", "kind: JobSet"),
     "scaletrain submit run.yaml --output yaml": Runs(f"submit {KUBERNETES} --output yaml", "kind: JobSet"),
     "scaletrain submit k8s/smoke.yaml": Runs(
-        "submit k8s/smoke.yaml --dry-run --set cluster.kubernetes.image=r.example/scaletrain:0.1.0", "kind: JobSet"
+        "submit k8s/smoke.yaml --dry-run --set cluster.kubernetes.image=r.example/scaletrain:TAG", "kind: JobSet"
     ),
     "scaletrain submit run.yaml --sweep training.optimizer.lr=1e-4,3e-4,1e-3 --sweep training.seed=1,2 "
     "--max-concurrent 2": Runs(

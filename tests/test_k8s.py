@@ -156,7 +156,7 @@ def test_kueue_releases_the_nodes_of_a_gang_that_cannot_start() -> None:
 
 
 def test_the_smoke_run_uses_the_objects_of_these_files() -> None:
-    spec = load_spec(KUBERNETES / "smoke.yaml", ("cluster.kubernetes.image=registry.example/scaletrain:0.1.0",))
+    spec = load_spec(KUBERNETES / "smoke.yaml", ("cluster.kubernetes.image=registry.example/scaletrain:TAG",))
     kubernetes = spec.cluster.kubernetes
     assert ("Namespace", kubernetes.namespace) in objects()
     assert ("LocalQueue", kubernetes.queue) in objects()

@@ -1,4 +1,4 @@
-"""The wheel has the files that messages refer to, and requirements allow the tested versions."""
+"""The wheel has the files that messages refer to, requirements allow the tested versions, and the version is one."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ def test_the_wheel_has_the_recipes_and_the_files_for_clusters(tmp_path: Path, mo
     monkeypatch.setattr("scaletrain_cli.project_files._PACKAGE", tmp_path / "scaletrain_cli")
     assert project_file("k8s/base/rbac.yaml").is_relative_to(tmp_path)
     assert recipes()["own-engine"].is_relative_to(tmp_path)
+
+
+def test_only_the_package_and_its_chart_state_the_version() -> None:
+    folders = ("docs", "grafana", "k8s", "recipes", "slurm", "scaletrain_cli")
+    files = [PROJECT / "README.md", *(path for name in folders for path in (PROJECT / name).rglob("*"))]
+    texts = {path: path.read_text() for path in files if path.suffix in (".md", ".py", ".sh", ".txt", ".yaml")}
+    named = {str(path): re.findall(r"scaletrain(?:\[.*?\])?[:=@-]=?v?\d+\.\d+.*", text) for path, text in texts.items()}
+    assert len(texts) > 500
+    assert {path: found for path, found in named.items() if found} == {}
 
 
 def test_the_image_copies_all_sources_of_the_wheel() -> None:

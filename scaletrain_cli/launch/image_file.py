@@ -49,7 +49,7 @@ class Image:
     base: str = PYTHON_IMAGE
     uid: int = 1000
     version: str = ""
-    tag: str = "REGISTRY/scaletrain:0.1.0"
+    tag: str = "REGISTRY/scaletrain:TAG"
 
     @property
     def has_python(self) -> bool:

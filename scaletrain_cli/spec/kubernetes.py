@@ -195,7 +195,7 @@ class KubernetesSpec(BackendSection):
     # namespace: ml  # default: that of your kubeconfig's context
     # queue: team-a  # a Kueue LocalQueue; without one, the pods of a run are not scheduled as a gang
     # priority: training-normal  # a WorkloadPriorityClass
-    # image: registry.example/scaletrain:0.1.0  # required by submit, preferably by digest
+    # image: registry.example/scaletrain:TAG  # required by submit, preferably by digest
     runs: {claim: runs}  # a ReadWriteMany PersistentVolumeClaim for checkpoints and logs
     # rdma_resource: rdma/hca_shared_devices_a  # resource name of the network's device plugin
     # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # each a key of a Secret

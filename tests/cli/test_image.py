@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli import __version__
 from scaletrain_cli.cli import image as verb
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.image_file import CUDA_IMAGES, Image, ScaletrainSource, Source, render
@@ -189,7 +190,7 @@ def test_without_a_checkout_the_package_comes_from_its_index(monkeypatch: pytest
     monkeypatch.setattr("scaletrain_cli.cli.image.checkout", lambda: None)
     put(requirements__txt="torch==2.11.0\n")
     data = scaletrain("image", "-o", "-", "--json").data
-    assert "'scaletrain[train,wandb]==0.1.0'" in data["text"]
+    assert f"'scaletrain[train,wandb]=={__version__}'" in data["text"]
     assert "container.note-index" in [note["code"] for note in data["notes"]]
 
 
