@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli import __version__
 from scaletrain_cli.cli import doctor
 from scaletrain_cli.extras import EXTRAS, install_command
 from scaletrain_cli.project_files import FOLDERS, project_file, recipes
@@ -58,6 +59,13 @@ def test_only_the_package_and_its_chart_state_the_version() -> None:
     named = {str(path): re.findall(r"scaletrain(?:\[.*?\])?[:=@-]=?v?\d+\.\d+.*", text) for path, text in texts.items()}
     assert len(texts) > 500
     assert {path: found for path, found in named.items() if found} == {}
+
+
+def test_the_newest_release_in_the_changelog_is_this_version() -> None:
+    headings = re.findall(r"^## \[(.+?)\](.*)$", (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == ("Unreleased", "")
+    assert headings[1][0] == __version__
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", date) for _, date in headings[1:])
 
 
 def test_the_image_copies_all_sources_of_the_wheel() -> None:
