@@ -2,7 +2,7 @@
 
 # As in pyproject.toml, by the names that are imported; a test compares.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("torch", "deepspeed", "huggingface_hub", "jinja2", "numpy", "pynvml", "safetensors", "tokenizers"),
+    "train": ("torch", "deepspeed", "huggingface_hub", "jinja2", "pynvml", "safetensors", "tokenizers"),
     "liger": ("liger_kernel",),
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.extras import EXTRAS
 from tests.source_trees import dotted, tree_of
 
 PROJECT = Path(__file__).parent.parent
@@ -328,3 +329,16 @@ def test_verbs_that_only_read_load_few_modules_and_no_heavy_library(
     assert [name for name in loaded if name.partition(".")[0] in HEAVY | {"tokenizers"}] == []
     assert [name for name in loaded if name.startswith(f"{PACKAGE}.engine")] == []
     assert sum(name.startswith(f"{PACKAGE}.") for name in loaded) <= most_modules
+
+
+@pytest.mark.parametrize("verb", ["plan", "validate", "submit --dry-run"])
+def test_without_any_extra_the_text_of_a_run_is_looked_at_and_the_run_is_planned_and_rendered(verb: str) -> None:
+    """A process of about a second, in which nothing can be imported that an extra installs."""
+    extras = {module.partition(".")[0] for modules in EXTRAS.values() for module in modules} - {"google"}
+    program = (
+        f"import sys\nsys.modules.update(dict.fromkeys({sorted(extras)}))\n"
+        f"from {PACKAGE}.__main__ import main\nmain()\n"
+    )
+    words = [*verb.split(), "recipes/llama-7b-h100.yaml", "--set", "data.source=docs/*.md"]
+    result = subprocess.run([sys.executable, "-c", program, *words], cwd=PROJECT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 app = verb_group("List, verify, export, sample, average, mirror and prune checkpoints.")
 READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
-_NEEDS = ("torch", "safetensors", "numpy")
+_NEEDS = ("torch", "safetensors")
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")]
 _Dtype = Literal["bf16", "fp16", "fp32"]
 Dtype = Annotated[_Dtype, typer.Option("--dtype", help="Data type of the exported weights.")]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 app = verb_group("Prepare, show, report on and upload training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _PREPARE_EXIT_CODES = (*EXIT_CODES, ExitCode.SCHEDULER)
-_NEEDS = ("numpy", "tokenizers")
-_IMAGE_NEEDS = ("numpy", "torch", "PIL")
+_NEEDS = ("tokenizers",)
+_IMAGE_NEEDS = ("torch", "PIL")
 
 
 @app.command(epilog=describe(_PREPARE_EXIT_CODES))
@@ -233,7 +233,7 @@ def stats(
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))
         dataset = read_document(Path(target, "dataset.json")) or {}
         if dataset.get("schema") == IMAGE_INDEX:
-            report = engine_process.run_engine_command("stats", os.path.abspath(target), needs=("numpy",))
+            report = engine_process.run_engine_command("stats", os.path.abspath(target), needs=())
         else:
             report = read_report({str(dataset.get("source") or Path(target).name): Path(target)})
         name = report["sources"][0]["source"]

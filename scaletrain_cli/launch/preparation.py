@@ -37,7 +37,7 @@ from scaletrain_cli.spec.shared_paths import parent_of_glob
 
 Choice = Literal["auto", "now", "job"]
 CHOICES: tuple[str, ...] = get_args(Choice)
-NEEDS = ("numpy", "tokenizers")
+NEEDS = ("tokenizers",)
 ENGINE_COMMAND = "prepare-job"
 _LONGEST_HERE_SECONDS = 300.0
 _MOST_WORKERS_HERE = 4  # of a machine that other users share, as login nodes are

@@ -65,7 +65,7 @@ def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"in the container\. Use --prepare job"):
         plan_preparation(make_spec(*inside), Path("/runs"), "now")
     monkeypatch.setattr(preparation, "find_spec", lambda name: None)
-    assert "numpy, tokenizers not installed here" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
+    assert "tokenizers not installed here" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
     with pytest.raises(UsageError, match="does not see the runs root of the nodes"):
         plan_preparation(make_spec(*PODS), Path("/runs"), "now")
     with pytest.raises(UsageError, match="cannot run a preparation job"):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SESSION_MODULE = "scaletrain_cli.launch.node.command"
 VIEW_MODULE = "scaletrain_cli.launch.node.view"
-_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # found by find_spec, not imported
+_ENGINE_NEEDS = ("torch", "deepspeed", "tokenizers")  # found by find_spec, not imported
 
 
 @dataclass(frozen=True)

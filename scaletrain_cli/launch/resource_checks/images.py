@@ -112,8 +112,6 @@ def _class_names(
     view: View, key: str, source: str, settings: ImageSettings
 ) -> Generator[Problem, None, _Classes | None]:
     """Yield the problems of a source that is no index; return its classes, None if it cannot be looked at."""
-    if find_spec("numpy") is None:  # on a login node; the preparation needs it, and checks the same
-        return None
     from scaletrain_cli.data.images.listing import list_source
 
     here = view.spec.cluster.traits.runs_here or view.on_node
