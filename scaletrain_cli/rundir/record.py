@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scaletrain_cli import __version__
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.documents import (
+    DamagedError,
     entries,
     from_document,
     read_document,
@@ -115,7 +117,7 @@ def write_record(run: RunDir, record: RunRecord) -> None:
 
 def read_record(run: RunDir) -> RunRecord:
     """Return run.json with the latest revision's spec and plan. Raises UsageError if either cannot be read."""
-    return _with_decided(run, _read(run.record, SCHEMA), max(revisions(run), default=0))
+    return _read_record(run, max(revisions(run), default=0))
 
 
 def read_record_of(run: RunDir, attempt: int) -> RunRecord:
@@ -125,12 +127,12 @@ def read_record_of(run: RunDir, attempt: int) -> RunRecord:
     written. Raises as read_record().
     """
     revision = (read_document(run.attempt(attempt) / "attempt.json") or {}).get("revision")
-    return read_record(run) if revision is None else _with_decided(run, _read(run.record, SCHEMA), int(revision))
+    return read_record(run) if revision is None else _read_record(run, int(revision))
 
 
 def read_first_record(run: RunDir) -> RunRecord:
     """Return run.json alone: the first submission, without revisions."""
-    return _with_decided(run, _read(run.record, SCHEMA), 0)
+    return _read_record(run, 0)
 
 
 def revisions(run: RunDir) -> list[int]:
@@ -332,6 +334,19 @@ def _plan_reader() -> TypeAdapter[RunPlan]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(RunPlan)
+
+
+def _read_record(run: RunDir, revision: int) -> RunRecord:
+    try:
+        return _with_decided(run, _read(run.record, SCHEMA), revision)
+    except DamagedError as error:
+        versions = (undamaged_document(run.record) or {}).get("versions")
+        writer = versions.get("scaletrain", __version__) if isinstance(versions, dict) else __version__
+        if writer == __version__:
+            raise
+        # What another version wrote is whole; it must not be removed or restored from a copy, as a damaged file.
+        said = f"{run.record} is of ScaleTrain {writer}, and {__version__} cannot read it."
+        raise DamagedError(f"{said} Use ScaleTrain {writer} for this run.") from error
 
 
 def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord:

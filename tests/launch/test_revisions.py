@@ -1,6 +1,7 @@
 """run.json never changes; a revision replaces its spec and plan, completely or not at all."""
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from scaletrain_cli.rundir.record import (
     withdraw_revision,
     write_size_plans,
 )
+from scaletrain_cli.safe_files import replace_file
 from tests.launch.conftest import MadeRun, MakeRun, make_plan, make_spec
 
 
@@ -62,6 +64,17 @@ def test_after_a_withdrawn_revision_the_previous_one_counts(made: MadeRun) -> No
     revise(made, "cluster.gpus_per_node=4")
     withdraw_revision(made.run, 2)
     assert (read_record(made.run).revision, read_record(made.run).spec.world_size) == (1, 1)
+
+
+@pytest.mark.parametrize("change", [{"schema": "scaletrain.run/v2"}, {"plan": {}}])
+def test_a_record_of_another_version_is_not_called_damaged(made: MadeRun, change: dict[str, object]) -> None:
+    document = json.loads(made.run.record.read_text())
+    replace_file(made.run.record, json.dumps(document | change))
+    with pytest.raises(UsageError, match=r"run\.json is damaged"):
+        read_record(made.run)
+    replace_file(made.run.record, json.dumps(document | change | {"versions": {"scaletrain": "9.0.0"}}))
+    with pytest.raises(UsageError, match=r"run\.json is of ScaleTrain 9\.0\.0.*Use ScaleTrain 9\.0\.0 for this run"):
+        read_record(made.run)
 
 
 def test_a_damaged_revision_is_an_error_and_the_previous_one_is_not_used(made: MadeRun) -> None:
