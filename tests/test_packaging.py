@@ -92,6 +92,16 @@ def test_torch_is_limited_to_tested_minor_versions(declared: dict[str, Any]) -> 
     assert f"version={PINS['torch']}\n" in (PROJECT / ".ci" / "install_torch.sh").read_text()
 
 
+def test_the_page_of_stability_has_the_supported_versions_of_the_project(declared: dict[str, Any]) -> None:
+    page = (PROJECT / "docs" / "stability.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+(?: to [\d.]+)?)", page, flags=re.MULTILINE))
+    pythons = [line.rpartition(" ")[2] for line in declared["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert rows["Python"] == f"{pythons[0]} to {pythons[-1]}"
+    oldest_torch = re.findall(r">=([\d.]+)", requirements(declared)["torch"])[0]
+    assert rows["torch"] == f"{oldest_torch} to {PINS['torch'].rpartition('.')[0]}"
+    assert requirements(declared)["deepspeed"] == f"deepspeed=={rows['DeepSpeed']}.*"
+
+
 def test_the_extras_are_those_of_the_project(declared: dict[str, Any]) -> None:
     extras = {
         name: lines
