@@ -219,7 +219,7 @@ def _load(text: str, file: str) -> Any:
         # ruamel lets some malformed scalars (impossible dates, bad tags) escape as plain Python errors. The last value
         # that it began is the one.
         what = shown(" ".join(str(error).split())) or type(error).__name__
-        what = "contains a number of more than 4300 digits" if "4300 digits" in what else what
+        what = "contains a number of more than 4300 digits" if "integer string conversion" in what else what
         line = values[-1].start_mark.line + 1 if values else 1
         raise SpecError(f"{file} is not valid YAML", (Problem(Place(file, line), "", f"{what}."),)) from error
 
