@@ -18,7 +18,7 @@ AREA ?=
 
 # Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
 UNIT := tests/launch tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
-	tests/test_reasons.py tests/test_safe_files.py
+	tests/test_reasons.py tests/test_safe_files.py tests/test_workflows.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +27,7 @@ STAMP := $(VENV)/setup-done-$(TORCH)
 # What `make setup` installs and `make lock` pins.
 EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,sample,mcp,docs,reference,dev
 
-.PHONY: help setup lock docs demo check unit test test-k8s test-slurm test-long test-costs test-oldest test-newest drills bug-injection slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
+.PHONY: help setup lock docs demo check unit test test-k8s test-slurm test-long test-costs test-oldest test-newest drills bug-injection release slurm-packages parity bench bench-planner bench-engine gpu gpu-wheels clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +140,9 @@ gpu: ## Measure one GPU within 25 minutes, offline: speed, memory, parity, check
 
 gpu-wheels: setup ## Gather the packages that `make gpu` needs where there is no network (for another Python: ARGS=3.13)
 	@$(BIN)/python benchmarks/gpu/wheels.py gather '$(GPU_WHEELS)' $(ARGS)
+
+release: ## Build wheel, sdist, requirements with hashes and SBOM into dist/, and try them on every Python found
+	@.ci/release.sh
 
 clean: ## Remove .venv, caches and builds; never runs/
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,17 +10,9 @@ cd "$(dirname "$0")/.."
 readonly which=${1:?usage: unit_elsewhere.sh oldest|newest PATH...}
 shift
 
-candidates=(3.10 3.11 3.12 3.13)
-if [[ $which == newest ]]; then candidates=(3.13 3.12 3.11 3.10); fi
-interpreter=
-for version in "${candidates[@]}"; do
-    for found in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/python; do
-        if command -v "$found" >/dev/null && "$found" 2>/dev/null -c 'import venv, sys; sys.exit(sys.version_info < (3, 10))'; then
-            interpreter=$found
-            break 2
-        fi
-    done
-done
+mapfile -t found < <(.ci/pythons.sh)
+interpreter=${found[0]:-}
+if [[ $which == newest && -n $interpreter ]]; then interpreter=${found[-1]}; fi
 readonly venv=build/unit-$which
 "${interpreter:-${PYTHON:-python3}}" -m venv --clear "$venv"
 readonly python=$venv/bin/python

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import tarfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,17 @@ def test_the_wheel_has_the_recipes_and_the_files_for_clusters(tmp_path: Path, mo
     monkeypatch.setattr("scaletrain_cli.project_files._PACKAGE", tmp_path / "scaletrain_cli")
     assert project_file("k8s/base/rbac.yaml").is_relative_to(tmp_path)
     assert recipes()["own-engine"].is_relative_to(tmp_path)
+
+
+def test_the_sdist_has_what_make_setup_and_a_wheel_are_made_from(tmp_path: Path) -> None:
+    builders = pytest.importorskip("hatchling.builders.sdist", reason="needs hatchling, of the extra dev")
+    (sdist,) = builders.SdistBuilder(str(PROJECT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:\.ci|slurm|benchmarks|recipes)/[\w/]+\.(?:sh|py|txt)", makefile))
+    assert len(named) > 5
+    assert named | {"Makefile", "mkdocs.yml", "constraints.txt", ".github/workflows/ci.yml"} <= inside
 
 
 def test_only_the_package_and_its_chart_state_the_version() -> None:
