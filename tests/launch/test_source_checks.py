@@ -137,7 +137,7 @@ OTHER_KEYS: tuple[tuple[str, Make, dict[str, Any], str], ...] = (
     ("a.parquet", table("a.parquet", "content"), {}, "17 data.sources.1.field = text: /a.parquet, row 1: has no field"),
     (
         "a",
-        write("a", DOCUMENTS),
+        lambda folder: pytest.importorskip("pyarrow") and write("a", DOCUMENTS)(folder),
         {"format": "parquet"},
         "20 data.sources.1.format = parquet: /a, row 1: cannot be read as a table",
     ),
@@ -215,8 +215,8 @@ def test_the_summary_has_the_stages_and_the_steps(folder: Path) -> None:
     prepare = [{"step": "normalization"}, {"step": "quality", "rules": "c4", "only": ["web"]}, {"step": "duplicates"}]
     data = {"stages": [{"start": 0.5, "weights": {"web": 0.25, "good": 1}}], "prepare": prepare}
     shown = scaletrain("validate", spec({"path": "a.jsonl"}, data), "--set", "training.steps=4000").out
-    assert "  stages    from step 2,001 on: web 0.25, good 1\n" in shown
-    assert "  prepare   normalization, c4 (web), duplicates\n" in shown
+    squeezed = " ".join(shown.split())  # the column of values is further right if a library of a step is missing
+    assert " stages from step 2,001 on: web 0.25, good 1 prepare normalization, c4 (web), duplicates " in squeezed
 
 
 def test_sources_of_tokens_need_their_tokenizer_and_no_step_on_text(folder: Path) -> None:
