@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch import preparation as data_preparation
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -21,7 +21,7 @@ from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
 from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
 from scaletrain_cli.launch.resource_checks.checks import require_external
 from scaletrain_cli.launch.shared_folder import disk_space_notes
-from scaletrain_cli.launch.submission import Submission, submitted_before
+from scaletrain_cli.launch.submission import Submission, submitted_before, undone_if_refused
 from scaletrain_cli.launch.submit import CreatedRun, create_run, make_record, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
@@ -219,13 +219,11 @@ class PreparedSubmission:
         if self.earlier is not None:
             return SubmittedRun.of(made, self.earlier)
         on_created(made.run)
-        try:
-            submission = submit_run(made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation)
-        except SchedulerSilentError:  # the scheduler may have the job
-            raise
-        except SchedulerError:
-            # Nothing was queued. A preparation of the data that failed stays, so that `explain` can name the cause.
+
+        def remove() -> None:  # except for a preparation of the data that failed, so that `explain` can name the cause
             if made.created and read_job(preparation_folder(made.run)) is None:
                 shutil.rmtree(made.run.path)
-            raise
+
+        with undone_if_refused(remove, SchedulerError):
+            submission = submit_run(made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation)
         return SubmittedRun.of(made, submission)

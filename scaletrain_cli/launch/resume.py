@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -24,7 +24,7 @@ from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.replan import SCHEDULE_EVENT, SCHEDULE_KEYS, Resize, continues_after_early_stop
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import has_finished, why_ended
-from scaletrain_cli.launch.submission import Submission, read_submission
+from scaletrain_cli.launch.submission import Submission, read_submission, undone_if_refused
 from scaletrain_cli.launch.submit import keep_secrets, submit_lock, submit_prepared
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
@@ -221,14 +221,8 @@ def _secrets_stored(run: RunDir, spec: RunSpec) -> Iterator[None]:
     """Store the values of ``secret_env``, which the end of a run removes; remove them again after a refusal."""
     had = run.secrets.exists()
     keep_secrets(run, spec)
-    try:
+    with undone_if_refused(lambda: None if had else forget_secrets(run)):
         yield
-    except SchedulerSilentError:
-        raise
-    except ScaletrainError:
-        if not had:
-            forget_secrets(run)
-        raise
 
 
 @contextlib.contextmanager
@@ -238,13 +232,8 @@ def _recorded(run: RunDir, event: str, details: Mapping[str, Any] | None) -> Ite
         yield
         return
     record_event(run, event, **details)
-    try:
+    with undone_if_refused(lambda: withdraw_event(run, event)):
         yield
-    except SchedulerSilentError:
-        raise
-    except ScaletrainError:
-        withdraw_event(run, event)
-        raise
 
 
 def _schedule_details(resize: Resize) -> dict[str, Any] | None:
@@ -267,15 +256,14 @@ def _stop_files_moved_aside(run: RunDir) -> Iterator[None]:
         lifted.unlink(missing_ok=True)  # left by a resume that crashed
         with contextlib.suppress(FileNotFoundError):
             file.rename(lifted)
-    try:
-        yield
-    except SchedulerSilentError:
-        raise
-    except ScaletrainError:
+
+    def put_back() -> None:
         for file, lifted in aside.items():
             with contextlib.suppress(FileNotFoundError):
                 lifted.rename(file)
-        raise
+
+    with undone_if_refused(put_back):
+        yield
     for lifted in aside.values():
         lifted.unlink(missing_ok=True)
 
@@ -303,11 +291,10 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
     except BaseException:
         remove_snapshot(made)
         raise
-    try:
-        yield revised
-    except SchedulerSilentError:  # the scheduler may have the job, which would read this revision
-        raise
-    except ScaletrainError:
+
+    def withdraw() -> None:
         withdraw_revision(run, revised.revision)
         remove_snapshot(made)
-        raise
+
+    with undone_if_refused(withdraw):
+        yield revised

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError
 from scaletrain_cli.rundir.documents import from_document, read_document
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -60,6 +62,18 @@ def open_request(run: RunDir) -> Request | None:
     if data is None or data.get("state") != "asked":
         return None
     return from_document(Request, _without_state(data), run.submission)
+
+
+@contextlib.contextmanager
+def undone_if_refused(undo: Callable[[], object], refusal: type[ScaletrainError] = ScaletrainError) -> Iterator[None]:
+    """Call ``undo`` if the block raises ``refusal``, unless the scheduler did not answer: it may have the job."""
+    try:
+        yield
+    except SchedulerSilentError:
+        raise
+    except refusal:
+        undo()
+        raise
 
 
 def _without_state(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
-from scaletrain_cli.errors import InfeasibleError, ScaletrainError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import InfeasibleError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch_to_shared_cache, resolve_commits
-from scaletrain_cli.launch.submission import Request, Submission, open_request, read_submission
+from scaletrain_cli.launch.submission import Request, Submission, open_request, read_submission, undone_if_refused
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -230,14 +230,13 @@ def submit_prepared(
         return submit_job(run, record, scheduler, automatic)
     scheduler.submit_preparation(run, record, preparation_tasks)
     scheduler.await_preparation(run, record, say)
-    try:
-        return submit_job(run, record, scheduler, automatic)
-    except SchedulerSilentError:  # the scheduler may have the job
-        raise
-    except ScaletrainError:
+
+    def withdraw() -> None:
         scheduler.cancel_preparation(run)
         forget_job(preparation_folder(run))
-        raise
+
+    with undone_if_refused(withdraw):
+        return submit_job(run, record, scheduler, automatic)
 
 
 def _begun_since(run: RunDir, request: Request) -> Submission | None:
@@ -297,16 +296,15 @@ def _asked(run: RunDir, record: RunRecord) -> Iterator[int]:
     lost = None if request is None else request.asked
     asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before, lost)
     write_document(run.submission, {"state": "asked", **dataclasses.asdict(asked)})
-    try:
-        yield first_attempt
-    except SchedulerSilentError:
-        raise
-    except ScaletrainError:
+
+    def restore() -> None:
         if earlier is None:
             run.submission.unlink(missing_ok=True)
         else:
             write_document(run.submission, earlier)
-        raise
+
+    with undone_if_refused(restore):
+        yield first_attempt
 
 
 def _accepted(

@@ -14,7 +14,7 @@ from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.prepared_submission import PreparedSubmission, SubmittedRun
 from scaletrain_cli.launch.run_status import OVER, RunStatus
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_statuses
-from scaletrain_cli.launch.submission import Submission, open_request, read_submission
+from scaletrain_cli.launch.submission import Submission, open_request, read_submission, undone_if_refused
 from scaletrain_cli.launch.submit import CreatedRun, submit_run, submit_together
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir, Sweep, SweepPlace, read_sweep_place, write_sweep_place
@@ -89,20 +89,19 @@ def submit_as_array(sweep: str, points: Sequence[Point], cap: int) -> list[Submi
     if any(point.data.tasks for point in points):
         raise UsageError(Reason("launch.array-not-prepared"))
     made: list[CreatedRun] = []
-    try:
+
+    def remove() -> None:
+        for one in made:
+            if one.created:
+                shutil.rmtree(one.run.path)
+
+    with undone_if_refused(remove):  # the same command finds an array whose answer was lost
         for index, point in enumerate(points):
             made.append(one := point.create(point.data))
             if one.created or (read_submission(one.run) is None and open_request(one.run) is None):
                 place = SweepPlace(sweep, index + 1, len(points), point.overrides, array=True)
                 write_sweep_place(one.run, place)
         done = submit_together(sweep, [(one.run, one.record) for one in made], scheduler, cap)
-    except SchedulerSilentError:  # the scheduler may have the array; the same command finds it
-        raise
-    except ScaletrainError:
-        for one in made:
-            if one.created:
-                shutil.rmtree(one.run.path)
-        raise
     return [SubmittedRun.of(*both) for both in zip(made, done, strict=True)]
 
 

@@ -31,6 +31,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     submission_number,
 )
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, has_ended, is_ready
+from scaletrain_cli.launch.submission import undone_if_refused
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import touch
@@ -67,16 +68,14 @@ def stop_requested(
             with contextlib.suppress(SchedulerError):  # the mark is only information
                 cluster.annotate(kind, namespace, name, {CANCELLED: value})
 
-    mark(stamp)
-    try:
-        yield
-    except SchedulerSilentError:
-        raise  # the deletion may have been applied
-    except SchedulerError:
+    def withdraw() -> None:
         if not had:
             run.stop_file.unlink(missing_ok=True)
         mark(None)
-        raise
+
+    mark(stamp)
+    with undone_if_refused(withdraw, SchedulerError):
+        yield
 
 
 def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
@@ -96,19 +95,18 @@ def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | Non
     """Apply the objects, the workload last, and make it the owner of the others. A refusal deletes what was created."""
     *others, workload = objects
     made: list[Object] = []
-    try:
-        for body in others:
-            _apply_until_answered(cluster, body)
-            made.append(body)
-        created = found if found is not None else _apply_workload(cluster, workload)
-    except SchedulerSilentError:
-        raise  # the server may have created all of them; the next status shows it
-    except SchedulerError:
+
+    def delete_made() -> None:
         for body in made if found is None else ():
             with contextlib.suppress(SchedulerError):
                 metadata = body["metadata"]
                 cluster.delete(kind_of(body), metadata["namespace"], metadata["name"])
-        raise
+
+    with undone_if_refused(delete_made, SchedulerError):
+        for body in others:
+            _apply_until_answered(cluster, body)
+            made.append(body)
+        created = found if found is not None else _apply_workload(cluster, workload)
     owner = {key: created[key] for key in ("apiVersion", "kind")}
     owner |= {key: created["metadata"][key] for key in ("name", "uid")}
     for body in others:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, POD, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import exit_code_of_pod, failed_pod, why_pods_wait
@@ -45,6 +45,7 @@ from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, 
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end
 from scaletrain_cli.launch.engine_process import EngineProcessError
 from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.submission import undone_if_refused
 from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.paths import RunDir
@@ -181,13 +182,8 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
     make_folder(folder, parents=True)
     forget_job(folder)
     record_job(folder, _named_job(record.spec, job, revision=record.revision, submission=submission, number=number))
-    try:
+    with undone_if_refused(lambda: forget_job(folder), SchedulerError):
         apply_owned(cluster, (texts, job), None)
-    except SchedulerSilentError:  # the server may have it
-        raise
-    except SchedulerError:
-        forget_job(folder)
-        raise
 
 
 def queue_for_spec(cluster: Cluster, spec: RunSpec, name: str, tasks: int) -> PreparationJob:
