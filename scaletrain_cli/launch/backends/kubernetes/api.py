@@ -54,10 +54,9 @@ class RefusedError(SchedulerError):
         super().__init__(why, problems)
         self.status, self.said = status, said
 
-    @property
-    def is_rights(self) -> bool:
-        """Return True if the user lacks a permission; False if an object violates a rule or a quota."""
-        return self.status == 403 and missing_right(self.said) is not None
+
+class ForbiddenError(RefusedError):
+    """The user lacks a permission. A status of 403 alone may mean that an object violates a rule or a quota."""
 
 
 class NotServedError(RefusedError):
@@ -85,7 +84,7 @@ def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -
         resource = f"{missing.resource}.{missing.group}" if missing.group else missing.resource
         roles = str(project_file("k8s/base/rbac.yaml"))
         why = reason("forbidden", where=where, said=said, verb=missing.verb, resource=resource, roles=roles)
-        return RefusedError(why, error.status, said)
+        return (ForbiddenError if error.status == 403 else RefusedError)(why, error.status, said)
     if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
         return NotServedError(where, kind)
     subject = path.rpartition("/")[2] if kind is None else kind.name

@@ -11,7 +11,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import Start
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, ForbiddenError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CLUSTER_QUEUE,
     COHORT,
@@ -25,7 +25,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     VOLCANO_QUEUE,
     Object,
 )
-from scaletrain_cli.launch.backends.kubernetes.messages import reason
+from scaletrain_cli.launch.backends.kubernetes.messages import problem, reason
 from scaletrain_cli.launch.backends.kubernetes.names import NODE as NODE_CONTAINER
 from scaletrain_cli.launch.backends.kubernetes.observation import condition
 from scaletrain_cli.launch.backends.kubernetes.quota import (
@@ -45,7 +45,6 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import listed
 
 Found = Problem | Reason | Start  # a problem, a note, or the possible start
-_SECTION = "cluster.kubernetes"
 NAMES_SHOWN = 8
 _CORDONED = "being schedulable"  # what a cordoned node lacks temporarily; checked last
 # Labels of node pools that an autoscaler may extend.
@@ -60,17 +59,6 @@ def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Obje
     """Return the problem that no object ``given`` exists, with the names of existing ones."""
     names = listed(sorted(str(item["metadata"]["name"]) for item in there), NAMES_SHOWN) or "none"
     return problem(spec, key, reason("object-missing", kind=what, names=names), given)
-
-
-def problem(spec: RunSpec, key: str, why: Reason, given: str | None = None) -> Problem:
-    """Return a problem of a key below cluster.kubernetes, or of the whole section."""
-    dotted = f"{_SECTION}.{key}" if key else _SECTION
-    return Problem.because(spec.where(dotted), dotted, why, given)
-
-
-def unknown_start(why: Reason) -> Start:
-    """Return a start without a time, and why the time is unknown."""
-    return Start(None, why)
 
 
 def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
@@ -96,9 +84,8 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
     name = local["spec"]["clusterQueue"]
     try:
         whole = cluster.get(CLUSTER_QUEUE, "", name)
-    except RefusedError as error:
-        if error.is_rights:
-            yield from _activity(spec, local, kubernetes.queue)
+    except ForbiddenError:
+        yield from _activity(spec, local, kubernetes.queue)
         raise
     yield from _activity(spec, local, kubernetes.queue, caused_elsewhere=whole is not None)
     if whole is None:
@@ -135,7 +122,7 @@ def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: boo
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
         yield reason("queue-stopped", queue=what, policy=queue["spec"]["stopPolicy"])
-        yield unknown_start(reason("start-queue-stopped", queue=what))
+        yield Start(None, reason("start-queue-stopped", queue=what))
         return
     inactive = condition(queue, "Active", status="False")
     if inactive is not None and not (caused_elsewhere and inactive.get("reason") == _OF_CLUSTER_QUEUE):
@@ -169,9 +156,7 @@ def _topology_request(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None
         return None
     try:
         known = cluster.find(TOPOLOGY, "")
-    except RefusedError as error:
-        if not error.is_rights:
-            raise
+    except ForbiddenError:
         known = []
     levels = {item["metadata"]["name"]: [level["nodeLabel"] for level in item["spec"]["levels"]] for item in known}
     return TopologyRequest(topology.key, levels)
@@ -181,9 +166,9 @@ def _start(queue: Object, given: str, *, busy: bool) -> Start:
     """Return the possible start. Kueue shows no times, and not which waiting jobs have a higher priority."""
     waiting = int(queue.get("status", {}).get("pendingWorkloads", 0))
     if busy:
-        return unknown_start(reason("start-quota-used", queue=given, waiting=waiting))
+        return Start(None, reason("start-quota-used", queue=given, waiting=waiting))
     if waiting:
-        return unknown_start(reason("start-behind-others", queue=given, waiting=waiting))
+        return Start(None, reason("start-behind-others", queue=given, waiting=waiting))
     return Start(time.time(), reason("start-quota-free", queue=given))
 
 
@@ -291,14 +276,14 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
         return
     if best.fits + best.cordoned >= spec.cluster.nodes:
         yield reason("nodes-cordoned", nodes=best.why[_CORDONED])
-        yield unknown_start(reason("start-nodes-cordoned"))
+        yield Start(None, reason("start-nodes-cordoned"))
         return
     lacks = ", ".join(f"{count} lack {lack}" for lack, count in sorted(best.why.items(), key=lambda item: -item[1]))
     numbers = {"nodes": len(nodes), "fit": best.fits, "needed": spec.cluster.nodes, "lacks": lacks}
     pools = any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING)
     if may_grow or pools:
         yield reason("nodes-until-pools-grow" if pools else "nodes-until-admission-check", **numbers)
-        yield unknown_start(reason("start-too-few-nodes"))
+        yield Start(None, reason("start-too-few-nodes"))
     else:
         why = reason("too-few-nodes", **numbers)
         yield Problem.because(spec.where("cluster.nodes"), "cluster.nodes", why, spec.cluster.nodes)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
-from scaletrain_cli.launch.backends.kubernetes.api import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import ForbiddenError, NotServedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     BACKENDS,
     CLUSTER_QUEUE,
@@ -242,9 +242,7 @@ def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
             return tuple({**named, **one} for one in cluster.find(kind, where, **selectors))
         except NotServedError:
             return ()
-        except RefusedError as error:
-            if not error.is_rights:
-                raise
+        except ForbiddenError:
             if not cluster.serves(kind):  # permissions are checked before existence
                 return ()
             forbidden.append(f"{kind.plural}.{kind.group}" if kind.group else kind.plural)

@@ -15,7 +15,7 @@ from typing import Any
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import NATIVE_POD_GROUP
-from scaletrain_cli.launch.backends.kubernetes.messages import reason
+from scaletrain_cli.launch.backends.kubernetes.messages import problem, reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
     LONGEST_LABEL_VALUE,
@@ -60,8 +60,7 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
     if snapshot is None or snapshot.record.sha256 != code.sha256:
         folder = str(run.path / "code")
         raise UsageError(reason("code-missing", folder=folder, run=record.run_id, version=code.name))
-    contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
-    return _that_fit(record, documents | {files[suffix].name: contents[suffix] for suffix in suffixes})
+    return _that_fit(record, documents | {files[suffix].name: snapshot.files[suffix] for suffix in suffixes})
 
 
 def _that_fit(record: RunRecord, documents: dict[str, str | bytes]) -> dict[str, str | bytes]:
@@ -230,16 +229,13 @@ def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
     """Yield settings that are valid by themselves, but not in the rendered object."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > LONGEST_LABEL_VALUE:
-        key = "cluster.kubernetes.priority"
         too_long = reason("priority-too-long", most=LONGEST_LABEL_VALUE)
-        yield Problem.because(spec.where(key), key, too_long, kubernetes.priority)
+        yield problem(spec, "priority", too_long, kubernetes.priority)
     for name in sorted(OWN_VARIABLES & kubernetes.secrets.keys()):
-        key = f"cluster.kubernetes.secrets.{name}"
-        yield Problem.because(spec.where(key), key, reason("secret-name-taken"))
+        yield problem(spec, f"secrets.{name}", reason("secret-name-taken"))
     for section, overrides in kubernetes.all_overrides.items():
         for inner, why in unknown_fields(overrides) if overrides else ():
-            key = f"cluster.kubernetes.{section}.{inner}"
-            yield Problem.because(spec.where(key), key, why)
+            yield problem(spec, f"{section}.{inner}", why)
 
 
 def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
@@ -258,20 +254,17 @@ def _missing(spec: RunSpec) -> Iterator[Problem]:
     """Yield required settings that the spec does not have."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.image is None:
-        key = "cluster.kubernetes.image"
-        yield Problem.because(spec.where(key), key, reason("image-missing", guide=str(project_file("k8s/README.md"))))
+        yield problem(spec, "image", reason("image-missing", guide=str(project_file("k8s/README.md"))))
     if kubernetes.runs.per_pod:
         yield from _lost_with_the_pod(spec)
     elif kubernetes.runs.claim is None:
-        key = "cluster.kubernetes.runs.claim"
-        yield Problem.because(spec.where(key), key, reason("runs-claim-missing"))
+        yield problem(spec, "runs.claim", reason("runs-claim-missing"))
 
 
 def _lost_with_the_pod(spec: RunSpec) -> Iterator[Problem]:
     """Yield why a run cannot keep its directory on a volume that is deleted with its pod."""
-    key = "cluster.kubernetes.runs.per_pod"
     if spec.cluster.nodes > 1:
-        yield Problem.because(spec.where(key), key, reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
+        yield problem(spec, "runs.per_pod", reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
     if spec.env.get(ONLY) is None and not _keeps_checkpoints(spec):
         dotted = "checkpoint.dir"
         volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]

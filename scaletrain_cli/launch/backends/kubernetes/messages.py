@@ -3,11 +3,17 @@
 The only module of this back end that matches their wording; all others use codes and structured fields.
 """
 
-import re
-from typing import NamedTuple
+from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
 from scaletrain_cli.reasons import Reason
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import RunSpec
 
 # The API server.
 _RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
@@ -62,6 +68,12 @@ class MissingRight(NamedTuple):
 def reason(code: str, **params: object) -> Reason:
     """Return the reason ``kubernetes.<code>``."""
     return Reason(f"kubernetes.{code}", params)
+
+
+def problem(spec: RunSpec, key: str, why: Reason, given: str | None = None) -> Problem:
+    """Return a problem of a key below cluster.kubernetes, or of the whole section."""
+    dotted = f"cluster.kubernetes.{key}" if key else "cluster.kubernetes"
+    return Problem.because(spec.where(dotted), dotted, why, given)
 
 
 def one_line(text: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.launch.backends.kubernetes.api import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import ForbiddenError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     BACKENDS,
     EVENT,
@@ -147,9 +147,7 @@ def _allowed(send: Callable[[], list[Object]]) -> list[Object] | None:
     """Return the answer; None if the user lacks the right."""
     try:
         return send()
-    except RefusedError as error:
-        if not error.is_rights:
-            raise
+    except ForbiddenError:
         return None
 
 

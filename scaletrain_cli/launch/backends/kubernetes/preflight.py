@@ -12,7 +12,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster, NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, ForbiddenError, NotServedError, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CLAIM,
     CSI_DRIVER,
@@ -36,9 +36,7 @@ from scaletrain_cli.launch.backends.kubernetes.capacity import (
     missing,
     namespace_quota,
     node_capacity,
-    problem,
     queue_capacity,
-    unknown_start,
     unstated,
 )
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
@@ -46,6 +44,7 @@ from scaletrain_cli.launch.backends.kubernetes.messages import (
     is_runtime_missing,
     one_line,
     pod_refusal_note,
+    problem,
     reason,
     unstated_in_quota,
 )
@@ -111,9 +110,7 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     for key, name, entry in needed:
         try:
             secret = cluster.get(SECRET, kubernetes.used_namespace, name)
-        except RefusedError as error:
-            if not error.is_rights:
-                raise
+        except ForbiddenError:
             yield reason("secrets-unreadable", names=sorted({name for _, name, _ in needed}))
             return
         if secret is None:
@@ -192,9 +189,7 @@ def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason
             unknown = reason("group-volume-unknown", volume=name)
             return (None, unknown) if found is None else (False, reason("group-volume-kind", kind=found))
         policy = (cluster.get(CSI_DRIVER, "", driver) or {}).get("spec", {}).get("fsGroupPolicy")
-    except RefusedError as error:
-        if not error.is_rights:
-            raise
+    except ForbiddenError:
         return None, reason("group-volume-unreadable")
     why = reason("group-driver", driver=driver, policy=policy)
     if policy == "ReadWriteOnceWithFSType":  # the default of a driver
@@ -268,10 +263,10 @@ def _start_without_quota(spec: RunSpec) -> Start:
     """Return the start of a job that no quota admits, or whose quota the user may not read."""
     queue = spec.cluster.kubernetes.queue
     if spec.cluster.kubernetes.kueue:
-        return unknown_start(reason("start-quota-unreadable", queue=queue))
+        return Start(None, reason("start-quota-unreadable", queue=queue))
     if queue is not None:
-        return unknown_start(reason("start-volcano", queue=queue))
-    return unknown_start(reason("start-no-queue", pods=spec.cluster.nodes))
+        return Start(None, reason("start-volcano", queue=queue))
+    return Start(None, reason("start-no-queue", pods=spec.cluster.nodes))
 
 
 def _run_check(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
@@ -281,9 +276,7 @@ def _run_check(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Fo
     except NotServedError as error:
         of_queues = error.kind.group == LOCAL_QUEUE.group or error.kind is VOLCANO_QUEUE
         yield problem(spec, "queue" if of_queues else "backend", error.reason)
-    except RefusedError as error:
-        if not error.is_rights:
-            raise
+    except ForbiddenError as error:
         yield reason("not-checked", **error.reason.params)
 
 
@@ -291,9 +284,7 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
     """Raise SchedulerError if the namespace does not exist: every other request would fail for that reason."""
     try:
         found = cluster.get(NAMESPACE, "", namespace)
-    except RefusedError as error:
-        if not error.is_rights:
-            raise
+    except ForbiddenError:
         return  # the dry run shows it
     if found is None:
         absent = problem(spec, "namespace", reason("namespace-missing"), namespace)
@@ -320,12 +311,13 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = F
             yield problem(spec, "queue", reason("queue-without-kind", kind=kind, queue=queue), queue)
     except NotServedError:
         return  # reported by the check of the kind
-    except RefusedError as error:
-        if error.is_rights and derived:
+    except ForbiddenError as error:
+        if derived:
             yield reason("child-not-checked", **error.reason.params, kind=kind)
-        elif error.is_rights:
+        else:
             yield problem(spec, "", reason("object-forbidden", **error.reason.params, kind=kind))
-        elif error.status == 0 or error.status >= 500:
+    except RefusedError as error:
+        if error.status == 0 or error.status >= 500:
             raise
         elif kind == "TrainJob" and is_runtime_missing(error.said):
             return  # a dry run creates none; the objects of the two are checked below

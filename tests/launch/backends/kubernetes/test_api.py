@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster, NotServedError, RefusedError, connect
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, ForbiddenError, NotServedError, RefusedError, connect
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB_SET, NODE, POD, VOLCANO_JOB
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
 
@@ -76,7 +76,7 @@ def test_a_refusal_by_a_quota_is_not_a_missing_right(cluster: Cluster, api: Fake
     api.refusals[("create", "configmaps")] = (403, status(403, "Forbidden", said))
     with pytest.raises(RefusedError, match="exceeded quota") as caught:
         cluster.apply(config_map())
-    assert not caught.value.is_rights
+    assert not isinstance(caught.value, ForbiddenError)
 
 
 def test_every_invalid_field_is_reported(cluster: Cluster, api: FakeApi) -> None:
