@@ -143,11 +143,13 @@ def test_the_batch_script_runs_nothing_from_its_working_folder(
 
 
 def test_a_custom_engine_keeps_the_path_from_the_spec(hostile: Callable[[], list[str]]) -> None:
-    from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
+    from scaletrain_cli.launch.node.options import AgentOptions
+    from scaletrain_cli.launch.node.ranks import rank_environment
 
     def environment(*overrides: str) -> dict[str, str]:
         spec = make_spec(*overrides, env={"PYTHONPATH": "src:/opt/lib", "PATH": "bin:/bin"})
-        return rank_environment(spec, NodePlace(1, 0, "a", 1, Path("/runs/r")), 0, base={}, secrets={}, cores=1)
+        agent = AgentOptions(Path("/runs/r"), 1, 0, "a", "a", 1, None, "engine")
+        return rank_environment(spec, agent, 0, base={}, secrets={}, cores=1)
 
     own, ours = environment("code.engine=train"), environment()
     assert (own["PYTHONPATH"], own["PATH"]) == ("src:/opt/lib", "bin:/bin")

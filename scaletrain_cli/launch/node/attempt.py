@@ -38,7 +38,7 @@ from scaletrain_cli.launch.node.processes import (
     next_signal,
     own_identity,
 )
-from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, program_command, rank_environment
+from scaletrain_cli.launch.node.ranks import LocalRanks, program_command, rank_environment
 from scaletrain_cli.launch.node.record import (
     NodeRecord,
     RankRecord,
@@ -96,7 +96,8 @@ def run_node(options: AgentOptions) -> int:
     if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
         raise ScaletrainError(Reason("node.parent-ended", {"pid": options.parent_pid}))
     adopt_orphans()
-    run = RunDir(options.run_folder.absolute())
+    options = replace(options, run_folder=options.run_folder.absolute())
+    run = RunDir(options.run_folder)
     if not run.path.is_dir():  # before the record is read: a missing record would be a UsageError
         raise WrongNodesError(Reason("node.run-missing", {"path": str(run.path), "host": socket.gethostname()}))
     record = read_record_of(run, options.attempt)
@@ -344,7 +345,6 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
             with open_new(own[2] / "probe") as probe:
                 fcntl.flock(probe, fcntl.LOCK_EX)
             rendezvous = {RENDEZVOUS_VARIABLE: str(own[2] / "store")}
-    place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port, run.path)
     secrets = read_document(run.secrets) or {}
     # Otherwise the scheduler sets them in the environment.
     given = set() if record.spec.cluster.traits.secrets_from_submitter else os.environ.keys()
@@ -359,7 +359,7 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     each = per_node if record.spec.code.processes_per_node == 1 else 1  # ranks of one process
     for local_rank in range(0, per_node, each):
         rank = options.node_rank * per_node + local_rank
-        environment = rank_environment(record.spec, place, local_rank, base=base, secrets=secrets, cores=cores)
+        environment = rank_environment(record.spec, options, local_rank, base=base, secrets=secrets, cores=cores)
         if code is not None:
             environment |= code_environment(record, code, environment)
         environment |= {**local.variables, **rendezvous}

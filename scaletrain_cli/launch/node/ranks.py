@@ -16,11 +16,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, Channel, LastBeat
+from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
 from scaletrain_cli.reasons import Reason
@@ -78,19 +78,14 @@ def free_port(address: str) -> int:
     raise SchedulerError(Reason("node.no-free-port", {"first": _PORTS.start, "last": _PORTS.stop - 1}))
 
 
-@dataclass(frozen=True)
-class NodePlace:
-    """The rank of this node in its attempt, and the rendezvous address of the ranks."""
-
-    attempt: int
-    node_rank: int
-    master_addr: str
-    master_port: int
-    run_folder: Path
-
-
 def rank_environment(
-    spec: RunSpec, place: NodePlace, local_rank: int, *, base: Mapping[str, str], secrets: Mapping[str, str], cores: int
+    spec: RunSpec,
+    agent: AgentOptions,
+    local_rank: int,
+    *,
+    base: Mapping[str, str],
+    secrets: Mapping[str, str],
+    cores: int,
 ) -> dict[str, str]:
     """Return the environment of one rank. The user's variables override the node's, and the contract's override both.
 
@@ -106,21 +101,21 @@ def rank_environment(
     environment = {
         **base,
         **allocator,
-        **_launcher_defaults(spec, place),
-        **_gloo_interface(place.master_addr if cluster.nodes > 1 else "", base),
+        **_launcher_defaults(spec, agent),
+        **_gloo_interface(agent.master_addr if cluster.nodes > 1 else "", base),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # otherwise a crash would lose the last lines of the log
         **spec.env,
         **secrets,
-        "RANK": str(place.node_rank * cluster.gpus_per_node + local_rank),
+        "RANK": str(agent.node_rank * cluster.gpus_per_node + local_rank),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.gpus_per_node),
-        "NODE_RANK": str(place.node_rank),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
-        "SCALETRAIN_ATTEMPT": str(place.attempt),
-        RUN_DIR_VARIABLE: str(place.run_folder),
+        "NODE_RANK": str(agent.node_rank),
+        "MASTER_ADDR": agent.master_addr,
+        "MASTER_PORT": str(agent.master_port),
+        "SCALETRAIN_ATTEMPT": str(agent.attempt),
+        RUN_DIR_VARIABLE: str(agent.run_folder),
         "SCALETRAIN_AGENT_PID": str(os.getpid()),
     }
     if spec.code.processes_per_node == 1:  # the program decides which ranks it starts
@@ -132,7 +127,7 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def _launcher_defaults(spec: RunSpec, place: NodePlace) -> dict[str, str]:
+def _launcher_defaults(spec: RunSpec, agent: AgentOptions) -> dict[str, str]:
     """Return the variables for a program that starts its own ranks. torchrun reads PET_* where it has no option."""
     if spec.code.processes_per_node != 1:
         return {}
@@ -142,9 +137,9 @@ def _launcher_defaults(spec: RunSpec, place: NodePlace) -> dict[str, str]:
         "NPROC_PER_NODE": str(cluster.gpus_per_node),
         "PET_NNODES": str(cluster.nodes),
         "PET_NPROC_PER_NODE": str(cluster.gpus_per_node),
-        "PET_NODE_RANK": str(place.node_rank),
-        "PET_MASTER_ADDR": place.master_addr,
-        "PET_MASTER_PORT": str(place.master_port),
+        "PET_NODE_RANK": str(agent.node_rank),
+        "PET_MASTER_ADDR": agent.master_addr,
+        "PET_MASTER_PORT": str(agent.master_port),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(cluster.grace_seconds)),
     }
 

@@ -11,12 +11,13 @@ import pytest
 
 from scaletrain_cli.launch.node import ranks
 from scaletrain_cli.launch.node.inspection import count_gpus, problems_of_node
+from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.node.processes import descendants, identify, own_identity, send_signal
-from scaletrain_cli.launch.node.ranks import NodePlace, interface_of, rank_environment, route_address
+from scaletrain_cli.launch.node.ranks import interface_of, rank_environment, route_address
 from tests.launch.conftest import PROJECT, make_spec
 from tests.waiting import wait_until
 
-PLACE = NodePlace(attempt=3, node_rank=1, master_addr="n1", master_port=29500, run_folder=Path("/runs/r"))
+AGENT = AgentOptions(Path("/runs/r"), 3, 1, "n2", "n1", 29500, None, "engine")
 SLURM = ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=4", "training.global_batch_size=8")
 
 
@@ -24,7 +25,7 @@ def environment(
     *overrides: str, env: dict[str, str] | None = None, base: dict[str, str] | None = None, cores: int = 32
 ) -> dict[str, str]:
     spec = make_spec(*SLURM, *overrides, env=env)
-    return rank_environment(spec, PLACE, 2, base=base or {}, secrets={"API_KEY": "secret"}, cores=cores)
+    return rank_environment(spec, AGENT, 2, base=base or {}, secrets={"API_KEY": "secret"}, cores=cores)
 
 
 def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
