@@ -21,7 +21,7 @@ from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submission import scheduler_of_job
 from scaletrain_cli.launch.submit import submit_lock
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Pruning, committed_folders, plan_pruning, take_inventory
@@ -40,9 +40,8 @@ def pruning(run: RunDir, keep: int | None, keep_every: int | None, *, dry_run: b
     Raises UsageError for a run that may be active, ScaletrainError where no checkpoint verifies.
     """
     with contextlib.nullcontext() if dry_run else submit_lock(run):
-        record, submission = read_record(run), read_submission(run)
-        name = submission.scheduler if submission else record.spec.cluster.scheduler
-        if backend_for(name).job(run, record).may_be_active:
+        record = read_record(run)
+        if backend_for(scheduler_of_job(run, record)).job(run, record).may_be_active:
             raise UsageError(Reason("runs.prune-active", {"run": run.run_id}))
         own = record.spec.checkpoint
         every = own.keep_every if keep_every is None else keep_every
@@ -166,10 +165,8 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _require_over(run: RunDir, record: RunRecord) -> None:
-    submission = read_submission(run)
-    name = submission.scheduler if submission else record.spec.cluster.scheduler
     try:
-        job: Job = backend_for(name).job(run, record)
+        job: Job = backend_for(scheduler_of_job(run, record)).job(run, record)
     except SchedulerError as error:
         cause = error.reason or recorded(error.message.rstrip("."))
         params = {"run": run.run_id, "cause": cause, "folder": str(run.path)}

@@ -24,7 +24,7 @@ from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.replan import SCHEDULE_EVENT, SCHEDULE_KEYS, Resize, continues_after_early_stop
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import has_finished, why_ended
-from scaletrain_cli.launch.submission import Submission, read_submission, undone_if_refused
+from scaletrain_cli.launch.submission import Submission, scheduler_of_job, undone_if_refused
 from scaletrain_cli.launch.submit import keep_secrets, submit_lock, submit_prepared
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
@@ -86,9 +86,8 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
     ``take_over``: a job whose scheduler does not answer, or does not know it, counts as over.
     Raises UsageError for a damaged record, SchedulerError for a scheduler that does not answer.
     """
-    record, submission = read_record(run), read_submission(run)
-    # The job is on the scheduler that it was submitted to, even if a later revision names another one.
-    scheduler = scheduler or backend_for(submission.scheduler if submission else record.spec.cluster.scheduler)
+    record = read_record(run)
+    scheduler = scheduler or backend_for(scheduler_of_job(run, record))
     last = next(reversed(read_attempts(run)), None)
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)

@@ -11,6 +11,7 @@ from typing import Any
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError
 from scaletrain_cli.rundir.documents import from_document, read_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ def open_request(run: RunDir) -> Request | None:
     if data is None or data.get("state") != "asked":
         return None
     return from_document(Request, _without_state(data), run.submission)
+
+
+def scheduler_of_job(run: RunDir, record: RunRecord) -> str:
+    """Return the scheduler that the job was submitted to, even if a later revision names another one."""
+    submission = read_submission(run)
+    return submission.scheduler if submission else record.spec.cluster.scheduler
 
 
 @contextlib.contextmanager
