@@ -163,18 +163,23 @@ def titled_table(titles: Sequence[str], kinds: str, gap: int = 2) -> Table:
 
     ``gap``: blanks between columns.
     """
-    table = Table.grid(padding=(0, gap, 0, 0))
-    for _, kind in zip(titles, kinds, strict=True):
-        table.add_column(justify="right" if kind == "r" else "left", no_wrap=kind != "w", overflow="fold")
+    table = grid(kinds, gap)
     table.add_row(*(Text(title, "dim") for title in titles))
+    return table
+
+
+def grid(kinds: str, gap: int = 2, first_style: str = "") -> Table:
+    """Return a table without titles; ``kinds`` and ``gap`` as in titled_table(). ``first_style``: of the first one."""
+    table = Table.grid(padding=(0, gap, 0, 0))
+    for kind in kinds:
+        style, first_style = first_style, ""
+        table.add_column(justify="right" if kind == "r" else "left", no_wrap=kind != "w", overflow="fold", style=style)
     return table
 
 
 def marked(rows: Iterable[tuple[str | Text, Text]]) -> Table:
     """Return a row for each mark, such as a number, with its text wrapped beside it."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = grid("lw", 1)
     for mark, text in rows:
         table.add_row(mark, text)
     return table

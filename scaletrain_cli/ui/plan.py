@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.errors import sentences
@@ -36,6 +35,7 @@ from scaletrain_cli.text import (
 from scaletrain_cli.ui.console import (
     bullets,
     escaped_text,
+    grid,
     plain,
     show,
     stderr_console,
@@ -56,15 +56,17 @@ from scaletrain_cli.ui.plan_breakdown import (
 )
 from scaletrain_cli.ui.tables import LABEL_WIDTH, Row, labelled
 
-_AXES = {
+# The fields of Layout by the names of the axes of parallelism.
+AXES = {
     "data": "data_parallel",
     "tensor": "tensor_parallel",
-    "pipe": "pipeline_parallel",
+    "pipeline": "pipeline_parallel",
     "virtual": "virtual_pipeline",
-    "seq": "sequence_parallel",
+    "sequence": "sequence_parallel",
     "context": "context_parallel",
     "expert": "expert_parallel",
 }
+_TITLES = {"pipeline": "pipe", "sequence": "seq"}  # of columns, where they differ from the names
 _SHORT = {"data": "dp", "tensor": "tp", "pipe": "pp", "virtual": "vp", "seq": "sp", "context": "cp", "expert": "ep"}
 _MANY_COLUMNS = 5
 
@@ -80,14 +82,8 @@ def layout_view(layout: Layout, samples: str) -> RenderableType:
 
 def layout_text(layout: Layout) -> str:
     """Return ``data 4 × tensor 8 × pipeline 4, ZeRO-1, activation checkpointing selective``."""
-    axes = {
-        "data": layout.data_parallel,
-        "tensor": layout.tensor_parallel,
-        "pipeline": layout.pipeline_parallel,
-        "sequence": layout.sequence_parallel,
-        "context": layout.context_parallel,
-    }
-    used = [f"{name} {degree}" for name, degree in axes.items() if degree > 1] or ["one rank"]
+    degrees = {name: getattr(layout, field) for name, field in AXES.items() if name not in ("virtual", "expert")}
+    used = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1] or ["one rank"]
     extras = [f"ZeRO-{layout.zero_stage}"]
     if layout.zero_shard_size:
         extras[0] += f" over {layout.zero_shard_size} ranks"
@@ -139,8 +135,9 @@ def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool 
 
 def differing(layouts: Sequence[Layout]) -> dict[str, str]:
     """Return {column title: field of Layout}; of the axes of parallelism only those in which the layouts differ."""
-    differ = {name: field for name, field in _AXES.items() if len({getattr(layout, field) for layout in layouts}) > 1}
-    return {**differ, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}
+    differ = [name for name, field in AXES.items() if len({getattr(layout, field) for layout in layouts}) > 1]
+    axes = {_TITLES.get(name, name): AXES[name] for name in differ}
+    return {**axes, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}
 
 
 def stages_view(stages: Sequence[TrainingStage], parameters: int) -> RenderableType:
@@ -189,10 +186,8 @@ def cost_view(plan: RunPlan) -> RenderableType:
     known = {name: market for name, market in markets.items() if market and market.price_per_gpu_hour is not None}
     if not known:
         return escaped_text(cost_text(plan))
-    table = Table.grid(padding=(0, 2, 0, 0))
     spans = {"on demand": plan.ranges.on_demand_usd, "spot": plan.ranges.spot_usd}
-    for justify in ("left", "right", *(("left",) if any(spans.values()) else ()), "left", "left"):
-        table.add_column(justify=justify, no_wrap=True)
+    table = grid("lrlll" if any(spans.values()) else "lrll")
     for name, market in known.items():
         table.add_row(name, *_market(market, spans, name))
     sources = [escaped_text(f"{name}: {market.price_source}", "dim") for name, market in known.items()]
@@ -319,13 +314,17 @@ def _not_calibrated(error: MeasuredError) -> str:
     return f"not calibrated: no published run of {error.framework} was measured with {error.regime} on {error.hardware}"
 
 
+def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
+    """Return the checks of a recipe, one per line."""
+    return bullets((f"{each.topic} {each.value}: {each.message}.", _VERDICT_STYLES[each.verdict]) for each in checks)
+
+
 def warning_rows(plan: RunPlan, *, everything: bool = False) -> list[Row]:
     """Return the rows of what is unusual in the recipe and of warnings, where there is any."""
     checks = plan.sanity if everything else [check for check in plan.sanity if check.verdict != "ok"]
     warnings = [f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings)
-    recipe = [(f"{each.topic} {each.value}: {each.message}.", _VERDICT_STYLES[each.verdict]) for each in checks]
     return [
-        *([("Recipe", bullets(recipe))] if checks else []),
+        *([("Recipe", sanity_view(checks))] if checks else []),
         *([("Warnings", bullets((each, "yellow") for each in warnings))] if warnings else []),
     ]
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console, supports_unicode, titled_table
+from scaletrain_cli.ui.console import escaped_text, grid, plain, show, stdout_console, supports_unicode, titled_table
 from scaletrain_cli.ui.plan import goodput_text, layout_text, show_plan
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
         f"On the spot trace {plain(outcome.name)} of {seconds_text(outcome.trace_days * 86400)}: "
         f"the run finishes from {outcome.finished} of {outcome.starts} starting points"
     )
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=13, style="bold")
-    table.add_column(overflow="fold")
+    table = grid("lw", first_style="bold")
     for name, text in _rows(outcome):
         table.add_row(name, escaped_text(text))
     notes = [escaped_text(f"{note}.", "dim") for note in outcome.notes]

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.advice.answer import Compared
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, ratio_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
-from scaletrain_cli.ui.plan import CANNOT_RUN, differing
+from scaletrain_cli.ui.plan import AXES, CANNOT_RUN, differing
 from scaletrain_cli.ui.plan_breakdown import VERDICT_STYLES
 
 _LIST_GAP = 2
@@ -116,13 +116,7 @@ _FIGURES = (
             name, _layout(field), needs_fit=False, only_if_different=name not in ("ZeRO", "micro-batch", "recompute")
         )
         for name, field in {
-            "data": "data_parallel",
-            "tensor": "tensor_parallel",
-            "pipeline": "pipeline_parallel",
-            "virtual": "virtual_pipeline",
-            "sequence": "sequence_parallel",
-            "context": "context_parallel",
-            "expert": "expert_parallel",
+            **AXES,
             "ZeRO": "zero_stage",
             "batch": "global_batch_size",
             "micro-batch": "micro_batch_size",

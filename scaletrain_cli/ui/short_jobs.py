@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Group
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.rehearsal import Item, Rehearsal
@@ -16,7 +15,7 @@ from scaletrain_cli.launch.drill import Course, DrillResult
 from scaletrain_cli.launch.short_jobs import Preflight, RehearsalResult
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.text import bytes_text, counted, seconds_text
-from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console, supports_unicode, titled_table
+from scaletrain_cli.ui.console import escaped_text, grid, line, show, stdout_console, supports_unicode, titled_table
 from scaletrain_cli.ui.diagnosis import cause_rows
 from scaletrain_cli.ui.plots import image
 from scaletrain_cli.ui.watch.plot import Line, Mark, plot
@@ -29,10 +28,7 @@ PLOT_KINDS = (".png", ".svg", ".pdf")
 def show_rehearsal(result: RehearsalResult) -> None:
     """Print a row per item to stdout, the curve of the range test, and for each failure what to change."""
     console, found = stdout_console(), result.rehearsal
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(2):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = grid("llw")
     for item in found.items:
         verdict = _SHOWN.get(item.verdict, item.verdict)
         table.add_row(item.name, Text(verdict, _STYLES[item.verdict]), escaped_text(str(item.reason)))

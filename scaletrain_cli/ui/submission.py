@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.backends.base import PreflightResult, Start, SubmissionSummary
@@ -21,8 +20,8 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console, titled_table, warn
-from scaletrain_cli.ui.plan import headline, sanity_view, summary_rows, warning_rows
+from scaletrain_cli.ui.console import escaped_text, grid, plain, say, show, stderr_console, titled_table, warn
+from scaletrain_cli.ui.plan import AXES, headline, sanity_view, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
 
 
@@ -200,9 +199,7 @@ def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
 
 def show_resume(run_id: str, report: ResumeReport, resize: Resize | None) -> None:
     """Print the report of a resume with ``resize`` to stderr."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = grid("lw", first_style="dim")
     table.add_row("run", escaped_text(run_id, "bold"))
     table.add_row("state" if report.active else "ended", escaped_text(str(report.why_ended)))
     if not (report.finished_for(resize) or report.active):  # else not resumed: no checkpoint to show
@@ -223,10 +220,7 @@ def show_resize(resize: Resize) -> None:
     if not resize.changes:
         show(stderr_console(), escaped_text("these settings are already in effect; the layout is unchanged", "dim"))
         return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table = grid("lrr", first_style="dim")
     table.add_row("", escaped_text("was", "dim"), escaped_text("now", "dim"))
     old, new = _rows(resize.before), _rows(resize.after)
     for name, was in old.items():
@@ -290,12 +284,7 @@ def _rows(record: RunRecord) -> dict[str, str]:
     layout, memory = plan.layout, plan.memory
     return {
         "GPUs": f"{cluster.nodes} x {cluster.gpus_per_node} = {whole_text(layout.world_size)}",
-        "data parallel": str(layout.data_parallel),
-        "tensor parallel": str(layout.tensor_parallel),
-        "pipeline parallel": str(layout.pipeline_parallel),
-        "sequence parallel": str(layout.sequence_parallel),
-        "context parallel": str(layout.context_parallel),
-        "expert parallel": str(layout.expert_parallel),
+        **{f"{name} parallel": str(getattr(layout, field)) for name, field in AXES.items() if name != "virtual"},
         "ZeRO stage": str(layout.zero_stage),
         "activation checkpointing": layout.activation_checkpointing,
         "offload": layout.offload,
