@@ -316,6 +316,11 @@ class Snapshot:
     private: bool = False  # for the user alone, as the folder or one of the files is
 
     @property
+    def files(self) -> dict[str, bytes]:
+        """The contents of the files that code_file() names, by suffix: the listing and the archive."""
+        return {"sha256": self.listing.encode("utf-8", "surrogateescape"), "tar.gz": self.archive}
+
+    @property
     def notes(self) -> tuple[Reason, ...]:
         """The note that names the files that were left out."""
         params = {"files": list(self.left_out), "ignore_file": IGNORE_FILE}
@@ -474,8 +479,7 @@ def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
     record, made = snapshot.record, list[Path]()
     of_pods = run.path.stat().st_mode & stat.S_IWGRP  # which read it as another user with this group
     private = snapshot.private and not of_pods
-    contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
-    for suffix, content in (contents | ({"patch": snapshot.patch} if snapshot.patch else {})).items():
+    for suffix, content in (snapshot.files | ({"patch": snapshot.patch} if snapshot.patch else {})).items():
         path = code_file(run, record, suffix)
         try:
             make_folder(path.parent)

@@ -137,14 +137,19 @@ class LogFollower:
         return found
 
     def _read(self, path: Path, to_the_end: bool) -> list[str]:
-        with path.open("rb") as file:
-            position = file.seek(self._positions.get(path, 0))
-            data = file.read()
-        if not to_the_end:
-            data = data[: data.rfind(b"\n") + 1]
-        self._positions[path] = position + len(data)
-        lines = data.decode("utf-8", errors="replace").split("\n")
+        lines = _new_text(path, self._positions, to_the_end=to_the_end).split("\n")
         return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def _new_text(path: Path, positions: dict[Path, int], *, to_the_end: bool = False) -> str:
+    """Return the complete lines behind a file's position, which is moved; ``to_the_end``: an incomplete one, too."""
+    with path.open("rb") as file:
+        position = file.seek(positions.get(path, 0))
+        data = file.read()
+    if not to_the_end:
+        data = data[: data.rfind(b"\n") + 1]
+    positions[path] = position + len(data)
+    return data.decode(errors="replace")
 
 
 def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
@@ -189,12 +194,7 @@ class EarlyOutput:
         """Return the pod and the text of each new line."""
         found = []
         for path in sorted(self._folder.glob("*.log")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                data = file.read()
-            data = data[: data.rfind(b"\n") + 1]
-            self._read[path] = self._read.get(path, 0) + len(data)
-            found += [(path.stem, line) for line in data.decode(errors="replace").splitlines()]
+            found += [(path.stem, line) for line in _new_text(path, self._read).splitlines()]
         return found
 
 

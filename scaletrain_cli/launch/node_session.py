@@ -231,7 +231,7 @@ class Streams:
     """Standard input of this process, and a writer for each channel of output, connected to those of the command."""
 
     def __init__(
-        self, session: NodeSession, outputs: Mapping[int, Callable[[bytes], None]], *, reads: bool = True
+        self, session: NodeSession, outputs: Mapping[int, Callable[[bytes], object]], *, reads: bool = True
     ) -> None:
         """``reads``: False leaves standard input of this process unread; that of the command is then empty."""
         self._session, self._reads = session, reads

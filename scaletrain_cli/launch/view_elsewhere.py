@@ -106,13 +106,15 @@ def show_view(
         session = _opened(open_things, run, record, request, errors, say)
         signals.pass_on(session)
         frames = open_things.enter_context(known.sent_to(session))
-        writers = dict(outputs or ({STDOUT: write_to(1)} if terminal else {STDOUT: write_to(1), STDERR: write_to(2)}))
+        writers: dict[int, Callable[[bytes], object]] = dict(
+            outputs or ({STDOUT: write_to(1)} if terminal else {STDOUT: write_to(1), STDERR: write_to(2)})
+        )
         if terminal:
             open_things.enter_context(raw_terminal())
             open_things.enter_context(resizing(session))
         # A verb that only reads a run leaves the input of a script or loop around it alone, as it does here.
         answering = dataclasses.replace(session, frames=frames)
-        code = Streams(answering, writers | {PAGE: _written_to(page)}, reads=terminal).run()
+        code = Streams(answering, writers | {PAGE: page.write}, reads=terminal).run()
     return ViewEnd(code, page.getvalue())
 
 
@@ -122,13 +124,6 @@ class ViewEnd:
 
     exit_code: int
     page: bytes
-
-
-def _written_to(page: io.BytesIO) -> Callable[[bytes], None]:
-    def write(data: bytes) -> None:
-        page.write(data)
-
-    return write
 
 
 def _opened(

@@ -233,15 +233,9 @@ def show_samples(answer: Mapping[str, Any]) -> None:
     shown = len(answer["samples"])
     samples = f"{shown} of {counted(answer['samples_in_all'], 'sample')}{of}"
     line(console, Text(f"step {whole_text(answer['step'])}{batch}: {samples}", "bold"))
-    line(
-        console,
-        Text(
-            f"{counted(layout['gradient_accumulation_steps'], 'micro-batch', 'micro-batches')} of "
-            f"{counted(layout['micro_batch_size'], 'sequence')} on {counted(layout['data_parallel'], 'replica')}; "
-            f"sequences of {whole_text(answer['seq_len'])} tokens",
-            "dim",
-        ),
-    )
+    batches = counted(layout["gradient_accumulation_steps"], "micro-batch", "micro-batches")
+    each = f"{counted(layout['micro_batch_size'], 'sequence')} on {counted(layout['data_parallel'], 'replica')}"
+    line(console, f"{batches} of {each}; sequences of {whole_text(answer['seq_len'])} tokens", "dim")
     console.print()
     for sample in answer["samples"]:
         _show_sample(console, sample)

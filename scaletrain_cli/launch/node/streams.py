@@ -190,7 +190,7 @@ class Incoming:
         self,
         link: Link,
         channel: int,
-        write: Callable[[bytes], None],
+        write: Callable[[bytes], object],
         finish: Callable[[], None] = lambda: None,
         failed: Callable[[OSError], None] = lambda error: None,
     ) -> None:
