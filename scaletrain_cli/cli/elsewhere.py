@@ -16,7 +16,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.app import CommandLine, parsed
@@ -110,8 +110,8 @@ def _with_spec(cluster: Cluster, line: CommandLine) -> int | None:
         code = spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
     entry = SentRun(name, cluster.name, time.time(), code, tuple(spec.secret_env), sweep)
     options = ["--run-id", shlex.quote(name)] if submits and line.params.get("run_id") is None else []
-    given = {"file": file, "text": text, "secret_names": spec.secret_env, "snapshot": snapshot, "options": options}
-    return _with_bundle(cluster, line, name, **given, entry=entry if submitted else None)
+    given: dict[str, Any] = {"secret_names": spec.secret_env, "snapshot": snapshot, "options": options}
+    return _with_bundle(cluster, line, name, spec=(file, text), entry=entry if submitted else None, **given)
 
 
 def _with_bundle(
@@ -119,14 +119,16 @@ def _with_bundle(
     line: CommandLine,
     name: str,
     *,
-    file: Path | None = None,
-    text: bytes = b"",
+    spec: tuple[Path, bytes] | None = None,
     secret_names: Sequence[str] = (),
     snapshot: Snapshot | None = None,
     options: Sequence[str] = (),
     entry: SentRun | None = None,
 ) -> int:
-    """Send files to the login node, then run the verb with them. ``entry``: the run, if the verb may submit it."""
+    """Send files to the login node, then run the verb with them.
+
+    ``spec``: the file on the line, and its text. ``entry``: the run, if the verb may submit it.
+    """
     from scaletrain_cli.launch.login_node.sent_runs import forget, remember, sent_runs
     from scaletrain_cli.launch.login_node.ssh import make_bundle, remove, run_interactively, script_of, send
     from scaletrain_cli.ui.console import say, warn
@@ -137,30 +139,27 @@ def _with_bundle(
     assert node is not None
     overrides = line.params.get("overrides") or ()
     values = {key: os.environ[key] for key in secret_names if key in os.environ}
-    given = None if file is None else (file, text)
-    bundle = make_bundle(name, cluster, spec=given, overrides=overrides, snapshot=snapshot, values=values)
-    words = line.quoted if file is None else line.with_word(str(file), f"{bundle.folder}/{shlex.quote(bundle.spec)}")
+    bundle = make_bundle(name, cluster, spec=spec, overrides=overrides, snapshot=snapshot, values=values)
+    words = line.quoted
+    if spec is not None:
+        words = line.with_word(str(spec[0]), f"{bundle.folder}/{shlex.quote(bundle.spec)}")
     added = [*options, *(["--set", f"code.path={bundle.code_folder}"] if snapshot is not None else ())]
     words[len(line.verb) : len(line.verb)] = added  # before a --
     there = send(node, bundle)
-    known = any(run.run_id == name for run in sent_runs())
+    new = None if any(run.run_id == name for run in sent_runs()) else entry
     try:
         if there != __version__:
             warn(f"{node.ssh} has ScaleTrain {there}, this machine {__version__}")
-        if entry is not None and not known:
-            remember(entry)  # before the request, whose answer may be lost
+        if new is not None:
+            remember(new)  # before the request, whose answer may be lost
             say(f"sent to {node.ssh} as {name}")
         code = run_interactively(node, script_of(node, words, bundle))
     except BaseException:  # also Ctrl-C: the secrets must not stay there
         with contextlib.suppress(SchedulerError):
             remove(node, bundle)
         raise
-    if (
-        entry is not None
-        and not known
-        and (code in _NOT_SUBMITTED or (code == _INTERRUPTED and _is_unknown(node, entry)))
-    ):
-        forget(entry)
+    if new is not None and (code in _NOT_SUBMITTED or (code == _INTERRUPTED and _is_unknown(node, new))):
+        forget(new)
     return code
 
 
@@ -235,7 +234,7 @@ def _run(node: LoginNode, words: Sequence[str], *, of_command: bool = False) -> 
 
 def _resume_from_mirror(line: CommandLine) -> int | None:
     """Continue a run from its mirror on the login node of --cluster; None where that cluster has none."""
-    from scaletrain_cli.launch.login_node.sent_runs import SentRun, find_sent_run
+    from scaletrain_cli.launch.login_node.sent_runs import SentRun, find_sent_run, remember
     from scaletrain_cli.launch.submit import require_run_id
     from scaletrain_cli.spec.clusters_file import choose_cluster
 
@@ -251,8 +250,6 @@ def _resume_from_mirror(line: CommandLine) -> int | None:
     entry = None if line.params.get("dry_run") else SentRun(run_id, cluster.name, time.time(), code, names)
     ended = _with_bundle(cluster, line, run_id, secret_names=names)
     if entry is not None and ended == ExitCode.DONE:
-        from scaletrain_cli.launch.login_node.sent_runs import remember
-
         remember(entry)
     return ended
 

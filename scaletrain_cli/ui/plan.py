@@ -17,6 +17,7 @@ from scaletrain_cli.plan.result import (
     Range,
     Rejection,
     RunPlan,
+    Sanity,
     TrainingStage,
 )
 from scaletrain_cli.reasons import Reason
