@@ -12,7 +12,7 @@ from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.view_switch import switch_if_reachable
 from scaletrain_cli.rundir.paths import find_run_or_newest
-from scaletrain_cli.ui.console import say
+from scaletrain_cli.ui.console import say, show_events
 from scaletrain_cli.ui.json import print_json, stream_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -31,7 +31,6 @@ def command(
     """
     from scaletrain_cli.rundir.journal import read_events
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.ui.console import show_events
 
     found = find_run_or_newest(run)
     read_record(found)

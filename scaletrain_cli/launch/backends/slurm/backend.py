@@ -13,7 +13,10 @@ none to it.
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +24,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, signaled_nodes
-from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult
+from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult, session_words
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.slurm.array import (
     ArrayPlan,
     array_script,
+    number_of_step,
     require_one_array,
     submit_array,
 )
@@ -45,7 +49,7 @@ from scaletrain_cli.launch.backends.slurm.queue import (
     submit_job,
     submitted_job,
 )
-from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.backends.slurm.script import job_script, session_script, session_srun_words
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
     exclude_option,
@@ -72,15 +76,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.node.inspection import NodeFacts
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.run_status import RunStatus
-
-
-import re
-import shlex
-import subprocess
-
-from scaletrain_cli.launch.backends.base import session_words
-from scaletrain_cli.launch.backends.slurm.array import number_of_step
-from scaletrain_cli.launch.backends.slurm.script import session_script, session_srun_words
 
 _VERSION = re.compile(r"\b(\d+)\.(\d+)")
 _SHARES_ALL = (22, 5)
