@@ -277,24 +277,14 @@ def show_sweep(status_of_all: SweepStatus) -> None:
     line(console, Text.assemble((plain(sweep.name), "bold"), counted))
     table = titled_table(("  run", "state", "step", "job", "last measurements, or reason"), "llrlw")
     for member in members:
-        status = member.status
+        name, status = escaped_text(f"  {member.run.run_id}"), member.status
         if status is None:
-            table.add_row(
-                escaped_text(f"  {member.run.run_id}"),
-                Text("damaged", "red"),
-                "",
-                "",
-                escaped_text(member.error, "dim"),
-            )
+            table.add_row(name, Text("damaged", "red"), "", "", escaped_text(member.error, "dim"))
             continue
+        state = Text(status.state, STYLES.get(status.state, ""))
         measured = status.state in ("running", "finished")
-        table.add_row(
-            escaped_text(f"  {status.run_id}"),
-            Text(status.state, STYLES.get(status.state, "")),
-            steps_text(status),
-            escaped_text(status.job_id),
-            escaped_text(measures_text(status)) if measured else escaped_text(status.why, "dim"),
-        )
+        last = escaped_text(measures_text(status)) if measured else escaped_text(status.why, "dim")
+        table.add_row(name, state, steps_text(status), escaped_text(status.job_id), last)
     show(console, table)
     if (best := status_of_all.best) is not None:
         what = f"  lowest {best.measure.replace('_', ' ')} {best.value:.4f}: "
