@@ -34,9 +34,8 @@ from scaletrain_cli.launch.resource_checks.weights import (
     config_problems,
     damage_of,
     factor_problem,
+    folder_problems,
     header_problems,
-    tensor_problems,
-    weights_problem,
 )
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import runs_root
@@ -141,9 +140,10 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
         folder = Path(local_path(use, settings, listing.commit))
         differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None), use.reference.repo))
         yield from differing
-        if not differing:
-            here = None if missing else folder / "adapter_model.safetensors"
-            yield from _factors(view, listing, files[1], settings, here)
+        path = folder / "adapter_model.safetensors"
+        read = (lambda: _headers(listing, files[1], settings)) if missing else (lambda: read_headers(path))
+        if not differing and (reason := factor_problem(read, view.spec, files[1].path)):
+            yield reason
     elif use.purpose == "weights":
         yield from _weights(view, use, listing, files, missing, settings)
     if listing.restricted and missing and not _nodes_may_read(view):
@@ -165,18 +165,14 @@ def _weights(
     folder = Path(local_path(use, settings, listing.commit))
     weights = next(each for each in view.spec.initial_weights if each.key == use.key)
     if not missing:
-        if reason := weights_problem(folder):
-            yield reason
-            return
-    else:
-        for file in files:
-            if file.path.rpartition("/")[2] == "config.json":
-                read_small_file(listing, file, settings)
+        yield from folder_problems(folder, weights)
+        return
+    for file in files:
+        if file.path.rpartition("/")[2] == "config.json":
+            read_small_file(listing, file, settings)
     differing = list(config_problems(folder, weights))
     yield from differing
-    if not differing and not missing:
-        yield from tensor_problems(folder, weights)
-    elif not differing:
+    if not differing:
         shards = [file for file in files if file.path.endswith(".safetensors")]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             try:
@@ -186,18 +182,6 @@ def _weights(
                 return
         headers = {name: header for each in found for name, header in each.items()}
         yield from header_problems(headers, folder, weights, use.reference.place)
-
-
-def _factors(view: View, listing: Listing, file: HubFile, settings: HubSettings, here: Path | None) -> Iterator[Reason]:
-    """Yield how the factors of an adapter differ from the spec's. ``here``: the file, if the cache has it."""
-    try:
-        headers = read_headers(here) if here is not None else _headers(listing, file, settings)
-        stored = {name: header.shape for name, header in headers.items()}
-    except DamagedHeaderError as error:
-        yield damage_of(error)
-        return
-    if reason := factor_problem(stored, view.spec, file.path):
-        yield reason
 
 
 def _headers(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str, Header]:

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from scaletrain_cli.errors import Problem, UsageError
@@ -40,19 +40,18 @@ def weights_problems(view: View) -> Iterator[Problem]:
         return
     for weights in view.spec.initial_weights:
         if not is_reference(weights.path) and not view.unseen(weights.path):
-            yield from (view.problem(weights.key, reason, weights.path) for reason in _folder_problems(view, weights))
+            found = folder_problems(view.folder / expand_home(weights.path), weights)
+            yield from (view.problem(weights.key, reason, weights.path) for reason in found)
 
 
-def _folder_problems(view: View, weights: InitialWeights) -> Iterator[Reason]:
-    folder = view.folder / expand_home(weights.path)
+def folder_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
+    """Yield what is wrong with the files of a folder of weights, with its config, or with its tensors."""
     if reason := weights_problem(folder):
         yield reason
         return
-    yield from list(config_problems(folder, weights)) or tensor_problems(folder, weights)
-
-
-def tensor_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
-    """Yield how the tensors of a folder of complete files differ from those of the model, by the files' headers."""
+    if differing := list(config_problems(folder, weights)):
+        yield from differing
+        return
     index = folder / INDEX
     names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
     headers: dict[str, Header] = {}
@@ -116,32 +115,34 @@ def adapter_problems(view: View) -> Iterator[Problem]:
     given = adapter_weights(view.spec)
     if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
         return
-    folder = view.folder / expand_home(given)
+    found = _adapter_folder_problems(view.folder / expand_home(given), view.spec)
+    yield from (view.problem("model.adapter.weights", reason, given) for reason in found)
+
+
+def _adapter_folder_problems(folder: Path, spec: RunSpec) -> Iterator[Reason]:
     if not os.path.lexists(folder):
-        yield view.problem("model.adapter.weights", Reason("checks.adapter-missing", {"folder": str(folder)}), given)
+        yield Reason("checks.adapter-missing", {"folder": str(folder)})
         return
-    differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None)))
-    for reason in differing:
-        yield view.problem("model.adapter.weights", reason, given)
-    if differing:
+    if differing := list(adapter_config_problems(folder, getattr(spec.model, "adapter", None))):
+        yield from differing
         return
     path = folder / "adapter_model.safetensors"
     try:
-        stored = {name: header.shape for name, header in read_headers(path).items()}
-    except DamagedHeaderError as damage:
-        yield view.problem("model.adapter.weights", damage_of(damage), given)
-        return
+        if reason := factor_problem(lambda: read_headers(path), spec, str(path)):
+            yield reason
     except OSError as error:
-        said = f"{error.filename}: {error.strerror or error}"
-        yield view.problem("model.adapter.weights", Reason("checks.adapter-unreadable", {"said": said}), given)
-        return
-    different = factor_problem(stored, view.spec, str(path))
-    if different is not None:
-        yield view.problem("model.adapter.weights", different, given)
+        yield Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
 
 
-def factor_problem(stored: Mapping[str, tuple[int, ...]], spec: RunSpec, path: str) -> Reason | None:
-    """Return how the factors in a PEFT adapter differ from those of the spec's; None if they are the same."""
+def factor_problem(read: Callable[[], Mapping[str, Header]], spec: RunSpec, path: str) -> Reason | None:
+    """Return how the factors in a PEFT adapter differ from those of the spec's; None if they are the same.
+
+    ``read``: returns the headers of its file, or raises DamagedHeaderError.
+    """
+    try:
+        stored = {name: header.shape for name, header in read().items()}
+    except DamagedHeaderError as damage:
+        return damage_of(damage)
     model = spec.transformer
     if model.adapter is None or model.family not in BUILT_IN_FAMILIES:
         return None
