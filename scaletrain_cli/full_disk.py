@@ -1,7 +1,5 @@
 """Recognize a file system that is full or read-only, or a quota that is used up."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -4,8 +4,6 @@ The module of a verb is imported when the verb is called; `--help` reads the tab
 the entry-point group `scaletrain.verbs`: each entry names a module like those in this folder.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

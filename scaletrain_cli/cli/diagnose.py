@@ -1,7 +1,5 @@
 """`scaletrain diagnose`: what is wrong with the training of a run, with evidence, causes and changes of the spec."""
 
-from __future__ import annotations
-
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import find_run_or_newest

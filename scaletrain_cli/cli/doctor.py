@@ -1,7 +1,5 @@
 """`scaletrain doctor`: check packages, hardware, schedulers and disk of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

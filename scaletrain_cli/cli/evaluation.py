@@ -1,7 +1,5 @@
 """`scaletrain evaluation`: submit evaluations of a run's checkpoints, and show their results."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import asdict
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`scaletrain events`: the events of a run, one per line."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`scaletrain exec`: run a command on a node of a running run."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`scaletrain explain`: why a run is pending or ended, and how to fix it."""
 
-from __future__ import annotations
-
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import find_run_or_newest

@@ -5,8 +5,6 @@ verb with ``--json`` in a process of its own. So the answer is the document of d
 node or on a volume of pods, calls do not disturb each other, and a call that the client cancels ends its verb.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import signal

@@ -1,7 +1,5 @@
 """`scaletrain nodes`: list or clear the nodes that new jobs exclude after failures on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`scaletrain preflight`: measure devices and links of the nodes and compare them with the plan."""
 
-from __future__ import annotations
-
 import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, JobTimeout, Overrides, SpecPath, Yes, confirm, seconds_of

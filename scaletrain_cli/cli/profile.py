@@ -1,7 +1,5 @@
 """`scaletrain profile`: profile a few steps of a living run on chosen ranks, without restarting it."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`scaletrain report`: one HTML page of a run, of several runs beside each other, or of a sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

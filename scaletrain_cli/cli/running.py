@@ -4,8 +4,6 @@ An unexpected exception is a bug: its traceback is written to a file of the user
 is set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -1,7 +1,5 @@
 """`scaletrain schema`: the JSON Schema of the run spec."""
 
-from __future__ import annotations
-
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.ui.json import print_json, write_json

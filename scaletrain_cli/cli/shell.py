@@ -1,7 +1,5 @@
 """`scaletrain shell`: an interactive shell on a node of a running run."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Ranks that hang wait for each other: in a collective for those of its group that
 waited for and waits for nobody is the cause. Pure functions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence

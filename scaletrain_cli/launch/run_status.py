@@ -1,7 +1,5 @@
 """The status of a run, as the commands show it; status.py makes it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The status of a run, from its directory and one request to its scheduler. Changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence

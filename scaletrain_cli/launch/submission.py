@@ -1,7 +1,5 @@
 """The records of the submission of a run's job: what was asked of the scheduler, and what it answered."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Weights & Biases: one run over all attempts, resumed by its id; the x axis is the optimizer step."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The chat templates of a run: its own file, those of its tokenizer's folder, or ChatML; and the tokens beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The files are read as AutoTokenizer of transformers 4.57 and 5 reads them for a 
 apply in different ways is refused, and so is a class that splits texts in another way than tokenizer.json.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache

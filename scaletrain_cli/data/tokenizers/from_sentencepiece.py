@@ -3,8 +3,6 @@
 Fields and defaults are those of sentencepiece_model.proto.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The file has one token per line, in base64, with its rank. Patterns and special 
 encodings are here, written for the regular expressions of ``tokenizers``.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tokenizer that a spec names: a tokenizer.json, or a file of another library, converted and compared with it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

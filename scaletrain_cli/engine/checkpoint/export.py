@@ -4,8 +4,6 @@ Writes safetensors, config.json, and the tokenizer with its settings. Reads one 
 memory, whatever layout saved the checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

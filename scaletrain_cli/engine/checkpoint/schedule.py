@@ -1,7 +1,5 @@
 """The schedule of checkpoints, and the check that the disk can hold the checkpoints of a run."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The registry of back ends: finds them by name and imports their modules lazily."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
