@@ -223,10 +223,6 @@ TEXTS: Texts = {
     ),
     "no-common-prompt": ("chosen and rejected have no common prompt", "Add a column prompt"),
     "no-rows": "{source} holds no rows",
-    "rows-not-supported": (
-        "training.objective = {objective} reads rows, and {path} has none",
-        "Give jsonl, json or parquet files",
-    ),
     # ---- the chat template -----------------------------------------------------------------------------------------
     "template-missing": ("the tokenizer {tokenizer} has no chat template, which conversations need", *_TEMPLATE),
     "template-no-default": (

@@ -139,6 +139,13 @@ class StateCheck:
     def __post_init__(self) -> None:
         ranks = range(self.ranks.world_size)
         self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in STATE_PARTS]
+        # Of each part that ranks have replicas of: the number of their groups, and the place of this rank's group.
+        names = [sorted(set(groups)) for groups in self._groups]
+        self._places = {
+            part: (len(found), found.index(self._groups[part][self.ranks.rank]))
+            for part, found in enumerate(names)
+            if len(found) < len(ranks)
+        }
 
     def before_update(self) -> None:
         """Compare the state with that after the last step. On a GPU this only enqueues work."""
@@ -179,13 +186,9 @@ class StateCheck:
             return []
         values = self._compared.fetch()
         slots = [int(any(values[len(STATE_PARTS) :]))]
-        for groups, value in zip(self._groups, values, strict=False):
-            names = sorted(set(groups))
-            if len(names) == len(groups):  # no rank has a replica
-                continue
-            for name in names:
-                own = name == groups[self.ranks.rank]
-                slots += [_in_62_bits(value), -_in_62_bits(value)] if own else [-_MASK, -_MASK]
+        for part, (groups, place) in self._places.items():
+            own = _in_62_bits(values[part])
+            slots += [*[-_MASK] * (2 * place), own, -own, *[-_MASK] * (2 * (groups - place - 1))]
         return slots
 
     def compare(self, largest: Sequence[int]) -> None:
