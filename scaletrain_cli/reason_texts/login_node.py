@@ -19,7 +19,7 @@ TEXTS: Texts = {
     ),
     # ---- what is sent ----------------------------------------------------------------------------------------------
     "config-outside": (
-        "hf_config = {path}: only a file below {folder}, the folder of the spec, is sent to the login node",
+        "hf_config = {path}: only a file below {folder}, the current folder, is sent to the login node",
         "Move it there, or use hf://org/name@revision",
     ),
     "no-plot": ("--plot writes a file on the login node", "Leave it out"),

@@ -422,6 +422,8 @@ def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> 
     """Return the path of the config.json, fetched to the cache if it is on the hub. Raises SourceError."""
     if not is_reference(given):
         beside = base_dir / given
+        if sent().spec:  # by another machine, with the files that it names beside it
+            return beside
         if not os.path.exists(expand_home(given)) and os.path.exists(beside):
             found = f"is not in the current folder, to which every path of a spec is relative, but at {beside}"
             raise SourceError(found, f"Write {beside}, or run the command in {base_dir}.")

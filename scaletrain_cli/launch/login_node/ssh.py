@@ -161,7 +161,7 @@ def make_bundle(
 ) -> Bundle:
     """Return the files for a verb. ``spec``: the path and the text of the file; ``values``: of its secrets, by name.
 
-    Raises UsageError for a config.json of ``hf_config`` that is not below the folder of the spec.
+    Raises UsageError for a config.json of ``hf_config`` that is not below the current folder.
     """
     known: dict[str, Any] = {"clusters": {cluster.name: cluster.entries}}
     files = {_CLUSTERS: json.dumps(known | ({} if cluster.above else {"default": cluster.name})).encode()}
@@ -229,7 +229,7 @@ def script_of(node: LoginNode, words: Sequence[str], bundle: Bundle | None = Non
 
 
 def _configs(file: Path, text: bytes, overrides: Sequence[str]) -> dict[str, bytes]:
-    """Return each config.json that the spec names, by its path relative to the folder of the spec."""
+    """Return each config.json that the spec names, by its path relative to the current folder."""
     model = parse_yaml(text.decode("utf-8-sig"), Source(str(file))).get("model")
     sections = [model, model.get("text_config")] if isinstance(model, dict) else []
     named = [section.get("hf_config") for section in sections if isinstance(section, dict)]
@@ -242,8 +242,8 @@ def _configs(file: Path, text: bytes, overrides: Sequence[str]) -> dict[str, byt
         if not isinstance(path, str) or is_reference(path):
             continue
         if path.startswith(("/", "~")) or ".." in PurePosixPath(path).parts:
-            raise UsageError(Reason("login_node.config-outside", {"path": path, "folder": str(file.parent)}))
-        found[str(PurePosixPath(path))] = (file.parent / path).read_bytes()
+            raise UsageError(Reason("login_node.config-outside", {"path": path, "folder": os.getcwd()}))
+        found[str(PurePosixPath(path))] = Path(path).read_bytes()
     return found
 
 
