@@ -12,6 +12,8 @@ Rows of level k stand for about 10^k rows as they were added. Once the file reac
 of a level become one line of the next level, with one row for ten.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import gzip
