@@ -23,6 +23,7 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.faults import STATE_PARTS
 from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.engine.metrics.step_measures import fetched_later
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import coordinates_of
@@ -169,7 +170,7 @@ class StateCheck:
             self._after = self._sums()
         if self._after is not None and step % every == 0:
             changed = torch.zeros_like(self._after) if changed is None else changed
-            self._checked.append(_Checked(step, self._fetched(torch.cat((self._after, changed)))))
+            self._checked.append(_Checked(step, fetched_later(torch.cat((self._after, changed)))))
         self._began = self._now()
 
     def forget(self, step: int) -> None:
@@ -244,20 +245,6 @@ class StateCheck:
     def _sums(self) -> Tensor:
         """Return the sums of the parts, int64 [parts]."""
         return torch.stack([bit_sum(part, self.device) for part in held_tensors(self.composed)])
-
-    def _fetched(self, values: Tensor) -> Callable[[], list[int]]:
-        if self.device.type != "cuda":
-            known = values.tolist()
-            return lambda: known
-        host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-
-        def fetch() -> list[int]:
-            copied.synchronize()
-            return host.tolist()
-
-        return fetch
 
     def _now(self) -> float:
         if self.every is None and self.device.type == "cuda":

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ class DeferredMetrics:
         """Queue the values of a step, scalars, whose work is enqueued or done."""
         tensors = {name: value.detach() for name, value in values.items() if self._is_on_device(value)}
         known = {name: float(value) for name, value in values.items() if name not in tensors}
-        seconds, fetch = self._clock.stop(), self._fetch(list(tensors.values()))
+        seconds = self._clock.stop()
+        doubles = [each.to(torch.float64) for each in tensors.values()]
+        fetch = fetched_later(torch.stack(doubles) if doubles else torch.zeros(0))
 
         def measures() -> StepMeasures:
             fetched = dict(zip(tensors, fetch(), strict=True))
@@ -63,21 +65,21 @@ class DeferredMetrics:
     def _is_on_device(self, value: Tensor | float) -> TypeGuard[Tensor]:
         return isinstance(value, Tensor) and value.device.type == self._device.type
 
-    def _fetch(self, tensors: list[Tensor]) -> Callable[[], list[float]]:
-        """Return a function that waits for the values. The copy to pinned memory follows the step on its stream."""
-        if self._device.type != "cuda" or not tensors:
-            values = [float(tensor) for tensor in tensors]
-            return lambda: values
-        stacked = torch.stack([tensor.to(torch.float64) for tensor in tensors])
-        host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True).copy_(stacked, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
 
-        def wait() -> list[float]:
-            copied.synchronize()
-            return host.tolist()
+def fetched_later(values: Tensor) -> Callable[[], list[Any]]:
+    """Return a function that waits for values. On a GPU their copy to pinned memory follows the step on its stream."""
+    if values.device.type != "cuda":
+        known = values.tolist()
+        return lambda: known
+    host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
 
-        return wait
+    def wait() -> list[Any]:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait
 
 
 class HostClock:
