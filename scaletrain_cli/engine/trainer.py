@@ -17,9 +17,9 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, rounds_reader
 from scaletrain_cli.engine.data.splits import Reader, RunData
-from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.faults import STATE_PARTS, Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
-from scaletrain_cli.engine.health.state_check import flip_bit
+from scaletrain_cli.engine.health.state_check import flip_bit, held_tensors
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
@@ -296,7 +296,7 @@ class Trainer:
 
     def _before_update(self, step: int) -> None:
         for part, bit in self.faults.bit_flips(step):
-            flip_bit(self.composed, part, bit)
+            flip_bit(held_tensors(self.composed)[STATE_PARTS.index(part)], bit)
         self.step_sync.state_check.before_update()
 
     @property

@@ -83,14 +83,9 @@ def held_tensors(composed: Composed) -> tuple[list[Tensor], ...]:
     return *weights, [weight for weight in flat if id(weight) not in known], states
 
 
-def flip_bit(composed: Composed, part: str, bit: int) -> None:
-    """Flip bit number ``bit``, modulo their number, of a part of the state of this rank: the fault to be found."""
-    flip_one_of(held_tensors(composed)[STATE_PARTS.index(part)], bit)
-
-
 @torch.no_grad()
-def flip_one_of(tensors: Sequence[Tensor], bit: int) -> None:
-    """Flip bit number ``bit``, modulo their number, of tensors one after the other."""
+def flip_bit(tensors: Sequence[Tensor], bit: int) -> None:
+    """Flip bit number ``bit``, modulo their number, of tensors one after the other: the fault to be found."""
     pieces = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
     byte = bit // 8 % sum(piece.numel() for piece in pieces)
     for piece in pieces:

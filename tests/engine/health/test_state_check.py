@@ -15,7 +15,6 @@ from scaletrain_cli.engine.health.state_check import (
     StateCorruptedError,
     bit_sum,
     flip_bit,
-    flip_one_of,
     held_tensors,
 )
 from scaletrain_cli.engine.trainer import Trainer
@@ -87,13 +86,13 @@ def trained(trainer: Trainer, step: int, flip: Flip | None = None) -> int:
 
     def before_update(compare: object = type(check).before_update) -> None:
         if mine and not flip.late and flip.part != "gradients":
-            flip_bit(trainer.composed, flip.part, flip.bit)
+            flip_bit(held_tensors(trainer.composed)[STATE_PARTS.index(flip.part)], flip.bit)
         type(check).before_update(check)
         if mine and flip.part == "gradients":
             gradients = [each.grad for each in trainer.composed.model.parameters() if each.grad is not None]
-            flip_one_of(gradients, flip.bit)
+            flip_bit(gradients, flip.bit)
         elif mine and flip.late:
-            flip_bit(trainer.composed, flip.part, flip.bit)
+            flip_bit(held_tensors(trainer.composed)[STATE_PARTS.index(flip.part)], flip.bit)
 
     check.before_update = before_update  # type: ignore[method-assign]
     trainer.optimizer_step(step)
