@@ -11,7 +11,7 @@ from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import assert_same_run, submit_drill
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.long]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.drill
             ["crash", "done"],
             {"step": 21, "clean_step": 14, "ranks": [0, 1], "code": "engine.replicas-differ"},
             id="two replicas",
-            marks=pytest.mark.long,
         ),
     ],
 )
