@@ -45,7 +45,7 @@ class Judged:
 
     @property
     def expected_seconds(self) -> float:
-        """Return the mean seconds per step over runs that stall and runs that do not, by which layouts are chosen."""
+        """Return the seconds per step by which layouts are chosen, which count the chance of a stall."""
         return self.time.expected
 
     @property

@@ -19,14 +19,15 @@ from typing import Any, Literal
 from planner_truth.evaluation import Judged, Outcome
 from planner_truth.table import Table
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-from scaletrain_cli.plan.ranges import Quantiles, architecture_of, find_cell, regime_of, share_below
+from scaletrain_cli.plan.ranges import Quantiles, architecture_of, find_cell, regime_of, share_below, widened
 from scaletrain_cli.plan.result import Time
 
 Quantity = Literal["time", "memory"]
 COMMAND = "make bench-planner TRUTH=DIR ARGS=--write"
-# Fewest runs in a cell. A cell of one architecture needs two sources, or a third of its error would be their author's.
-_FEWEST = 5
-_FEWEST_SOURCES = 2
+_FEWEST = 5  # runs in a cell
+# Fewest runs and sources, with each source left out in turn, from which a regime has a spread of its own.
+_FEWEST_COVERED = 20
+_FEWEST_COVERED_SOURCES = 2
 _SHARES = (0.1, 0.5, 0.9)
 _INSIDE = 0.8
 # Spreads to try, as the logarithm of a ratio at its 90th percentile; negative: see ``_widened``.
@@ -76,7 +77,8 @@ def _observed(row: Judged, source: str, quantity: Quantity) -> Iterable[Observat
     spec, layout = row.case.spec, row.case.layout
     kind = (spec.planner.framework, regime_of(spec, layout), architecture_of(find_accelerator(spec.cluster)), source)
     if quantity == "memory":
-        if row.measured.memory_bytes:
+        # Not what nvidia-smi shows: the allocator gives up what it has cached before a run is out of memory.
+        if row.measured.memory_bytes and row.measured.memory_kind != "peak":
             yield Observation(*kind, row.measured.memory_bytes / row.memory_bytes, row.measured.memory_bytes, None)
         return
     seconds = row.measured.step_seconds
@@ -98,41 +100,64 @@ def error_file(outcomes: Mapping[Table, Outcome]) -> dict[str, Any]:
         "about": "Measured / planned over published runs: percentiles by framework, regime (plan/ranges.py regime_of) "
         "and architecture of the GPUs (empty: all). spread: between sources, as the logarithm of a ratio at its 90th "
         "percentile; added to the variance of each cell, so that `inside`, the share of runs in their range if their "
-        "source is left out, is about 80 %.",
+        "source is left out, is about 80 %. apart: the same between kinds of runs, with each architecture and each "
+        "regime of a framework left out, predicted from the nearest other.",
         "command": COMMAND,
         "date": datetime.date.today().isoformat(),
     }
     for quantity in ("time", "memory"):
         seen = observations(outcomes, quantity)
-        frameworks = sorted({each.framework for each in seen})
-        found[quantity] = {
-            name: _of_framework([each for each in seen if each.framework == name]) for name in frameworks
-        }
+        apart = best_spread(kinds_left_out(seen))[0]
+        found[quantity] = {"apart": apart, "frameworks": by_framework(seen, apart)}
     return found
 
 
-def _of_framework(seen: Sequence[Observation]) -> dict[str, Any]:
-    spread, covered = best_spread(seen)
+def by_framework(seen: Sequence[Observation], apart: float = 0.0) -> dict[str, Any]:
+    """Return the cells of each framework, and for each of its regimes the spread and the coverage.
+
+    A regime with too few runs that other sources predict has the spread over all regimes of its framework, and if
+    these are too few as well, ``apart``.
+    """
+    names = sorted({each.framework for each in seen})
+    return {name: _of_framework([each for each in seen if each.framework == name], apart) for name in names}
+
+
+def _of_framework(seen: Sequence[Observation], apart: float) -> dict[str, Any]:
+    pairs = left_out(seen)
+    overall, covered = best_spread(pairs)
+    if covered.rows < _FEWEST_COVERED:
+        overall = apart
+    regimes = {}
+    for regime in sorted({each.regime for each in seen}):
+        own = [pair for pair in pairs if pair[0].regime == regime]
+        spread, covered = best_spread(own)
+        if covered.rows < _FEWEST_COVERED or len(covered.by_source) < _FEWEST_COVERED_SOURCES:
+            spread, covered = overall, coverage(own, overall)
+        regimes[regime] = {
+            "runs": len(own),
+            "runs_left_out": covered.rows,
+            "inside": round(covered.inside, 3),
+            "spread": spread,
+        }
     return {
-        "hardware": sorted({each.hardware for each in seen}),
         "runs": len(seen),
-        "spread": spread,
-        "inside": round(covered.inside, 3),
-        "runs_left_out": covered.rows,
-        "cells": _cells(seen, spread),
+        "regimes": regimes,
+        "cells": _cells(seen, {name: each["spread"] for name, each in regimes.items()}),
     }
 
 
-def best_spread(seen: Sequence[Observation]) -> tuple[float, Coverage]:
+Predicted = tuple[Observation, Quantiles | None]
+
+
+def best_spread(pairs: Sequence[Predicted]) -> tuple[float, Coverage]:
     """Return the spread between sources with which the shares of runs and of sources inside are nearest to 80 %.
 
     Compared is the mean of the share of runs and of the sources' mean share; the share of runs stays between 75 and
     85 % if it can. 0 if no run has a range once its source is left out.
     """
-    pairs = left_out(seen)
     tried = [(spread, coverage(pairs, spread)) for spread in _SPREADS]
     if not tried[0][1].rows:
-        return 0.0, tried[0][1]
+        return 0.0, coverage(pairs, 0.0)
 
     def off(pair: tuple[float, Coverage]) -> tuple[float, float]:
         covered = pair[1]
@@ -142,24 +167,43 @@ def best_spread(seen: Sequence[Observation]) -> tuple[float, Coverage]:
     return min(tried, key=off)
 
 
-def left_out(seen: Sequence[Observation]) -> list[tuple[Observation, Quantiles | None]]:
-    """Return the runs of one framework, each with the percentiles of all other sources, or None without."""
-    found: list[tuple[Observation, Quantiles | None]] = []
-    for source in sorted({each.source for each in seen}):
-        others = [each for each in seen if each.source != source]
-        known = {"cells": _cells(others, 0.0), "hardware": sorted({each.hardware for each in others})}
-        for each in (each for each in seen if each.source == source):
-            cell = find_cell({each.framework: known}, each.framework, each.regime, each.hardware)
-            found.append((each, None if cell is None else cell.quantiles))
+def kinds_left_out(seen: Sequence[Observation]) -> list[Predicted]:
+    """Return runs with the percentiles of the nearest others, with their architecture or regime left out."""
+    found: list[Predicted] = []
+    known = by_framework(seen)
+    for name in known:
+        own = [each for each in seen if each.framework == name]
+        for kind in ("hardware", "regime"):
+            for value in sorted({getattr(each, kind) for each in own}):
+                rest = [each for each in own if getattr(each, kind) != value]
+                if not rest:
+                    continue
+                errors = {"apart": 0.0, "frameworks": {**known, **by_framework(rest)}}
+                for each in (each for each in own if getattr(each, kind) == value):
+                    cell = find_cell(errors, name, each.regime, each.hardware)
+                    found.append((each, None if cell is None else cell.quantiles))
     return found
 
 
-def coverage(pairs: Sequence[tuple[Observation, Quantiles | None]], spread: float) -> Coverage:
+def left_out(seen: Sequence[Observation]) -> list[Predicted]:
+    """Return the runs of one framework, each with the percentiles of all other sources, or None without."""
+    found: list[Predicted] = []
+    for source in sorted({each.source for each in seen}):
+        others = [each for each in seen if each.source != source]
+        known = {"cells": _cells(others, {}), "runs": 0}
+        for each in (each for each in seen if each.source == source):
+            errors = {"apart": 0.0, "frameworks": {each.framework: known}}
+            cell = find_cell(errors, each.framework, each.regime, each.hardware)
+            found.append((each, None if cell is None or cell.near else cell.quantiles))
+    return found
+
+
+def coverage(pairs: Sequence[Predicted], spread: float) -> Coverage:
     """Return the share of runs inside their range, with ``spread`` between sources."""
     inside: dict[str, list[bool]] = {}
     for each, error in pairs:
         if error is not None:
-            inside.setdefault(each.source, []).append(side(_widened(error, spread), each) == 0)
+            inside.setdefault(each.source, []).append(side(widened(error, spread), each) == 0)
     counted = {source: (len(hits), fmean(hits)) for source, hits in inside.items()}
     rows = sum(count for count, _ in counted.values())
     share = sum(count * share for count, share in counted.values()) / rows if rows else 0.0
@@ -177,30 +221,17 @@ def side(error: Quantiles, each: Observation) -> int:
     return int(share > 0.9) if longer else -int(share < 0.1)
 
 
-def _widened(error: Quantiles, spread: float) -> Quantiles:
-    """Return the percentiles for a new source: its own shift adds its variance to that of the runs of known sources.
-
-    A negative spread subtracts it: the known sources differ more from each other than new runs do from them.
-    """
-
-    def widened(distance: float) -> float:
-        return math.sqrt(max(distance**2 + math.copysign(spread**2, spread), distance**2 / 4))
-
-    low, high = (widened(math.log(end / error.p50)) for end in (error.p10, error.p90))
-    return Quantiles(error.p50 * math.exp(-low), error.p50, error.p50 * math.exp(high))
-
-
-def _cells(seen: Sequence[Observation], spread: float) -> list[dict[str, Any]]:
-    """Return the cells with enough runs, each regime first over all architectures."""
+def _cells(seen: Sequence[Observation], spreads: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the cells with enough runs, each regime first over all architectures. ``spreads``: of regimes, else 0."""
     found = []
     for regime in sorted({each.regime for each in seen}):
         of_regime = [each for each in seen if each.regime == regime]
         for hardware in ("", *sorted({each.hardware for each in of_regime})):
             rows = [each for each in of_regime if hardware in ("", each.hardware)]
             sources = Counter(each.source for each in rows)
-            if len(rows) < _FEWEST or (hardware and len(sources) < _FEWEST_SOURCES):
+            if len(rows) < _FEWEST:
                 continue
-            error = _widened(_quantiles(rows, sources), spread)
+            error = widened(_quantiles(rows, sources), spreads.get(regime, 0.0))
             percentiles = {name: round(value, 4) for name, value in error._asdict().items()}
             found.append(
                 {"regime": regime, "hardware": hardware, **percentiles, "n": len(rows), "sources": sorted(sources)}
@@ -229,26 +260,38 @@ def _interpolated(places: Sequence[tuple[float, float]], share: float) -> float:
 
 
 def lines(outcomes: Mapping[Table, Outcome]) -> Iterable[str]:
-    """Yield a table: the share of runs inside p10 to p90 if their source is left out, by framework and source."""
+    """Yield a table: the share of runs inside p10 to p90 if their source is left out, by framework and regime."""
+    errors = error_file(outcomes)
     for quantity in ("time", "memory"):
-        seen = observations(outcomes, quantity)
         yield ""
-        yield f"{'inside p10 to p90, source left out: ' + quantity:<48}{'n':>5}{'inside':>9}   spread between sources"
-        for framework in sorted({each.framework for each in seen}):
-            spread, covered = best_spread([each for each in seen if each.framework == framework])
-            shown = f"{covered.inside:.1%}" if covered.rows else "-"
-            without = f"{covered.without} runs then have no range"
-            yield f"{framework:<48}{covered.rows:>5}{shown:>9}   {spread:+.2f}; {without}"
-            for source, (count, share) in covered.by_source.items():
-                yield f"  {source:<46}{count:>5}{share:>9.1%}"
+        yield f"{'inside p10 to p90, source left out: ' + quantity:<56}{'n':>5}{'inside':>9}{'p90/p10':>9}   spread"
+        for framework, found in errors[quantity]["frameworks"].items():
+            for regime, each in found["regimes"].items():
+                shown = f"{each['inside']:.1%}" if each["runs_left_out"] else "-"
+                wide = _width(found, regime)
+                yield (
+                    f"{framework + ', ' + regime:<56}{each['runs_left_out']:>5}{shown:>9}"
+                    f"{'-' if wide is None else format(wide, '.2f'):>9}   {each['spread']:+.2f}"
+                )
+        yield f"between kinds of runs: {errors[quantity]['apart']:+.2f}"
+
+
+def _width(found: Mapping[str, Any], regime: str) -> float | None:
+    """Return the mean of p90 / p10 over the cells of a regime by their runs, those of one architecture if there are."""
+    cells = [cell for cell in found["cells"] if cell["regime"] == regime]
+    cells = [cell for cell in cells if cell["hardware"]] or cells
+    runs = sum(cell["n"] for cell in cells)
+    return sum(cell["n"] * cell["p90"] / cell["p10"] for cell in cells) / runs if runs else None
 
 
 def markdown(errors: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the coverage of the ranges in errors.json by framework, as lines of Markdown."""
-    yield "| framework | measured | runs | with a range if their source is left out | inside | spread between sources |"
-    yield "|---|---|---|---|---|---|"
+    """Yield the coverage of the ranges in errors.json by framework and regime, as lines of Markdown."""
+    yield "| framework | measured | regime | runs | with a range if their source is left out | inside | p90 / p10 |"
+    yield "|---|---|---|---|---|---|---|"
     for quantity, name in (("time", "step time"), ("memory", "memory")):
-        for framework, found in errors[quantity].items():
-            inside = f"{100 * found['inside']:.0f} % | {100 * math.expm1(found['spread']):+.0f} %"
-            shown = inside if found["runs_left_out"] else "|"
-            yield f"| {framework} | {name} | {found['runs']} | {found['runs_left_out']} | {shown} |"
+        for framework, found in errors[quantity]["frameworks"].items():
+            for regime, each in found["regimes"].items():
+                inside = f"{100 * each['inside']:.0f} %" if each["runs_left_out"] else ""
+                wide = _width(found, regime)
+                shown = f"{each['runs']} | {each['runs_left_out']} | {inside} | {'' if wide is None else f'{wide:.2f}'}"
+                yield f"| {framework} | {name} | {regime} | {shown} |"

@@ -2,8 +2,9 @@
 
 catalogue/errors.json has measured values as multiples of planned ones: their 10th, 50th and 90th percentile over
 published runs, by framework, regime (what limits a run of this kind) and architecture of the GPU. The benchmark
-writes it: ``make bench-planner TRUTH=DIR ARGS=--write``. A figure whose framework and regime, or whose architecture,
-nobody has measured has no range. Measurements of the user replace the published ones.
+writes it: ``make bench-planner TRUTH=DIR ARGS=--write``. A plan whose framework, regime or architecture nobody has
+measured has the range of the nearest evidence, wider by what whole kinds of runs differ from others. Measurements of
+the user replace the published ones.
 """
 
 import math
@@ -20,14 +21,18 @@ from scaletrain_cli.spec import RunSpec
 
 # Models with fewer parameters keep no GPU busy, and the host sets the pace: 12 layers of 512 channels, for example.
 _TINY = 150_000_000
-# Tokens of a sequence from which attention takes most of the time of models of 1 to 70 billion parameters.
-_LONG = 32_768
+# Tokens of one rank and micro-batch below which launching kernels and the hooks of ZeRO-3 take a part of the step that
+# differs between hosts and versions. Four times as many do not change the error any more, and nor does the number of
+# nodes.
+_FEW_TOKENS = 4096
 # Normal quantile of 0.9: the distance from the median to the 90th percentile, in standard deviations.
 _P90 = 1.2816
 _SMALL = 1e-9
 _HALVINGS = 60
 _ERRORS = "plan/catalogue/errors.json"
-ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3")
+# Architectures by generation: the evidence of the nearest one counts for one that nobody has measured.
+_GENERATIONS = {"volta": 0, "turing": 1, "ampere": 2, "ada": 3, "hopper": 3, "cdna3": 3, "blackwell": 4}
+USUAL = "usual sizes"
 
 
 class Quantiles(NamedTuple):
@@ -39,12 +44,18 @@ class Quantiles(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The error of one kind of run. ``hardware``: an architecture; empty: over all that were measured."""
+    """The error of the runs of one framework and regime. ``hardware``: an architecture; empty: all that were measured.
+
+    ``near``: runs of this kind were not measured, and these are the nearest ones.
+    """
 
     quantiles: Quantiles
     n: int
     sources: tuple[str, ...]
+    framework: str
+    regime: str
     hardware: str
+    near: bool = False
 
 
 def regime_of(spec: RunSpec, layout: Layout) -> str:
@@ -65,13 +76,12 @@ def regime_of(spec: RunSpec, layout: Layout) -> str:
         return "offload"
     if workload.parameter_count(spec.model) < _TINY:
         return "tiny model"
-    if samples_length(spec) >= _LONG:
-        return "long sequences"
     if layout.tensor_parallel > spec.cluster.gpus_per_node:
         return "tensor parallelism between nodes"
-    if spec.cluster.nodes == 1:
-        return "one node"
-    return "pipeline between nodes" if layout.pipeline_parallel > 1 else "several nodes"
+    shared = layout.sequence_parallel * layout.context_parallel
+    if layout.micro_batch_size * samples_length(spec) // shared < _FEW_TOKENS:
+        return "small micro-batches"
+    return "pipeline between nodes" if layout.pipeline_parallel > 1 and spec.cluster.nodes > 1 else USUAL
 
 
 def architecture_of(device: Accelerator) -> str:
@@ -79,23 +89,55 @@ def architecture_of(device: Accelerator) -> str:
     if device.is_cpu:
         return "cpu"
     name = generation(device.name)
-    return next((known for known in ARCHITECTURES if known in name), name)
+    return next((known for known in _GENERATIONS if known in name), name)
 
 
 def find_cell(errors: dict[str, Any], framework: str, regime: str, hardware: str) -> Cell | None:
-    """Return the error of runs of this kind: on this architecture if enough were measured, else on all of them.
+    """Return the error of runs of this kind, or of the nearest kind that was measured, wider; None if there is none.
 
-    ``errors``: one quantity of errors.json. None if nobody has measured the regime, or the architecture, under this
-    framework.
+    ``errors``: one quantity of errors.json. Of one framework and regime, the architecture itself counts before the
+    nearest generation, and that before all together. A regime that the framework lacks is looked up in the others, the
+    one with most runs first; one that none has is taken for usual sizes. Ranks on CPUs have none.
     """
-    known = errors.get(framework)
-    if known is None or hardware not in known["hardware"]:
+    frameworks = errors["frameworks"]
+    if hardware == "cpu" or framework not in frameworks:
         return None
-    rows = {row["hardware"]: row for row in known["cells"] if row["regime"] == regime}
-    row = rows.get(hardware) or rows.get("")
-    if row is None:
-        return None
-    return Cell(Quantiles(row["p10"], row["p50"], row["p90"]), row["n"], tuple(row["sources"]), row["hardware"])
+    others = sorted((name for name in frameworks if name != framework), key=lambda name: -frameworks[name]["runs"])
+    kinds = [(name, kind) for kind in (regime, USUAL) for name in (framework, *others)]
+    for name, kind in kinds:
+        rows = [row for row in frameworks[name]["cells"] if row["regime"] == kind]
+        if rows:
+            row = min(rows, key=lambda row: _distance(row["hardware"], hardware))
+            near = (name, kind, row["hardware"]) != (framework, regime, hardware)
+            quantiles = Quantiles(row["p10"], row["p50"], row["p90"])
+            if near:
+                quantiles = widened(quantiles, errors["apart"])
+            return Cell(quantiles, row["n"], tuple(row["sources"]), name, kind, row["hardware"], near)
+    return None
+
+
+def _distance(measured: str, hardware: str) -> float:
+    """Return how far the runs of a cell are from an architecture, in generations; those on all GPUs above any."""
+    if measured == hardware:
+        return -1.0
+    if measured in _GENERATIONS and hardware in _GENERATIONS:
+        newer = _GENERATIONS[measured] - _GENERATIONS[hardware]
+        return abs(newer) - (newer > 0) / 10
+    return 9.0 if measured else 8.0
+
+
+def widened(error: Quantiles, spread: float) -> Quantiles:
+    """Return the percentiles with a shift of their own: its variance adds to theirs.
+
+    ``spread``: of that shift, as the logarithm of a ratio at its 90th percentile. A negative one is subtracted: the
+    known sources differ more from each other than new runs do from them.
+    """
+
+    def apart(distance: float) -> float:
+        return math.sqrt(max(distance**2 + math.copysign(spread**2, spread), distance**2 / 4))
+
+    low, high = (apart(math.log(end / error.p50)) for end in (error.p10, error.p90))
+    return Quantiles(error.p50 * math.exp(-low), error.p50, error.p50 * math.exp(high))
 
 
 def step_range(time: Time, error: Quantiles) -> Range:
@@ -180,8 +222,10 @@ def _described(here: MeasuredError, cell: Cell | None) -> MeasuredError:
     error = cell.quantiles
     return replace(
         here,
-        calibrated=True,
+        calibrated=not cell.near,
         basis="published runs",
+        measured_framework=cell.framework,
+        measured_regime=cell.regime,
         measured_hardware=cell.hardware,
         p10=min(1.0, error.p10),
         p90=max(1.0, error.p90),

@@ -159,8 +159,12 @@ class Time:
 
     @property
     def expected(self) -> float:
-        """Mean seconds of a step over runs that stall and runs that do not."""
-        return self.unstalled + self.stall_probability * self.stall_seconds
+        """Seconds by which layouts are compared: the mean over runs that stall and runs that do not, at least ``step``.
+
+        Once stalls are likely the mean counts on luck: the layout chosen by it may be slower than the one with the
+        shortest step by as much as a stall takes.
+        """
+        return max(self.step, self.unstalled + self.stall_probability * self.stall_seconds)
 
 
 class StepSeconds(NamedTuple):
@@ -208,9 +212,10 @@ class Range:
 class MeasuredError:
     """The error of plans for measured runs. ``p10`` and ``p90``: percentiles of measured divided by planned.
 
-    ``calibrated``: whether runs of this framework, regime and hardware were measured. ``basis``: ``published runs`` or
-    ``own runs``, of which ``n`` count, from ``sources``. ``measured_hardware``: the architecture of these GPUs if they
-    are all of one; empty if not enough runs are on the planned one, so that all count. ``date``: of the comparison.
+    ``calibrated``: whether runs of this framework, regime and hardware were measured, else the nearest ones count.
+    ``basis``: ``published runs`` or ``own runs``, of which ``n`` count, from ``sources``; empty if there are none.
+    ``measured_framework``, ``measured_regime``, ``measured_hardware``: of the published runs; hardware is empty if they
+    are on several architectures. ``date``: of the comparison.
     """
 
     calibrated: bool
@@ -218,6 +223,8 @@ class MeasuredError:
     regime: str
     hardware: str
     basis: str = ""
+    measured_framework: str = ""
+    measured_regime: str = ""
     measured_hardware: str = ""
     p10: float = 1.0
     p90: float = 1.0

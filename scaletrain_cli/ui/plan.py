@@ -307,8 +307,10 @@ def _about_seconds(seconds: float) -> str:
 
 
 def _measured_on(error: MeasuredError) -> str:
-    where = error.measured_hardware or "all GPUs"
-    return f"{counted(error.n, 'published run')} of {error.framework}: {error.regime}, {where}"
+    # Plans of version 0.2.0 have only runs of their own framework and regime.
+    runs = f"{counted(error.n, 'published run')} of {error.measured_framework or error.framework}"
+    found = f"{runs}: {error.measured_regime or error.regime}, {error.measured_hardware or 'all GPUs'}"
+    return found if error.calibrated else f"nearest evidence: {found}"
 
 
 def _not_calibrated(error: MeasuredError) -> str:

@@ -98,12 +98,12 @@ def test_numbers_are_formatted_with_units(text: str, expected: str) -> None:
 
 def test_the_ranges_of_a_plan_are_shown_with_their_source() -> None:
     spec, plan = stored(STORED[1])
-    error = MeasuredError(
-        True, "deepspeed", "several nodes", "hopper", "published runs", "", 0.9, 1.25, 131, ("one", "two"), "2026-11-23"
-    )
+    measured = {"basis": "published runs", "measured_framework": "deepspeed", "measured_regime": "usual sizes"}
+    error = MeasuredError(True, "deepspeed", "usual sizes", "hopper", **measured, n=131)
     times = {"step_seconds": Range(12.34, 17.89), "to_train_seconds": Range(864_000, 1_123_456)}
     others = {"on_demand_usd": Range(12_345, 15_678), "peak_bytes": Range(60_000_000_000, 71_234_000_000)}
-    ranges = Ranges(error, replace(error, measured_hardware="hopper", n=56), **times, **others)
+    near = replace(error, calibrated=False, measured_hardware="ampere", n=56)
+    ranges = Ranges(error, near, **times, **others)
 
     def text(ranges: Ranges) -> str:
         changed = replace(plan, ranges=ranges)
@@ -111,10 +111,11 @@ def test_the_ranges_of_a_plan_are_shown_with_their_source() -> None:
 
     shown = text(ranges)
     assert "p10 to p90: 12.3 s to 17.9 s per step, 10 d to 13 d in all (131 published runs of deepspeed:" in shown
-    assert "p10 to p90: 60.0 GB to 71.0 GB (56 published runs of deepspeed: several nodes, hopper)" in shown
+    nearest = "nearest evidence: 56 published runs of deepspeed: usual sizes, ampere"
+    assert f"p10 to p90: 60.0 GB to 71.0 GB ({nearest})" in shown
     assert "($12,300 to $15,700)" in shown
-    unknown = MeasuredError(False, "deepspeed", "offload", "blackwell")
-    said = "not calibrated: no published run of deepspeed was measured with offload on blackwell"
+    unknown = MeasuredError(False, "deepspeed", "usual sizes", "cpu")
+    said = "not calibrated: no published run of deepspeed was measured with usual sizes on cpu"
     assert text(Ranges(unknown, unknown)).count(said) == 1  # of memory and time
     assert "p10 to p90" not in text(Ranges(unknown, unknown))
 
