@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.plan import make_plan, submittable
+from scaletrain_cli.plan.search.layout_search import SAME_TIME
 from scaletrain_cli.spec import load_spec
 from tests.plan.specs import DATA_ALONE, spec_of
 
@@ -17,6 +18,14 @@ def test_every_recipe_plans_and_may_be_submitted(recipe: Path) -> None:
     assert plan.memory.fits
     assert submittable(spec, plan) == []
     assert json.loads(json.dumps(plan.to_json(), allow_nan=False))["schema"] == "scaletrain.plan/v1"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_pins_what_the_planner_would_choose_better(recipe: Path) -> None:
+    spec = load_spec(recipe)
+    free = spec.model_copy(update={"layout": type(spec.layout)()})
+    if spec.layout != free.layout:
+        assert make_plan(spec).time.step <= SAME_TIME * make_plan(free).time.step
 
 
 def test_a_small_model_needs_no_zero() -> None:
