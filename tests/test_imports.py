@@ -296,7 +296,7 @@ def write_module(project: Path, file: str, source: str) -> None:
         (["status"], 133),
         pytest.param(["doctor"], 235, marks=pytest.mark.long),
         pytest.param(["init", "-o", "-"], 149, marks=pytest.mark.long),
-        pytest.param(["validate", RECIPE], 190, marks=pytest.mark.long),
+        pytest.param(["validate", RECIPE], 191, marks=pytest.mark.long),
         (["plan", RECIPE], 160),
         pytest.param(["plan", RECIPE, "--json"], 160, marks=pytest.mark.long),
         (["submit", RECIPE, "--dry-run", "--set", "cluster.scheduler=slurm"], 200),

@@ -8,9 +8,6 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import open_new, open_to_read
@@ -78,7 +75,7 @@ class HashedFile:
 class CheckedFile:
     """A memory-mapped data file, with a record of the chunks that were compared with their hashes."""
 
-    def __init__(self, path: Path, content: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, path: Path, content: memoryview) -> None:
         """``content``: the whole file as bytes. Raises CorruptDataError if the number of hashes is wrong."""
         self._path, self._content = path, content
         self.hashes = read_hashes(path, len(content))
@@ -100,7 +97,7 @@ class CheckedFile:
             self._compare(chunk)
 
     def _compare(self, chunk: int) -> None:
-        compare_chunk(self._path, self.hashes, chunk, self._content[chunk * CHUNK_BYTES :][:CHUNK_BYTES].data)
+        compare_chunk(self._path, self.hashes, chunk, self._content[chunk * CHUNK_BYTES :][:CHUNK_BYTES])
         self._compared[chunk] = 1
 
 

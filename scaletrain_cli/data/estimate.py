@@ -90,7 +90,12 @@ def source_sizes(
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
         dataset = prepared.get(section.name) or folder / expand_home(path)
         try:
-            document = _remote_document(path) if is_remote(path) else read_document(dataset / "dataset.json")
+            if is_remote(path):
+                from scaletrain_cli.data.remote_datasets import remote_description  # loads numpy
+
+                document = remote_description(path, _REMOTE_SECONDS)
+            else:
+                document = read_document(dataset / "dataset.json")
             tokens = None if document is None else document.get("train_tokens")
             size = None
             if isinstance(tokens, int) and tokens >= 0:
@@ -135,22 +140,14 @@ def seconds_to_prepare(data: DataSpec, sizes: Mapping[str, SourceSize], workers:
 
 def _prepared(data: DataSpec, runs_root: Path, folder: Path) -> Mapping[str, Path]:
     """Return the datasets that are there. Remote sources are not asked for: their listing may take long."""
-    from scaletrain_cli.data.prepared import find_prepared
-
     if any(is_remote(path) or is_reference(path) for _, path in data.paths()) or not (runs_root / "datasets").is_dir():
         return {}
+    from scaletrain_cli.data.prepared import find_prepared  # loads all of the preparation
+
     try:
         return find_prepared(data, runs_root, folder) or {}
     except (ScaletrainError, OSError):
         return {}
-
-
-def _remote_document(path: str) -> dict[str, Any] | None:
-    """Return the description of prepared data in a store; None if the path has none. Raises ScaletrainError."""
-    from scaletrain_cli.data.remote_datasets import find_description, inspect_dataset
-
-    description = find_description(path, _REMOTE_SECONDS)
-    return None if description is None else inspect_dataset(description, _REMOTE_SECONDS)
 
 
 def _estimated_size(

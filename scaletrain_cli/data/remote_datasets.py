@@ -236,12 +236,13 @@ def _has_digest(draft: Path, names: list[str], shard: dict[str, Any]) -> bool:
     return digest.hexdigest() == str(shard["digest"])
 
 
-def inspect_dataset(description: RemoteFile, seconds: float | None = None) -> dict[str, Any]:
-    """Return the content of dataset.json of a remote dataset whose files are all there.
+def remote_description(path: str, seconds: float | None = None) -> dict[str, Any] | None:
+    """Return the content of dataset.json of a remote dataset whose files are all there; None as ``find_description``.
 
     Raises PlaceError and UnavailableError.
     """
-    return parse_object(_checked(description, seconds)[0])
+    description = find_description(path, seconds)
+    return None if description is None else parse_object(_checked(description, seconds)[0])
 
 
 def _checked(description: RemoteFile, seconds: float | None) -> tuple[bytes, dict[str, RemoteFile]]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from scaletrain_cli.reasons import Reason
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from scaletrain_cli.spec.preparation import PreparationStep
     from scaletrain_cli.spec.sources import SourceSpec
 

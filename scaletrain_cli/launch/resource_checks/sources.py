@@ -104,17 +104,20 @@ def reads_text(spec: RunSpec) -> bool:
 
 def _check_source(view: View, key: str, section: SourceSpec, unseen: list[str]) -> CheckResults:
     """Return the results for one source; what is not visible without credentials or network is added to ``unseen``."""
-    from scaletrain_cli.data.remote_datasets import find_description, inspect_dataset
     from scaletrain_cli.data.sources.places import UnavailableError, is_remote
 
     remote = is_remote(section.path)
     prepared = view.folder / expand_home(section.path)
     reason: Reason | None
     try:
+        if remote:
+            from scaletrain_cli.data.remote_datasets import remote_description  # loads numpy
+
+            description = remote_description(section.path, LOOK_SECONDS)
         if not remote and (prepared / "dataset.json").is_file():
             reason = prepared_problem(prepared, view)
-        elif remote and (description := find_description(section.path, LOOK_SECONDS)) is not None:
-            reason = description_problem(inspect_dataset(description, LOOK_SECONDS), view.spec)
+        elif remote and description is not None:
+            reason = description_problem(description, view.spec)
         else:
             left_out = Counter[str]()
             files = _listed(view, key, section, remote, left_out)
